@@ -1,0 +1,179 @@
+"""A strict parser of safetensors headers that needs neither torch nor the safetensors library.
+
+A file is an unsigned 64-bit little-endian length N, N bytes of JSON, and the tensors' bytes
+(format: https://github.com/huggingface/safetensors). Whatever that library refuses is refused here,
+and so is what it lets pass although it makes a file ambiguous: duplicate names, fields that it does
+not know, a tensor described by a list. Nothing is allocated on the word of a file: its length is
+compared with the true size first.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import NoReturn
+
+from zerostart.checkpoint.catalog import DTYPE_BITS, TensorEntry
+from zerostart.checkpoint.strict_json import DAMAGED, load_json, shown
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
+
+__all__ = ["MAX_HEADER_BYTES", "parse_header", "read_header"]
+
+#: The safetensors library's own limit on the JSON part.
+MAX_HEADER_BYTES = 100_000_000
+_PREFIX_BYTES = 8
+_METADATA = "__metadata__"
+_FIELDS = frozenset(("dtype", "shape", "data_offsets"))
+#: torch counts sizes and elements in signed 64-bit integers.
+_MAX_COUNT = 2**63 - 1
+
+
+def read_header(
+    path: str | os.PathLike[str], file_index: int = 0
+) -> tuple[list[TensorEntry], dict[str, str], int]:
+    """Entries of one safetensors file in the order of their bytes, its metadata, and its size in bytes.
+
+    Raises CheckpointNotFoundError if there is no such file, CheckpointError if its header is not
+    right in every field, ReadError if reading fails.
+    """
+    name = os.fspath(path)
+    try:
+        # Without O_NONBLOCK, opening a FIFO would wait for a writer before its type can be looked at.
+        handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"{name}: there is no such file") from error
+    except OSError as error:
+        raise ReadError(f"{name}: cannot be opened: {error.strerror}") from error
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{name}: not a regular file, so it cannot be a safetensors checkpoint")
+        length = _header_length(_pread(handle, _PREFIX_BYTES, 0, name), status.st_size, name)
+        raw = _pread(handle, length, _PREFIX_BYTES, name)
+    finally:
+        os.close(handle)
+    if len(raw) != length:
+        raise ReadError(f"{name}: the file shrank while its header was read; is another process writing it?")
+    entries, metadata = parse_header(raw, status.st_size, name, file_index)
+    return entries, metadata, status.st_size
+
+
+def parse_header(
+    raw: bytes, file_size: int, path: str, file_index: int = 0
+) -> tuple[list[TensorEntry], dict[str, str]]:
+    """Entries and metadata that the JSON part ``raw`` of a header describes, in the order of the bytes.
+
+    ``file_size`` is the size of the whole file in bytes, ``path`` serves messages only, ``file_index``
+    is what the entries call their file. Offsets in the entries count from the start of the file.
+    Raises CheckpointError, naming file and tensor, unless every field is right and the tensors cover
+    the rest of the file exactly: no overlap, no hole, nothing behind.
+    """
+    header = load_json(raw, path, "header")
+    metadata = _metadata(header.pop(_METADATA, {}), path)
+    data_start = _PREFIX_BYTES + len(raw)
+    entries = [_entry(name, info, path, file_index, data_start) for name, info in header.items()]
+    entries.sort(key=lambda entry: (entry.offset, entry.nbytes, entry.name))
+    _check_cover(entries, data_start, file_size, path)
+    return entries, metadata
+
+
+def _pread(handle: int, length: int, offset: int, path: str) -> bytes:
+    chunks = []
+    while length:
+        try:
+            chunk = os.pread(handle, length, offset)
+        except OSError as error:
+            raise ReadError(f"{path}: reading the header failed: {error.strerror}") from error
+        if not chunk:
+            break
+        chunks.append(chunk)
+        length -= len(chunk)
+        offset += len(chunk)
+    return b"".join(chunks)
+
+
+def _header_length(prefix: bytes, file_size: int, path: str) -> int:
+    if len(prefix) < _PREFIX_BYTES:
+        raise CheckpointError(
+            f"{path}: the file is truncated: its header's length alone takes 8 bytes, the file has {file_size}; "
+            "download it again"
+        )
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path}: a header of {length} bytes is beyond the limit of {MAX_HEADER_BYTES}: {DAMAGED}"
+        )
+    if _PREFIX_BYTES + length > file_size:
+        raise CheckpointError(
+            f"{path}: the file is truncated: its header takes {length} bytes, the file has {file_size}; "
+            "download it again"
+        )
+    return length
+
+
+def _metadata(value: object, path: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise CheckpointError(f"{path}: {_METADATA} has to map strings to strings: the file is malformed")
+    return value
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_COUNT  # `type`, because True is an int as well
+
+
+def _entry(name: str, info: object, path: str, file_index: int, data_start: int) -> TensorEntry:
+    """Check what can be checked about one tensor by itself."""
+    if not isinstance(info, dict) or info.keys() != _FIELDS:
+        _refuse(path, name, f"is not described by exactly the fields {', '.join(sorted(_FIELDS))}")
+    dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
+    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
+        _refuse(path, name, f"has the unknown dtype {shown(str(dtype))} (known: {', '.join(DTYPE_BITS)})")
+    if not isinstance(shape, list) or not all(map(_is_count, shape)):
+        _refuse(path, name, "has a shape that is not a list of non-negative integers")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
+        _refuse(path, name, "has data_offsets that are not two non-negative integers")
+    begin, end = offsets
+    if end < begin:
+        _refuse(path, name, f"ends at {end}, before it begins at {begin}")
+    total = bits
+    for size in shape:
+        total *= size
+        if total > _MAX_COUNT:
+            _refuse(path, name, f"has the shape {shown(str(shape))}, whose size overflows 64 bits")
+    if total % 8 or total // 8 != end - begin:
+        _refuse(
+            path, name, f"has {dtype} {shape}, which takes {total / 8:g} bytes, but {end - begin} are given"
+        )
+    return TensorEntry(name, dtype, tuple(shape), file_index, data_start + begin, end - begin)
+
+
+def _refuse(path: str, name: str, reason: str) -> NoReturn:
+    raise CheckpointError(f"{path}: tensor {shown(name)} {reason}: the file is malformed; download it again")
+
+
+def _check_cover(entries: list[TensorEntry], data_start: int, file_size: int, path: str) -> None:
+    """Entries, sorted by offset, have to follow each other without gap to the end of the file."""
+    position = data_start
+    previous = ""
+    for entry in entries:
+        if entry.offset < position:
+            _refuse(path, entry.name, f"overlaps with tensor {shown(previous)}")
+        if entry.offset > position:
+            _refuse(path, entry.name, f"leaves {entry.offset - position} bytes before it that no tensor owns")
+        position += entry.nbytes
+        previous = entry.name
+    if position > file_size:
+        raise CheckpointError(
+            f"{path}: the file is truncated: its header describes {position} bytes, the file has {file_size} "
+            f"(tensor {shown(_first_cut(entries, file_size))} is cut off); download it again"
+        )
+    if position < file_size:
+        raise CheckpointError(
+            f"{path}: {file_size - position} bytes follow the last tensor: its header describes {position} "
+            f"bytes, the file has {file_size}; download it again"
+        )
+
+
+def _first_cut(entries: list[TensorEntry], file_size: int) -> str:
+    return next(entry.name for entry in entries if entry.offset + entry.nbytes > file_size)

@@ -1,0 +1,71 @@
+"""JSON objects out of files that nobody vouches for: headers, indices, configurations."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from zerostart.errors import CheckpointError
+
+__all__ = ["DAMAGED", "load_json", "shown"]
+
+#: What to do about a file whose text makes no sense.
+DAMAGED = "the file is damaged, or is not what its name says; download it again"
+
+
+def load_json(raw: bytes, path: str, what: str, any_number: bool = False) -> dict[str, Any]:
+    """Parse a JSON object more strictly than Python does: no duplicate names, no lone surrogates.
+
+    Numbers have to be integers that a Rust reader would take for one too, unless ``any_number``: then
+    fractions, NaN and infinities pass, which Python's own writer puts into configurations.
+    Raises CheckpointError; ``path`` and ``what`` say in its message which file and which part of it.
+    """
+    numbers = (
+        {} if any_number else {"parse_int": _integer, "parse_float": _no_number, "parse_constant": _no_number}
+    )
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, **numbers)
+        if b"\\u" in raw:  # only an escape can bring in half of a surrogate pair
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: the {what} is not UTF-8 ({error.reason}): {DAMAGED}") from error
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{path}: the {what} holds half a surrogate pair: {DAMAGED}") from error
+    except RecursionError as error:
+        raise CheckpointError(
+            f"{path}: the {what} is nested too deeply to be a checkpoint's: {DAMAGED}"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the {what} is not valid JSON ({error}): {DAMAGED}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path}: the {what} is a JSON {type(value).__name__} and not an object: {DAMAGED}"
+        )
+    return value
+
+
+def shown(text: str) -> str:
+    """Text out of a file, fit for a message: quoted, without control characters, shortened."""
+    quoted = ascii(text)
+    return quoted if len(quoted) <= 200 else f"{quoted[:160]}... ({len(text)} characters)"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {shown(name)} occurs twice")
+            seen.add(name)
+    return result
+
+
+def _integer(text: str) -> int:
+    if text == "-0":  # Rust's serde reads a float
+        raise ValueError("-0 is not an integer")
+    return int(text)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{shown(text)} is not an integer")

@@ -1,0 +1,291 @@
+"""Start the ranks of one machine, watch them, and bring back one result or one error.
+
+The launcher is a plain subprocess supervisor and imports no torch, so that it starts at once and owes
+nothing to the state of the workers. torch's own ``start_processes`` was considered: it stops the
+survivors as soon as one rank fails, so they could never report the error that they agreed on.
+
+Environment of a worker, besides the usual ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``,
+``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``: ``ZEROSTART_STATUS_FILE`` (where its report
+goes), ``ZEROSTART_LAUNCHER_PID``, and on rank 0 ``ZEROSTART_STORE_FD`` (a listening socket for the
+rendezvous store, which leaves no moment in which another process could take the port).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from zerostart import errors
+from zerostart.errors import ConfigError, PeerError, ZerostartError
+
+__all__ = ["run_local_ranks"]
+
+_POLL_SECONDS = 0.02
+_TERM_SECONDS = 5.0
+_TAIL_LINES = 30
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+@dataclass
+class _Worker:
+    """One rank: its process, where its output and its report are, and how it ended."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    status: Path
+    returncode: int | None = None
+    stopped: bool = False  # by this launcher, so its exit code says nothing about the cause
+
+    def poll(self) -> bool:
+        """Whether the rank has ended; what it left behind in its process group is ended with it."""
+        if self.returncode is None:
+            # WNOWAIT keeps the zombie, and with it the group id, until the group has been signalled:
+            # a group id that nobody holds could belong to a stranger by then.
+            flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+            if os.waitid(os.P_PID, self.process.pid, flags) is None:
+                return False
+            _signal_group(self.process.pid, signal.SIGKILL)
+            self.returncode = self.process.wait()
+        return True
+
+    def report(self) -> dict[str, Any]:
+        """What the rank wrote before it ended; empty when it could not."""
+        if not self.status.exists():
+            return {}
+        loaded = json.loads(self.status.read_text())
+        return loaded if isinstance(loaded, dict) else {}
+
+
+def run_local_ranks(
+    module: str,
+    argv: Sequence[str],
+    nproc: int,
+    *,
+    grace: float = 20.0,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run ``python -m module *argv`` as ``nproc`` ranks on this machine; returns their results by rank.
+
+    The module's main calls :func:`zerostart.cli.worker.worker_main`; the result of a rank is what its
+    function returned, through JSON. Rank 0 writes to this terminal; the output of the others is kept
+    aside and shown when they end without a report. ``env`` is added to the environment of every rank.
+
+    When a rank fails, the others have ``grace`` seconds to raise the error that names the cause; then
+    they are terminated. The first Ctrl-C (or SIGTERM) is passed on once, and the ranks end in their own
+    way; the second ends them.
+
+    Raises the :class:`ZerostartError` that the ranks report; :class:`PeerError` when a rank was killed,
+    ended without a report, or failed with a foreign exception; :class:`KeyboardInterrupt` when the ranks
+    were interrupted before they had a result; :class:`ConfigError` when ``nproc`` is not positive.
+    """
+    if nproc < 1:
+        raise ConfigError(f"the number of local ranks must be at least 1, not {nproc}")
+    with tempfile.TemporaryDirectory(prefix="zerostart-") as scratch:
+        with _caught_signals() as caught:
+            workers = _start(module, argv, nproc, Path(scratch), env or {})
+            ended: list[_Worker] = []
+            try:
+                _supervise(workers, ended, caught, grace)
+            finally:
+                _stop(workers)
+        return _outcome(ended, interrupted=bool(caught))
+
+
+def _start(
+    module: str, argv: Sequence[str], nproc: int, scratch: Path, env: Mapping[str, str]
+) -> list[_Worker]:
+    cores = len(os.sched_getaffinity(0))
+    workers: list[_Worker] = []
+    with socket.socket() as store:
+        store.bind(("127.0.0.1", 0))
+        store.listen(max(64, nproc))
+        common = {
+            "OMP_NUM_THREADS": str(max(1, cores // nproc)),
+            "GLOO_SOCKET_IFNAME": "lo",  # the host's name need not resolve for ranks on one machine
+            **os.environ,
+            "WORLD_SIZE": str(nproc),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.getsockname()[1]),
+            "ZEROSTART_LAUNCHER_PID": str(os.getpid()),
+            **env,
+        }
+        try:
+            for rank in range(nproc):
+                log, status = scratch / f"rank{rank}.log", scratch / f"rank{rank}.json"
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ZEROSTART_STATUS_FILE": str(status)}
+                if rank == 0:
+                    own["ZEROSTART_STORE_FD"] = str(store.fileno())
+                with log.open("wb") as output:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", module, *argv],
+                        env={**common, **own},
+                        stdin=subprocess.DEVNULL,
+                        stdout=None if rank == 0 else output,
+                        stderr=None if rank == 0 else subprocess.STDOUT,
+                        pass_fds=(store.fileno(),) if rank == 0 else (),
+                        # A session of its own: the terminal's Ctrl-C reaches the launcher alone.
+                        start_new_session=True,
+                    )
+                workers.append(_Worker(rank, process, log, status))
+        except BaseException:
+            _stop(workers)
+            raise
+    return workers
+
+
+def _supervise(workers: Sequence[_Worker], ended: list[_Worker], caught: Sequence[int], grace: float) -> None:
+    """Wait until every rank has ended; ``ended`` receives them in the order in which they did."""
+    pending = list(workers)
+    deadline: float | None = None
+    forwarded = False
+    while pending:
+        for worker in [worker for worker in pending if worker.poll()]:
+            pending.remove(worker)
+            ended.append(worker)
+            if worker.returncode != 0 and deadline is None:
+                deadline = time.monotonic() + grace
+        if caught and not forwarded:
+            forwarded = True
+            for worker in pending:
+                os.kill(worker.process.pid, caught[0])
+        if len(caught) > 1 or (deadline is not None and time.monotonic() > deadline):
+            _stop(pending)
+        else:
+            time.sleep(_POLL_SECONDS)
+
+
+def _stop(workers: Sequence[_Worker]) -> None:
+    """End the ranks that still run: SIGTERM to each process group, SIGKILL to those that stay."""
+    running = [worker for worker in workers if not worker.poll()]
+    for worker in running:
+        worker.stopped = True
+        _signal_group(worker.process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _TERM_SECONDS
+    while running and time.monotonic() < deadline:
+        running = [worker for worker in running if not worker.poll()]
+        time.sleep(_POLL_SECONDS)
+    for worker in running:
+        _signal_group(worker.process.pid, signal.SIGKILL)
+        worker.returncode = worker.process.wait()
+
+
+def _signal_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return  # nothing in the group is left, or only a zombie, which some kernels refuse to signal
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM instead of being ended by them; outside the main thread, collect none."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _outcome(ended: Sequence[_Worker], *, interrupted: bool) -> list[Any]:
+    """The results by rank, or the one error that tells why there are none."""
+    failed = [worker for worker in ended if worker.returncode != 0]
+    if not failed:
+        return [worker.report().get("result") for worker in sorted(ended, key=lambda worker: worker.rank)]
+    own = [worker for worker in failed if not worker.stopped]
+    if interrupted and all(
+        worker.returncode in (_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM) for worker in own
+    ):
+        raise KeyboardInterrupt
+    if os.environ.get("ZEROSTART_TRACEBACK"):
+        _show_tracebacks(failed)
+    killed = [worker for worker in own if worker.returncode is not None and worker.returncode < 0]
+    if killed:
+        raise PeerError(_killed_message(killed, [worker for worker in failed if worker not in killed]))
+    raise _primary(own or failed)
+
+
+def _killed_message(killed: Sequence[_Worker], survivors: Sequence[_Worker]) -> str:
+    deaths = []
+    for worker in killed:
+        number = -(worker.returncode or 0)
+        hint = "; the kernel does so when memory runs out" if number == signal.SIGKILL else ""
+        deaths.append(
+            f"rank {worker.rank} was killed by signal {number} ({signal.Signals(number).name}{hint})"
+        )
+    said = dict.fromkeys(_line(worker) for worker in survivors if worker.report())
+    message = ", ".join(deaths)
+    if said:
+        message += "; surviving ranks report: " + "; ".join(said)
+    elif survivors:
+        message += "; surviving ranks were stopped without a report"
+    return message
+
+
+def _line(worker: _Worker) -> str:
+    report = worker.report()
+    return f"{report.get('type')}: {report.get('message')}"
+
+
+def _primary(failed: Sequence[_Worker]) -> ZerostartError:
+    """The error of the rank that names the cause: a named error first, else what ended first.
+
+    A :class:`PeerError` comes last, for it is an echo of what happened on another rank.
+    """
+    named = [(worker, _named_error(worker)) for worker in failed]
+    causes = [error for _, error in named if error is not None and not isinstance(error, PeerError)]
+    if causes:
+        return causes[0]
+    for worker, error in named:
+        if error is None:
+            return _foreign_error(worker)
+    return named[0][1] or _foreign_error(named[0][0])
+
+
+def _named_error(worker: _Worker) -> ZerostartError | None:
+    report = worker.report()
+    kind = getattr(errors, str(report.get("type")), None)
+    if isinstance(kind, type) and issubclass(kind, ZerostartError):
+        return kind(str(report.get("message")))
+    return None
+
+
+def _foreign_error(worker: _Worker) -> PeerError:
+    if worker.report():
+        hint = "" if os.environ.get("ZEROSTART_TRACEBACK") else " (--traceback shows where)"
+        return PeerError(f"rank {worker.rank} failed with {_line(worker)}{hint}")
+    if worker.stopped:
+        return PeerError(f"rank {worker.rank} did not end by itself and was stopped")
+    tail = worker.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    for line in tail:
+        print(f"[rank {worker.rank}] {line}", file=sys.stderr)
+    return PeerError(f"rank {worker.rank} ended with exit status {worker.returncode} and without a report")
+
+
+def _show_tracebacks(failed: Sequence[_Worker]) -> None:
+    for worker in failed:
+        for line in str(worker.report().get("traceback", "")).splitlines():
+            print(f"[rank {worker.rank}] {line}", file=sys.stderr)

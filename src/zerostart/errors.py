@@ -1,0 +1,87 @@
+"""Every error that zerostart raises on purpose, in one tree.
+
+Each leaf is also the builtin that fits, so that a caller can catch either. A message names what is
+concerned (file, tensor, rank) and the way out. In a distributed load every rank raises the same type
+with the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "BuildError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "ConfigError",
+    "ConversionError",
+    "CoverageError",
+    "EngineError",
+    "PeerError",
+    "ReadError",
+    "UnsupportedVersionError",
+    "ZerostartError",
+]
+
+
+class ZerostartError(Exception):
+    """Root of all errors that zerostart raises."""
+
+
+class ConfigError(ZerostartError, ValueError):
+    """An argument or a configuration value that cannot be used."""
+
+
+class CheckpointError(ZerostartError, ValueError):
+    """A checkpoint file that is not what it says: malformed, out of range, or contradicting itself."""
+
+
+class CheckpointNotFoundError(ZerostartError, FileNotFoundError):
+    """No checkpoint at the place named, or a file that its index lists is absent."""
+
+
+class ReadError(ZerostartError, OSError):
+    """Reading a checkpoint's bytes failed, or the file ended early."""
+
+
+class ConversionError(ZerostartError, ValueError):
+    """A weight conversion that failed, or that cannot be traced to an index map."""
+
+
+class BuildError(ZerostartError, ValueError):
+    """The model cannot be built without its weights, or one of its tensors cannot be given its value."""
+
+
+class EngineError(ZerostartError, RuntimeError):
+    """The engine is absent, misconfigured, or cannot train what is asked for."""
+
+
+class UnsupportedVersionError(ZerostartError, ImportError):
+    """An installed library has a version, or a shape, that zerostart does not know."""
+
+
+class PeerError(ZerostartError, RuntimeError):
+    """Another rank died, or stopped answering, during a collective step."""
+
+
+class CoverageError(ZerostartError, ValueError):
+    """The checkpoint does not cover the model exactly.
+
+    ``missing`` and ``unexpected`` are names; ``mismatched`` maps a name to the shape that the
+    checkpoint gives and the shape that the model has.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.mismatched = dict(mismatched or {})
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.args[0], self.missing, self.unexpected, self.mismatched))

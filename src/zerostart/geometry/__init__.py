@@ -1,0 +1,39 @@
+"""Pure integers: boxes, row-major ranges, strided pieces and the copies between them."""
+
+from zerostart.geometry.boxes import Box, row_major_boxes, row_major_strides
+from zerostart.geometry.copies import Copy, copies_between
+from zerostart.geometry.digits import Digit, Digits, cut, extent, simplify, split_at
+from zerostart.geometry.pieces import (
+    Piece,
+    broadcast,
+    concatenate,
+    crop,
+    join_runs,
+    permute,
+    reshape,
+    shift,
+    whole,
+)
+
+__all__ = [
+    "Box",
+    "Copy",
+    "Digit",
+    "Digits",
+    "Piece",
+    "broadcast",
+    "concatenate",
+    "copies_between",
+    "crop",
+    "cut",
+    "extent",
+    "join_runs",
+    "permute",
+    "reshape",
+    "row_major_boxes",
+    "row_major_strides",
+    "shift",
+    "simplify",
+    "split_at",
+    "whole",
+]

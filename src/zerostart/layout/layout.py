@@ -1,0 +1,75 @@
+"""One rank's share of one parameter.
+
+A layout lists boxes of the unsharded parameter with the place of each in the rank's local storage, which
+is one row of elements. What no box covers is padding and holds zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from zerostart.geometry import Box, row_major_boxes, row_major_strides
+
+__all__ = ["Layout", "Placed", "dimension_shard", "flat_partition", "replicated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """``box`` of the parameter; its element ``origin + index`` lies at ``to + sum(index * strides)``."""
+
+    box: Box
+    to: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A rank's share: ``numel`` elements of local storage, of which the first ``owned`` are real."""
+
+    shape: tuple[int, ...]
+    numel: int
+    owned: int
+    boxes: tuple[Placed, ...]
+
+
+def flat_partition(shape: Sequence[int], rank: int, world_size: int) -> Layout:
+    """DeepSpeed's ZeRO-3 partition: the row-major order cut into ``world_size`` equal runs.
+
+    The order is padded at its end to a multiple of ``world_size``; the padding falls on the last ranks, some
+    of which may own nothing. Source: ``partition_parameters.py`` of DeepSpeed, ``_aligned_size`` and
+    ``_partition_param``.
+    """
+    total = prod(shape)
+    size = -(-total // world_size)
+    start, stop = min(rank * size, total), min((rank + 1) * size, total)
+    strides = row_major_strides(shape)
+    placed = []
+    for box in row_major_boxes(shape, start, stop):
+        first = sum(o * s for o, s in zip(box.origin, strides, strict=True))
+        placed.append(Placed(box, first - start, strides))
+    return Layout(tuple(shape), size, stop - start, tuple(placed))
+
+
+def dimension_shard(shape: Sequence[int], dim: int, rank: int, world_size: int) -> Layout:
+    """DTensor's ``Shard(dim)``: chunks of ``ceil(n / world_size)`` along ``dim``, the last short or empty.
+
+    The local storage has the size of a full chunk on every rank, as FSDP2 keeps it for its collectives.
+    """
+    chunk = -(-shape[dim] // world_size)
+    start, stop = min(rank * chunk, shape[dim]), min((rank + 1) * chunk, shape[dim])
+    padded = (*shape[:dim], chunk, *shape[dim + 1 :])
+    local = (*shape[:dim], stop - start, *shape[dim + 1 :])
+    boxes: tuple[Placed, ...] = ()
+    if prod(local):
+        origin = (0,) * dim + (start,) + (0,) * (len(shape) - dim - 1)
+        boxes = (Placed(Box(origin, local), 0, row_major_strides(local)),)
+    return Layout(tuple(shape), prod(padded), prod(local), boxes)
+
+
+def replicated(shape: Sequence[int]) -> Layout:
+    """The whole parameter on every rank."""
+    total = prod(shape)
+    box = Placed(Box((0,) * len(shape), tuple(shape)), 0, row_major_strides(shape))
+    return Layout(tuple(shape), total, total, (box,) if total else ())

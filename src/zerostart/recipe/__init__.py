@@ -1,0 +1,18 @@
+"""Recipes: which checkpoint elements make up each model parameter, and what neither side accounts for."""
+
+from zerostart.recipe.coverage import Coverage
+from zerostart.recipe.dtypes import spelling, torch_dtype
+from zerostart.recipe.recipe import Recipe, Recipes, Target
+from zerostart.recipe.symbolic import SymbolicTensor
+from zerostart.recipe.trace import trace
+
+__all__ = [
+    "Coverage",
+    "Recipe",
+    "Recipes",
+    "SymbolicTensor",
+    "Target",
+    "spelling",
+    "torch_dtype",
+    "trace",
+]

@@ -1,0 +1,51 @@
+"""The recipe of one parameter, and the recipes of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from zerostart.geometry import Piece
+from zerostart.recipe.coverage import Coverage
+
+__all__ = ["Recipe", "Recipes", "Target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the model expects under a state-dict name: the unsharded shape and the final dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    buffer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Where each element of ``target`` comes from: pieces that tile its shape.
+
+    ``converted`` tells a recipe that a conversion made from one that takes a tensor as it is stored.
+    """
+
+    target: Target
+    pieces: tuple[Piece, ...]
+    converted: bool = False
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """Recipes by the target's name, in the order of the model's state dict, and what they leave open.
+
+    ``conversions`` are the library's own objects that matched, for its way back at saving.
+    """
+
+    by_name: dict[str, Recipe]
+    coverage: Coverage
+    conversions: tuple[object, ...] = field(default=())
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Names of the targets that a conversion filled."""
+        return tuple(name for name, recipe in self.by_name.items() if recipe.converted)

@@ -1,0 +1,139 @@
+"""The conversions that transformers registers for a model, run on symbolic tensors.
+
+This is the package's one contact with ``transformers.core_model_loading``, which is private. It follows
+the driver there, ``convert_and_load_state_dict_in_model``: keys in natural order; all renamings in turn,
+then at most one converter; a key that the mapping leads astray is kept under its own name; a fresh
+converter for each target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerostart.errors import ConversionError, UnsupportedVersionError
+from zerostart.recipe.symbolic import SymbolicTensor
+
+__all__ = ["SUPPORTED", "Converted", "convert", "is_pretrained"]
+
+#: First and first-not version of transformers whose loading core this file knows.
+SUPPORTED = ((5, 17), (5, 24))
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Tensors by the model's names, checkpoint names that lead nowhere, and what was converted."""
+
+    tensors: dict[str, SymbolicTensor]
+    unexpected: list[str]
+    converted: frozenset[str]
+    used: tuple[object, ...]
+
+
+def is_pretrained(model: object) -> bool:
+    """Whether ``model`` is a transformers model, without importing transformers to find out."""
+    return any(
+        base.__module__ == "transformers.modeling_utils" and base.__name__ == "PreTrainedModel"
+        for base in type(model).__mro__
+    )
+
+
+def _core() -> Any:
+    """``transformers.core_model_loading``, checked for what is used of it."""
+    import transformers
+    from transformers import core_model_loading
+
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    needed = ("rename_source_key", "dot_natural_key", "WeightConverter", "WeightRenaming")
+    absent = [name for name in needed if not hasattr(core_model_loading, name)]
+    if not SUPPORTED[0] <= version < SUPPORTED[1] or absent:
+        low, high = (".".join(map(str, v)) for v in SUPPORTED)
+        raise UnsupportedVersionError(
+            f"transformers {transformers.__version__} is installed; zerostart knows the weight "
+            f"conversions of versions from {low} to before {high}"
+            + (f" (core_model_loading has no {', '.join(absent)})" if absent else "")
+        )
+    return core_model_loading
+
+
+def convert(
+    model: torch.nn.Module, symbols: Mapping[str, SymbolicTensor], names: frozenset[str]
+) -> Converted:
+    """Run the mapping registered for ``model``, which has the state-dict ``names``, on ``symbols``.
+
+    Raises ConversionError where an operation fails or does more than move elements.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    core = _core()
+    mapping = get_model_conversion_mapping(model)
+    groups, plain, unexpected = _assign(core, model, mapping, symbols, names)
+    tensors: dict[str, SymbolicTensor] = {name: symbols[key] for name, key in plain.items()}
+    converted: set[str] = set()
+    for first, converter in groups.items():
+        for name, value in _run(converter, first, model).items():
+            if name in names:
+                tensors[name] = value[0] if isinstance(value, list) else value
+                converted.add(name)
+            else:
+                unexpected.append(name)
+    used = tuple(transform for transform in mapping if transform.was_used())
+    return Converted(tensors, unexpected, frozenset(converted), used)
+
+
+def _assign(
+    core: Any,
+    model: Any,
+    mapping: Sequence[Any],
+    symbols: Mapping[str, SymbolicTensor],
+    names: frozenset[str],
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Give every checkpoint key to a converter, to a model name as it is, or to the unexpected."""
+    renamings = [entry for entry in mapping if isinstance(entry, core.WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    # The driver only asks the state dict whether a name is there.
+    present = dict.fromkeys(names, True)
+    groups: dict[str, Any] = {}
+    plain: dict[str, str] = {}
+    unexpected: list[str] = []
+    for key in sorted(symbols, key=core.dot_natural_key):
+        name, pattern = core.rename_source_key(key, renamings, converters, model.base_model_prefix, present)
+        if name not in names and key in names:
+            name, pattern = core.rename_source_key(key, [], [], model.base_model_prefix, present)
+        if name not in names:
+            if pattern is None:
+                unexpected.append(name)
+            else:
+                converter = by_pattern[pattern]
+                first = converter.target_patterns[0]
+                unexpected += [name.replace(first, target) for target in converter.target_patterns]
+        elif pattern is None:
+            # The first key wins, as in the driver.
+            plain.setdefault(name, key)
+        else:
+            if name not in groups:
+                groups[name] = deepcopy(by_pattern[pattern])
+            groups[name].add_tensor(name, key, pattern, symbols[key])
+    return groups, plain, list(dict.fromkeys(unexpected))
+
+
+def _run(converter: Any, first: str, model: Any) -> Mapping[str, Any]:
+    """One converter's operations, in its own code; its errors get the name of the parameter."""
+    try:
+        result: Mapping[str, Any] = converter.convert(first, model=model, config=model.config)
+    except ConversionError as error:
+        raise ConversionError(f"{first}: {error}") from error
+    except Exception as error:
+        operations = ", ".join(type(op).__name__ for op in converter.operations)
+        sources = [key for keys in converter.layer_targets.values() for key in sorted(keys)]
+        shown = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
+        raise ConversionError(
+            f"{first}: the conversion {operations} of {shown} failed: {error}. "
+            "The checkpoint's shapes do not fit the conversion that transformers registers for this model"
+        ) from error
+    return result

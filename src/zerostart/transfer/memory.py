@@ -1,0 +1,116 @@
+"""Storage for shards, and measuring what a load takes."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+__all__ = ["Arena", "PeakMeter"]
+
+#: Alignment of each tensor in an arena: a cache line, and more than any vector unit or dtype asks for.
+ALIGNMENT = 64
+HUGE_PAGE = 2 << 20
+
+
+class Arena:
+    """One buffer for many shards of a device.
+
+    Fresh host memory costs more to fault in, page by page, than to fill; one buffer can ask for huge pages,
+    hundreds of small tensors cannot. Sizes are reserved first and handed out after ``allocate``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._size = 0
+        self._buffer: torch.Tensor | None = None
+
+    def reserve(self, numel: int, dtype: torch.dtype) -> int:
+        """Reserve room for ``numel`` elements; returns the place, to be given to ``take``."""
+        place = self._size
+        self._size += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return place
+
+    def take(self, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The reserved tensor: 1-D, ``numel`` elements of ``dtype``, uninitialised."""
+        if self._buffer is None:
+            self._buffer = _fresh(self._size, self.device)
+        return self._buffer[place : place + numel * dtype.itemsize].view(dtype)
+
+
+def _fresh(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised bytes, aligned to ``ALIGNMENT``, on huge pages where the host gives them on request."""
+    buffer = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    skip = -buffer.data_ptr() % ALIGNMENT
+    if device.type == "cpu" and nbytes >= HUGE_PAGE:
+        _advise_huge_pages(buffer)
+    return buffer[skip : skip + nbytes]
+
+
+def _advise_huge_pages(buffer: torch.Tensor) -> None:
+    """A request, not a demand: a kernel without transparent huge pages declines, and small pages serve."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    page = mmap.PAGESIZE
+    start = -(-buffer.data_ptr() // page) * page
+    stop = (buffer.data_ptr() + buffer.numel()) // page * page
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc.madvise(start, stop - start, mmap.MADV_HUGEPAGE)
+
+
+class PeakMeter:
+    """Highest anonymous host memory and device memory of this process, above the level at the start.
+
+    Host memory is sampled from ``/proc/self/status`` (``RssAnon``), device memory is the allocator's own
+    high-water mark. Where the system has no ``/proc``, the host peak is 0.
+    """
+
+    def __init__(self, device: torch.device, interval: float = 0.01) -> None:
+        self.device = device
+        self.interval = interval
+        self.host_bytes = 0
+        self.device_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="zerostart-meter", daemon=True)
+
+    def __enter__(self) -> PeakMeter:
+        self._host_before = anonymous_bytes()
+        if self.device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self.device)
+            self._device_before = torch.accelerator.memory_allocated(self.device)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._note()
+        if self.device.type != "cpu":
+            peak = torch.accelerator.max_memory_allocated(self.device)
+            self.device_bytes = max(0, peak - self._device_before)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(self.interval):
+            self._note()
+
+    def _note(self) -> None:
+        self.host_bytes = max(self.host_bytes, anonymous_bytes() - self._host_before)
+
+
+def anonymous_bytes() -> int:
+    """Anonymous resident bytes of this process; 0 where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    for line in status.splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0

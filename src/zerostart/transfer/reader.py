@@ -1,0 +1,78 @@
+"""Positioned reads from a checkpoint's files."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+from zerostart.errors import CheckpointNotFoundError, ReadError
+
+__all__ = ["FileReader"]
+
+
+class FileReader:
+    """Opens files on first use and reads ranges of them into buffers; safe to share between threads."""
+
+    def __init__(self, files: Sequence[str], sizes: Sequence[int]) -> None:
+        self._files = tuple(files)
+        self._sizes = tuple(sizes)
+        self._open: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers``, one after the other, from ``offset`` of file number ``file`` on.
+
+        A short read is continued, as POSIX allows one at any time. Raises ReadError at the end of the file or
+        on an error of the storage, CheckpointNotFoundError if the file is gone.
+        """
+        descriptor = self._descriptor(file)
+        left = list(buffers)
+        while left:
+            try:
+                count = os.preadv(descriptor, left, offset)
+            except OSError as error:
+                raise ReadError(
+                    f"reading {self._files[file]} at offset {offset} failed: {error.strerror or error}"
+                ) from error
+            if count == 0:
+                raise ReadError(
+                    f"{self._files[file]} ended at offset {offset}, where {sum(map(len, left))} more bytes "
+                    f"were expected (its length was {self._sizes[file]}); was it replaced during the load?"
+                )
+            offset += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+
+    def _descriptor(self, file: int) -> int:
+        with self._lock:
+            if file not in self._open:
+                path, expected = self._files[file], self._sizes[file]
+                try:
+                    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                except FileNotFoundError as error:
+                    raise CheckpointNotFoundError(
+                        f"{path} is gone since the checkpoint was opened"
+                    ) from error
+                except OSError as error:
+                    raise ReadError(f"{path} cannot be opened: {error.strerror or error}") from error
+                self._open[file] = descriptor
+                size = os.fstat(descriptor).st_size
+                if size != expected:
+                    raise ReadError(
+                        f"{path} has {size} bytes now and had {expected} when the checkpoint was opened; "
+                        "it was changed during the load"
+                    )
+            return self._open[file]

@@ -1,0 +1,287 @@
+"""Run a module-level function on N real ranks with gloo, and learn what became of each.
+
+Importing torch, transformers and DeepSpeed takes seconds, so ranks are forked from one warm server
+(multiprocessing's ``forkserver`` with these modules preloaded): a fresh process a rank, in
+milliseconds. The parent hosts the rendezvous store, so that the death of rank 0 takes no more with it
+than the death of any other rank, and so that no two tests fight for a port.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Outcome", "RankError", "rank_outcomes", "run_ranks"]
+
+#: Modules that the server imports once. None of them starts a thread or touches an accelerator.
+PRELOAD = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.modeling_utils",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt_oss.modeling_gpt_oss",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.integrations.deepspeed",
+    "deepspeed",
+    "pytest",
+)
+GROUP_TIMEOUT = timedelta(seconds=60)
+#: How long the other ranks may take once one has failed in a run that expects no failure.
+GRACE_SECONDS = 5.0
+
+
+@dataclass
+class Outcome:
+    """What became of one rank: ``value``, or an error, or a death (``exit_code`` other than 0)."""
+
+    rank: int
+    value: Any = None
+    error: str = ""  # qualified type name of what was raised, "" for none
+    message: str = ""
+    traceback: str = ""
+    mro: tuple[str, ...] = ()  # qualified names of the classes of what was raised, most derived first
+    exit_code: int | None = None  # None: it had to be killed by this module
+    seconds: float = 0.0
+    log: str = ""
+    stacks: str = ""  # where its threads were when it was given up
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and self.exit_code == 0
+
+    def describe(self) -> str:
+        """State of this rank as text for a failure report."""
+        if self.ok:
+            return f"--- rank {self.rank}: returned after {self.seconds:.1f} s"
+        if self.error:
+            text = f"--- rank {self.rank}: {self.error}: {self.message}\n{self.traceback}"
+        elif self.exit_code is None:
+            text = f"--- rank {self.rank}: killed as overdue, while here:\n{self.stacks}"
+        else:
+            text = f"--- rank {self.rank}: died with exit code {self.exit_code}\n{self.stacks}"
+        return f"{text}\nits output:\n{self.log[-4000:]}" if self.log.strip() else text
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung; ``outcomes`` has one entry per rank."""
+
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        super().__init__("\n".join(outcome.describe() for outcome in outcomes))
+        self.outcomes = outcomes
+
+
+@dataclass
+class _Job:
+    """Everything that a rank is told."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    rank: int
+    world_size: int
+    port: int
+    process_group: bool
+    environment: dict[str, str]
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0, **options: Any
+) -> list[Any]:
+    """Call ``function(*arguments)`` on every rank and return the values in the order of the ranks.
+
+    Raises RankError if any rank raises, dies, or has not returned ``timeout`` seconds after the start.
+    """
+    outcomes = rank_outcomes(
+        function, world_size, *arguments, timeout=timeout, grace=GRACE_SECONDS, **options
+    )
+    if not all(outcome.ok for outcome in outcomes):
+        raise RankError(outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def rank_outcomes(
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    timeout: float = 120.0,
+    grace: float | None = None,
+    process_group: bool = True,
+    environment: dict[str, str] | None = None,
+) -> list[Outcome]:
+    """Like `run_ranks`, for tests that expect failures: nothing is raised, every rank is told of.
+
+    ``grace`` limits the seconds that the others get after the first failure (None: until ``timeout``).
+    ``process_group=False`` leaves initialising ``torch.distributed`` to the function.
+    """
+    folder = tempfile.mkdtemp(prefix="ranks-")
+    try:
+        store = _rendezvous(world_size)
+        processes = []
+        for rank in range(world_size):
+            job = _Job(function, arguments, rank, world_size, store.port, process_group, environment or {})
+            # Pickled here, so that a function that a rank cannot import is reported like any error there.
+            arguments_of_rank = (pickle.dumps(job), folder, rank)
+            process = _context().Process(target=_rank_main, args=arguments_of_rank, daemon=True)
+            process.start()
+            processes.append(process)
+        ended = _wait(processes, timeout, grace, folder)
+        return [_outcome(rank, process, ended.get(rank), folder) for rank, process in enumerate(processes)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rendezvous(world_size: int) -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
+
+
+_server_context: multiprocessing.context.ForkServerContext | None = None
+
+
+def _context() -> multiprocessing.context.ForkServerContext:
+    """The context whose server has been started with the environment that every rank inherits."""
+    global _server_context
+    if _server_context is None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        fixed = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        fixed |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
+        before = {name: os.environ.get(name) for name in fixed}
+        os.environ.update(fixed)
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+        _server_context = context
+    return _server_context
+
+
+def _wait(
+    processes: list[ForkServerProcess], timeout: float, grace: float | None, folder: str
+) -> dict[int, float]:
+    """Wait for all, ending those that overstay. Returns the seconds after which the others ended."""
+    start = time.monotonic()
+    deadline = start + timeout
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    ended: dict[int, float] = {}
+    while running and time.monotonic() < deadline:
+        for sentinel in wait(list(running), timeout=deadline - time.monotonic()):
+            rank = running.pop(sentinel)  # type: ignore[call-overload]  # sentinels are ints here
+            ended[rank] = time.monotonic() - start
+            processes[rank].join()
+            if grace is not None and not _succeeded(rank, folder):
+                deadline = min(deadline, time.monotonic() + grace)
+    for rank in running.values():  # The handler that faulthandler has set writes the stacks to a file.
+        os.kill(processes[rank].pid or 0, signal.SIGUSR1)
+    if running:
+        time.sleep(0.5)
+    for rank in running.values():
+        processes[rank].kill()
+        processes[rank].join()
+    return ended
+
+
+def _succeeded(rank: int, folder: str) -> bool:
+    return Path(folder, f"{rank}.value").exists()
+
+
+def _outcome(rank: int, process: ForkServerProcess, ended: float | None, folder: str) -> Outcome:
+    outcome = Outcome(rank)
+    root = Path(folder)
+    for name in ("value", "error"):
+        if (path := root / f"{rank}.{name}").exists():
+            outcome = pickle.loads(path.read_bytes())
+    outcome.exit_code = process.exitcode if ended is not None else None
+    outcome.seconds = ended or 0.0
+    for name in ("log", "stacks"):
+        if (path := root / f"{rank}.{name}").exists():
+            setattr(outcome, name, path.read_text(errors="replace"))
+    return outcome
+
+
+def _rank_main(pickled: bytes, folder: str, rank: int) -> None:
+    """Body of a rank's process: redirect output, join the group, call, write down what happened."""
+    root = Path(folder)
+    log = os.open(root / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  # for the life of the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    stacks = (root / f"{rank}.stacks").open("w")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    kind = "value"
+    try:
+        outcome = pickle.dumps(Outcome(rank, value=_call(pickle.loads(pickled))))
+    except BaseException as error:
+        kind = "error"
+        outcome = pickle.dumps(_failed(rank, error))
+    # Written under another name first: the parent must never see half an outcome.
+    (root / f"{rank}.part").write_bytes(outcome)
+    (root / f"{rank}.part").rename(root / f"{rank}.{kind}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # Threads of a broken process group must not keep a failed rank alive.
+
+
+def _failed(rank: int, error: BaseException) -> Outcome:
+    names = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
+    text = "".join(traceback.format_exception(error))
+    return Outcome(rank, error=names[0], message=str(error), traceback=text, mro=names)
+
+
+def _call(job: _Job) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # The store is the parent's: no rank serves it.
+        **job.environment,
+    )
+    if not job.process_group:
+        return job.function(*job.arguments)
+    store = dist.TCPStore("127.0.0.1", job.port, job.world_size, is_master=False, timeout=GROUP_TIMEOUT)
+    dist.init_process_group(
+        "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=GROUP_TIMEOUT
+    )
+    value = job.function(*job.arguments)
+    if dist.is_initialized():
+        dist.barrier()  # No rank leaves while another still talks to it.
+        dist.destroy_process_group()
+    return value
+
+
+def build_deepspeed_op() -> None:
+    """Compile the one operation that DeepSpeed builds on CPU, before ranks would do it side by side."""
+    builders = importlib.import_module("deepspeed.ops.op_builder.cpu")
+    builders.ShareMemCommBuilder().load()
