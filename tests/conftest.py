@@ -8,6 +8,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # Read by DeepSpeed when it is first impor
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+
 from ranks import build_deepspeed_op, run_ranks
 from tiny import TinyCheckpoints
 

@@ -244,7 +244,8 @@ def _rank_main(pickled: bytes, folder: str, rank: int) -> None:
     (root / f"{rank}.part").rename(root / f"{rank}.{kind}")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # Threads of a broken process group must not keep a failed rank alive.
+    if kind == "error":
+        os._exit(0)  # Threads of a broken process group must not keep a failed rank alive.
 
 
 def _failed(rank: int, error: BaseException) -> Outcome:

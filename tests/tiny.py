@@ -15,6 +15,21 @@ import torch
 
 __all__ = ["TINY", "TinyCheckpoints", "edit_tensors", "minilm_path"]
 
+_QWEN3_MOE: Mapping[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 22,
+    "intermediate_size": 34,
+    "moe_intermediate_size": 11,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "tie_word_embeddings": False,
+}
+
 #: Model type and the arguments of its config, by the name that tests use.
 TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": (
@@ -30,23 +45,9 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "qwen3_moe": (
-        "qwen3_moe",
-        {
-            "vocab_size": 97,
-            "hidden_size": 22,
-            "intermediate_size": 34,
-            "moe_intermediate_size": 11,
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "num_hidden_layers": 3,
-            "mlp_only_layers": [1],
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "head_dim": 6,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "qwen3_moe": ("qwen3_moe", _QWEN3_MOE),
+    # torch's grouped matrix product wants rows of a multiple of 16 bytes: this one can be trained.
+    "qwen3_moe_aligned": ("qwen3_moe", {**_QWEN3_MOE, "hidden_size": 24, "moe_intermediate_size": 8}),
     "mixtral": (
         "mixtral",
         {

@@ -1,0 +1,147 @@
+"""zerostart: a pretrained checkpoint straight into a sharded model that is ready to train.
+
+    import torch.distributed as dist, zerostart
+    dist.init_process_group()
+    model = zerostart.load("path/or/hub-id", engine="deepspeed", zero_stage=3)
+
+Imports of torch and of the engines wait until a verb is called, so that the command line starts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from zerostart import errors
+from zerostart.errors import ZerostartError
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+    from torch import nn
+
+    from zerostart.forecast import WorldPlan
+    from zerostart.reporting import Report
+
+    Source = str | os.PathLike[str]
+    ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | None
+    Converter = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | Sequence[Any] | None
+
+__all__ = ["ZerostartError", "errors", "full_tensors", "load", "plan", "report"]
+__version__ = "0.1.0.dev0"
+
+
+def load(
+    source: Source,
+    model: ModelLike = None,
+    engine: str = "deepspeed",
+    zero_stage: int = 3,
+    engine_config: Mapping[str, Any] | None = None,
+    expert_parallel: int = 1,
+    tensor_parallel: int = 1,
+    dtype: torch.dtype | None = None,
+    converter: Converter = None,
+    memory_limit: int | None = None,
+    chunk_size: int | None = None,
+    strict: bool = True,
+    progress: bool = True,
+) -> nn.Module:
+    """Load a checkpoint into a sharded model; every rank reads only the bytes that it will own.
+
+    Collective: call it on every rank of an initialised ``torch.distributed`` process group, or alone with
+    none. The result goes unchanged to ``deepspeed.initialize``, ``accelerator.prepare``, the HF ``Trainer``,
+    or a plain FSDP2 loop. Like ``from_pretrained`` it is in evaluation mode.
+
+    Args:
+        source: a directory, a ``.safetensors`` file, or a hub id in the local cache.
+        model: a module on the meta device, a class, or a callable that builds one; without it, the class that
+            the checkpoint's configuration names.
+        engine: ``"deepspeed"`` or ``"fsdp2"``.
+        zero_stage: 3.
+        engine_config: for DeepSpeed its configuration; for FSDP2 keyword arguments of ``fully_shard``
+            (``mesh``, ``reshard_after_forward``, ``mp_policy``) and ``wrap``, class names of the units.
+        expert_parallel: 1.
+        tensor_parallel: 1.
+        dtype: floating dtype of the model; None keeps the checkpoint's own (its configuration's, else the
+            stored one), or the one that ``engine_config`` asks for.
+        converter: None for the conversions registered for the model, a callable from state dict to state
+            dict that only moves elements, or a list of transformers conversions.
+        memory_limit: most bytes of staging buffers on this rank.
+        chunk_size: most bytes of one read.
+        strict: raise on missing, unexpected and mismatched tensors before weights are read; if False,
+            initialise what is missing, ignore what is unexpected, and still raise on a mismatch.
+        progress: show a progress bar on rank 0 where a terminal is attached.
+
+    Raises:
+        ZerostartError: the same type and text on every rank; see ``zerostart.errors`` for the leaves.
+    """
+    from zerostart.loading import Request, run
+
+    request = Request(
+        source=source,
+        model=model,
+        engine=engine,
+        zero_stage=zero_stage,
+        engine_config=engine_config,
+        expert_parallel=expert_parallel,
+        tensor_parallel=tensor_parallel,
+        dtype=dtype,
+        converter=converter,
+        memory_limit=memory_limit,
+        chunk_size=chunk_size,
+        strict=strict,
+        progress=progress,
+    )
+    return run(request)
+
+
+def plan(
+    source: Source,
+    world_size: int = 8,
+    engine: str = "deepspeed",
+    zero_stage: int = 3,
+    expert_parallel: int = 1,
+    tensor_parallel: int = 1,
+    dtype: torch.dtype | None = None,
+    converter: Converter = None,
+    model: ModelLike = None,
+) -> WorldPlan:
+    """What every rank of ``world_size`` would read and hold; reads headers only, and needs no process group.
+
+    Raises the errors that ``load`` with ``strict=False`` would raise before reading weights.
+    """
+    from zerostart.loading import Request, forecast
+
+    request = Request(
+        source=source,
+        model=model,
+        engine=engine,
+        zero_stage=zero_stage,
+        expert_parallel=expert_parallel,
+        tensor_parallel=tensor_parallel,
+        dtype=dtype,
+        converter=converter,
+    )
+    return forecast(request, world_size)
+
+
+def report(model: nn.Module) -> Report:
+    """What the load of ``model`` (or of the model inside an engine's wrapper) did on this rank.
+
+    Raises ConfigError for a model that was not loaded here.
+    """
+    from zerostart.reporting import report_of
+
+    return report_of(model)
+
+
+def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """The unsharded model, one whole CPU tensor at a time, under its own state-dict names.
+
+    Collective: every rank must run through the whole iteration. ``rank`` gets the tensors and the others
+    None; with ``rank=None`` all get them. Parameters and persistent buffers, tied names included.
+    """
+    from zerostart.gather import full_tensors as gather
+
+    return gather(model, rank)

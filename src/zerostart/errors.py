@@ -20,6 +20,7 @@ __all__ = [
     "PeerError",
     "ReadError",
     "UnsupportedVersionError",
+    "WriteError",
     "ZerostartError",
 ]
 
@@ -42,6 +43,10 @@ class CheckpointNotFoundError(ZerostartError, FileNotFoundError):
 
 class ReadError(ZerostartError, OSError):
     """Reading a checkpoint's bytes failed, or the file ended early."""
+
+
+class WriteError(ZerostartError, OSError):
+    """Writing a checkpoint failed: no space, no permission, or the place is not a directory."""
 
 
 class ConversionError(ZerostartError, ValueError):

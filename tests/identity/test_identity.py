@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from snapshots import Snapshot, differences, pretrained
-from tiny import TinyCheckpoints
 
 import zerostart
+from ranks import run_ranks
+from tiny import TinyCheckpoints
 
 
 @dataclass(frozen=True)

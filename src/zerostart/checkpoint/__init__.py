@@ -1,0 +1,1 @@
+"""Checkpoints on disk: which bytes of which file hold which tensor, and writing them."""

@@ -95,7 +95,7 @@ def _pread(handle: int, length: int, offset: int, path: str) -> bytes:
 def _header_length(prefix: bytes, file_size: int, path: str) -> int:
     if len(prefix) < _PREFIX_BYTES:
         raise CheckpointError(
-            f"{path}: the file is truncated: its header's length alone takes 8 bytes, the file has {file_size}; "
+            f"{path}: the file is truncated: the length of its header takes 8 bytes, it has {file_size}; "
             "download it again"
         )
     length = int.from_bytes(prefix, "little")
@@ -117,8 +117,14 @@ def _metadata(value: object, path: str) -> dict[str, str]:
     return value
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_COUNT  # `type`, because True is an int as well
+def _counts(values: object) -> bool:
+    """Whether it is a list of non-negative 64-bit integers (``type``, because True is an int as well)."""
+    if not isinstance(values, list):
+        return False
+    for value in values:  # noqa: SIM110 - twice as fast as a generator, in a header's hot loop
+        if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+            return False
+    return True
 
 
 def _entry(name: str, info: object, path: str, file_index: int, data_start: int) -> TensorEntry:
@@ -129,9 +135,9 @@ def _entry(name: str, info: object, path: str, file_index: int, data_start: int)
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
         _refuse(path, name, f"has the unknown dtype {shown(str(dtype))} (known: {', '.join(DTYPE_BITS)})")
-    if not isinstance(shape, list) or not all(map(_is_count, shape)):
+    if not _counts(shape):
         _refuse(path, name, "has a shape that is not a list of non-negative integers")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
+    if not _counts(offsets) or len(offsets) != 2:
         _refuse(path, name, "has data_offsets that are not two non-negative integers")
     begin, end = offsets
     if end < begin:

@@ -1,0 +1,89 @@
+"""The ``zerostart`` command: one module a command, each with one function ``command``.
+
+The modules import what is heavy (torch, transformers) inside their functions, so that ``--help`` and
+usage errors answer at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from zerostart.errors import ZerostartError
+
+__all__ = ["main"]
+
+_COMMANDS = ("inspect", "plan", "load", "train", "synth")
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line ``argv`` (default: this process's) and exit.
+
+    Exit codes: 0, or 1 with one line ``error: ...`` for a :class:`ZerostartError`, 2 for a usage error,
+    130 when interrupted. Tracebacks appear with ``--traceback`` or ``ZEROSTART_TRACEBACK=1``.
+    """
+    app = typer.Typer(
+        name="zerostart",
+        help="Pretrained checkpoints straight into sharded, ready-to-train models.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_global_options)
+    for name in _COMMANDS:
+        if importlib.util.find_spec(f"zerostart.cli.{name}") is not None:
+            module = importlib.import_module(f"zerostart.cli.{name}")
+            app.command(name)(_guarded(module.command))
+    app(None if argv is None else list(argv))
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"zerostart {importlib.metadata.version('zerostart')}")
+        raise typer.Exit
+
+
+def _global_options(
+    show_traceback: Annotated[
+        bool, typer.Option("--traceback", help="Print the traceback of an error.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if show_traceback:
+        os.environ["ZEROSTART_TRACEBACK"] = "1"  # in the environment, so that local ranks see it too
+
+
+def _guarded(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``command``, with errors that zerostart raises on purpose printed as one line."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except ZerostartError as error:
+            if os.environ.get("ZEROSTART_TRACEBACK"):
+                traceback.print_exc()
+            print(f"error: {_one_line(error)}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(_INTERRUPTED) from None
+
+    return run
+
+
+def _one_line(error: ZerostartError) -> str:
+    return " ".join(str(error).split())

@@ -36,7 +36,7 @@ __all__ = ["run_local_ranks"]
 _POLL_SECONDS = 0.02
 _TERM_SECONDS = 5.0
 _TAIL_LINES = 30
-_INTERRUPTED = 128 + signal.SIGINT
+_INTERRUPTED = (128 + signal.SIGINT, -signal.SIGINT, -signal.SIGTERM)
 
 
 @dataclass
@@ -115,7 +115,7 @@ def _start(
         store.listen(max(64, nproc))
         common = {
             "OMP_NUM_THREADS": str(max(1, cores // nproc)),
-            "GLOO_SOCKET_IFNAME": "lo",  # the host's name need not resolve for ranks on one machine
+            **_loopback(),
             **os.environ,
             "WORLD_SIZE": str(nproc),
             "LOCAL_WORLD_SIZE": str(nproc),
@@ -146,6 +146,12 @@ def _start(
             _stop(workers)
             raise
     return workers
+
+
+def _loopback() -> dict[str, str]:
+    """Keep gloo on the loopback interface: ranks on one machine need no host name that resolves."""
+    names = {name for _, name in socket.if_nameindex()}
+    return {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in names else {}
 
 
 def _supervise(workers: Sequence[_Worker], ended: list[_Worker], caught: Sequence[int], grace: float) -> None:
@@ -216,9 +222,7 @@ def _outcome(ended: Sequence[_Worker], *, interrupted: bool) -> list[Any]:
     if not failed:
         return [worker.report().get("result") for worker in sorted(ended, key=lambda worker: worker.rank)]
     own = [worker for worker in failed if not worker.stopped]
-    if interrupted and all(
-        worker.returncode in (_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM) for worker in own
-    ):
+    if interrupted and all(worker.returncode in _INTERRUPTED for worker in own):
         raise KeyboardInterrupt
     if os.environ.get("ZEROSTART_TRACEBACK"):
         _show_tracebacks(failed)
@@ -233,9 +237,8 @@ def _killed_message(killed: Sequence[_Worker], survivors: Sequence[_Worker]) -> 
     for worker in killed:
         number = -(worker.returncode or 0)
         hint = "; the kernel does so when memory runs out" if number == signal.SIGKILL else ""
-        deaths.append(
-            f"rank {worker.rank} was killed by signal {number} ({signal.Signals(number).name}{hint})"
-        )
+        name = signal.Signals(number).name
+        deaths.append(f"rank {worker.rank} was killed by signal {number} ({name}{hint})")
     said = dict.fromkeys(_line(worker) for worker in survivors if worker.report())
     message = ", ".join(deaths)
     if said:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["join_group", "worker_main"]
+__all__ = ["join_group", "leave_group", "worker_main"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -86,7 +86,7 @@ def join_group(timeout_seconds: float = 600.0) -> None:
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     descriptor = os.environ.get("ZEROSTART_STORE_FD")
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # public in the documentation, absent from __all__
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         world_size,
@@ -95,3 +95,11 @@ def join_group(timeout_seconds: float = 600.0) -> None:
         master_listen_fd=int(descriptor) if descriptor is not None else None,
     )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def leave_group() -> None:
+    """Take the process group down after a successful run; does nothing where there is none."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from zerostart.geometry import Box, row_major_boxes, row_major_strides
+from zerostart.geometry import Box, copies_between, row_major_boxes, row_major_strides, whole
 
 __all__ = ["Layout", "Placed", "dimension_shard", "flat_partition", "replicated"]
 
@@ -32,6 +32,15 @@ class Layout:
     numel: int
     owned: int
     boxes: tuple[Placed, ...]
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """The share as unbroken runs ``(first element of the row-major order, count, place in storage)``."""
+        runs: list[tuple[int, int, int]] = []
+        for placed in self.boxes:
+            for piece in whole("", self.shape):
+                for copy in copies_between(piece, placed.box, placed.to, placed.strides):
+                    runs += _unrolled(copy.start, copy.to, copy.loops)
+        return runs
 
 
 def flat_partition(shape: Sequence[int], rank: int, world_size: int) -> Layout:
@@ -73,3 +82,14 @@ def replicated(shape: Sequence[int]) -> Layout:
     total = prod(shape)
     box = Placed(Box((0,) * len(shape), tuple(shape)), 0, row_major_strides(shape))
     return Layout(tuple(shape), total, total, (box,) if total else ())
+
+
+def _unrolled(start: int, to: int, loops: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    if not loops:
+        return [(start, 1, to)]
+    size, source, destination = loops[0]
+    if len(loops) == 1 and source == destination == 1:
+        return [(start, size, to)]
+    return [
+        run for i in range(size) for run in _unrolled(start + i * source, to + i * destination, loops[1:])
+    ]

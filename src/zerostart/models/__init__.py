@@ -1,0 +1,24 @@
+"""Models without their weights: built on meta, every tensor's origin settled before anything is sharded."""
+
+from zerostart.models.build import Built, ModelLike, build
+from zerostart.models.initialise import Program
+from zerostart.models.pretrained import finish_pretrained
+from zerostart.models.settle import Settled, initialise_rest, tie_names
+from zerostart.models.tensors import expectations, replace_tensor, set_dtypes, state_names
+from zerostart.upstream.transformers import is_pretrained
+
+__all__ = [
+    "Built",
+    "ModelLike",
+    "Program",
+    "Settled",
+    "build",
+    "expectations",
+    "finish_pretrained",
+    "initialise_rest",
+    "is_pretrained",
+    "replace_tensor",
+    "set_dtypes",
+    "state_names",
+    "tie_names",
+]

@@ -6,35 +6,71 @@ transformers registers for the model, and a converter of the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.errors import ConversionError
 from zerostart.recipe import transformers as hf
 from zerostart.recipe.coverage import Coverage
 from zerostart.recipe.dtypes import torch_dtype
 from zerostart.recipe.recipe import Recipe, Recipes, Target
 from zerostart.recipe.symbolic import SymbolicTensor
+from zerostart.upstream.transformers import is_pretrained, registered_conversions
 
 __all__ = ["trace"]
 
 
-def trace(catalog: Catalog, model: torch.nn.Module, targets: Mapping[str, Target]) -> Recipes:
+def trace(
+    catalog: Catalog, model: torch.nn.Module, targets: Mapping[str, Target], converter: Any = None
+) -> Recipes:
     """The recipe of every target that the checkpoint covers, and what is left open.
 
-    ``model`` has its true shapes (on meta, before sharding). Raises ConversionError for a conversion that
-    fails or is no index map.
+    ``model`` has its true shapes (on meta, before sharding). ``converter`` is None (the registered mapping),
+    a callable from state dict to state dict, or a list of transformers conversions. Raises ConversionError
+    for a conversion that fails or is no index map.
     """
     symbols = {
         name: SymbolicTensor.of(name, entry.shape, torch_dtype(entry.dtype, name))
         for name, entry in catalog.tensors.items()
     }
-    if hf.is_pretrained(model):
-        result = hf.convert(model, symbols, frozenset(targets))
+    if callable(converter):
+        return _from_callable(converter, symbols, targets)
+    if is_pretrained(model):
+        mapping = registered_conversions(model) if converter is None else list(converter)
+        result = hf.convert(model, mapping, symbols, frozenset(targets))
         return _assemble(targets, result.tensors, result.unexpected, result.converted, result.used)
     unexpected = [name for name in symbols if name not in targets]
     return _assemble(targets, symbols, unexpected, frozenset(), ())
+
+
+def _from_callable(
+    converter: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+    symbols: dict[str, SymbolicTensor],
+    targets: Mapping[str, Target],
+) -> Recipes:
+    """Run the caller's converter on a state dict of symbolic tensors."""
+    name = getattr(converter, "__name__", type(converter).__name__)
+    try:
+        made = converter(dict(symbols))
+    except ConversionError:
+        raise
+    except Exception as error:
+        raise ConversionError(f"the converter {name} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Mapping):
+        raise ConversionError(f"the converter {name} gave a {type(made).__name__}, and not a mapping")
+    strange = [key for key, value in made.items() if not isinstance(value, SymbolicTensor)]
+    if strange:
+        raise ConversionError(
+            f"the converter {name} made {strange[0]!r} (and {len(strange) - 1} more) out of nothing in the "
+            "checkpoint; leave such entries out and pass strict=False to have them initialised"
+        )
+    tensors = {str(key): value for key, value in made.items() if isinstance(value, SymbolicTensor)}
+    as_stored = {key for key, value in tensors.items() if value is symbols.get(key)}
+    unexpected = [key for key in tensors if key not in targets]
+    return _assemble(targets, tensors, unexpected, frozenset(tensors) - as_stored, ())
 
 
 def _assemble(

@@ -1,9 +1,8 @@
 """The conversions that transformers registers for a model, run on symbolic tensors.
 
-This is the package's one contact with ``transformers.core_model_loading``, which is private. It follows
-the driver there, ``convert_and_load_state_dict_in_model``: keys in natural order; all renamings in turn,
-then at most one converter; a key that the mapping leads astray is kept under its own name; a fresh
-converter for each target.
+Follows the library's own driver, ``convert_and_load_state_dict_in_model``: keys in natural order; all
+renamings in turn, then at most one converter; a key that the mapping leads astray is kept under its own
+name; a fresh converter for each target.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from typing import Any
 
 import torch
 
-from zerostart.errors import ConversionError, UnsupportedVersionError
+from zerostart.errors import ConversionError
 from zerostart.recipe.symbolic import SymbolicTensor
+from zerostart.upstream.transformers import loading_core
 
-__all__ = ["SUPPORTED", "Converted", "convert", "is_pretrained"]
-
-#: First and first-not version of transformers whose loading core this file knows.
-SUPPORTED = ((5, 17), (5, 24))
+__all__ = ["Converted", "convert"]
 
 
 @dataclass(frozen=True)
@@ -34,43 +31,17 @@ class Converted:
     used: tuple[object, ...]
 
 
-def is_pretrained(model: object) -> bool:
-    """Whether ``model`` is a transformers model, without importing transformers to find out."""
-    return any(
-        base.__module__ == "transformers.modeling_utils" and base.__name__ == "PreTrainedModel"
-        for base in type(model).__mro__
-    )
-
-
-def _core() -> Any:
-    """``transformers.core_model_loading``, checked for what is used of it."""
-    import transformers
-    from transformers import core_model_loading
-
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    needed = ("rename_source_key", "dot_natural_key", "WeightConverter", "WeightRenaming")
-    absent = [name for name in needed if not hasattr(core_model_loading, name)]
-    if not SUPPORTED[0] <= version < SUPPORTED[1] or absent:
-        low, high = (".".join(map(str, v)) for v in SUPPORTED)
-        raise UnsupportedVersionError(
-            f"transformers {transformers.__version__} is installed; zerostart knows the weight "
-            f"conversions of versions from {low} to before {high}"
-            + (f" (core_model_loading has no {', '.join(absent)})" if absent else "")
-        )
-    return core_model_loading
-
-
 def convert(
-    model: torch.nn.Module, symbols: Mapping[str, SymbolicTensor], names: frozenset[str]
+    model: torch.nn.Module,
+    mapping: Sequence[Any],
+    symbols: Mapping[str, SymbolicTensor],
+    names: frozenset[str],
 ) -> Converted:
-    """Run the mapping registered for ``model``, which has the state-dict ``names``, on ``symbols``.
+    """Run ``mapping`` on ``symbols`` for ``model``, which has the state-dict ``names``.
 
     Raises ConversionError where an operation fails or does more than move elements.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    core = _core()
-    mapping = get_model_conversion_mapping(model)
+    core = loading_core()
     groups, plain, unexpected = _assign(core, model, mapping, symbols, names)
     tensors: dict[str, SymbolicTensor] = {name: symbols[key] for name, key in plain.items()}
     converted: set[str] = set()

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from zerostart.plan import Destination, Part, Plan, Read
+from zerostart.planning import Destination, Part, Plan, Read
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.reader import FileReader
 
-__all__ = ["execute"]
+__all__ = ["execute", "reader_threads"]
 
 
 def execute(
@@ -25,7 +25,7 @@ def execute(
     are then partly filled and of no use.
     """
     _zero_padding(plan.destinations, storages)
-    threads = min(threads or _default_threads(), max(1, len(plan.reads)))
+    threads = min(threads or reader_threads(), max(1, len(plan.reads)))
     with FileReader(plan.files, plan.sizes) as reader, progress:
         pool = _Pool(plan, storages, reader, progress)
         workers = [
@@ -42,7 +42,7 @@ def execute(
     return progress.done
 
 
-def _default_threads() -> int:
+def reader_threads() -> int:
     """At least two: one copies from the page cache while the other sets up its read."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)

@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO stage 3: partitions allocated at partition size, accepted by ``deepspeed.initialize``."""

@@ -9,7 +9,7 @@ from itertools import product
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.geometry import Copy, copies_between
 from zerostart.layout import Layout
-from zerostart.plan.plan import Destination, Part, Plan, Read
+from zerostart.planning.plan import Destination, Part, Plan, Read
 from zerostart.recipe import Recipe, torch_dtype
 
 __all__ = ["PlanOptions", "join"]

@@ -1,0 +1,158 @@
+"""Planning a safetensors checkpoint: which tensor goes to which file, at which offset.
+
+Pure arithmetic over names, dtypes and shapes. Every rank that plans the same tensors gets the same
+layout, so that each can write its own bytes at their final place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from zerostart.checkpoint.catalog import DTYPE_BITS, TensorEntry
+from zerostart.errors import CheckpointError, ConfigError
+
+__all__ = ["DEFAULT_STEM", "SaveLayout", "ShardFile", "parse_size", "plan_shards"]
+
+DEFAULT_STEM = "model"
+#: huggingface_hub's units are decimal; the binary ones are an addition.
+_UNITS = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+#: `DTYPE_BITS` lists the types in the library's order, which never falls in width above a byte.
+_RANK = {dtype: position for position, dtype in enumerate(DTYPE_BITS)}
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One file to write: ``header`` is its beginning (length and JSON), ``size`` its length in bytes."""
+
+    name: str
+    header: bytes
+    size: int
+
+
+@dataclass(frozen=True)
+class SaveLayout:
+    """Where every byte of a checkpoint goes.
+
+    ``tensors`` maps a name to its entry, whose ``file`` is a position in ``files`` and whose ``offset``
+    counts bytes from the start of that file. ``index`` is the content of ``index_name``, None for a
+    single file. ``total_size`` is the bytes of all tensors.
+    """
+
+    files: tuple[ShardFile, ...]
+    tensors: Mapping[str, TensorEntry]
+    total_size: int
+    stem: str
+    index: Mapping[str, Any] | None
+
+    @property
+    def index_name(self) -> str:
+        """Name of the index file that goes with ``stem``."""
+        return f"{self.stem}.safetensors.index.json"
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes in ``size``: an integer, or a number with a unit as huggingface_hub takes it ("5GB" is 5e9).
+
+    Binary units ("5GiB") are taken too. Raises ConfigError on anything else, and on less than a byte.
+    """
+    count = 0
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?I?B)?\s*", size, re.IGNORECASE | re.ASCII)
+        unit = match and _UNITS.get((match[2] or "B").upper())
+        if match and unit:
+            count = int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
+    elif type(size) is int:
+        count = size
+    if count < 1:
+        raise ConfigError(
+            f"{size!r} is not a size: give bytes, or a number with KB, MB, GB or TB, as in '5GB'"
+        )
+    return count
+
+
+def plan_shards(
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
+    max_shard_size: int | str = "5GB",
+    stem: str = DEFAULT_STEM,
+    metadata: Mapping[str, str] | None = None,
+    total_parameters: int | None = None,
+) -> SaveLayout:
+    """Distribute (name, dtype in safetensors' spelling, shape) over files as save_pretrained does.
+
+    In the given order each file takes what fits into ``max_shard_size`` bytes of tensors; a larger
+    tensor gets a file of its own. One file is called ``model.safetensors``, several
+    ``model-00001-of-0000N.safetensors`` with an index (``stem`` replaces "model"). ``metadata`` goes
+    into each header, {"format": "pt"} by default; ``total_parameters`` into the index, if given.
+    Raises CheckpointError on a name that occurs twice, and on a dtype or a shape that cannot be stored.
+    """
+    limit = parse_size(max_shard_size)
+    groups: list[list[TensorEntry]] = [[]]
+    filled = 0
+    seen: set[str] = set()
+    for name, dtype, shape in tensors:
+        entry = _unplaced(name, dtype, shape)
+        if name in seen or name == "__metadata__":
+            raise CheckpointError(
+                f"tensor {name!r} cannot be saved: the name is taken; rename one of the two"
+            )
+        seen.add(name)
+        if groups[-1] and filled + entry.nbytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(entry)
+        filled += entry.nbytes
+    files, placed = _place(groups, stem, {"format": "pt"} if metadata is None else metadata)
+    total = sum(entry.nbytes for entry in placed)
+    index: dict[str, Any] | None = None
+    if len(files) > 1:
+        facts = {"total_size": total}
+        if total_parameters is not None:
+            facts["total_parameters"] = total_parameters
+        index = {"metadata": facts, "weight_map": {entry.name: files[entry.file].name for entry in placed}}
+    return SaveLayout(files, {entry.name: entry for entry in placed}, total, stem, index)
+
+
+def _unplaced(name: str, dtype: str, shape: Sequence[int]) -> TensorEntry:
+    bits = prod(shape) * DTYPE_BITS.get(dtype, 0)
+    if dtype not in DTYPE_BITS or bits % 8 or any(size < 0 for size in shape):
+        raise CheckpointError(f"tensor {name!r}: {dtype} {list(shape)} cannot be stored in safetensors")
+    return TensorEntry(name, dtype, tuple(shape), 0, 0, bits // 8)
+
+
+def _place(
+    groups: Sequence[Sequence[TensorEntry]], stem: str, metadata: Mapping[str, str]
+) -> tuple[tuple[ShardFile, ...], list[TensorEntry]]:
+    files = []
+    placed = []
+    for number, group in enumerate(groups):
+        suffix = "" if len(groups) == 1 else f"-{number + 1:05d}-of-{len(groups):05d}"
+        # safetensors' own order. Wide elements first keeps every tensor aligned to its element.
+        ordered = sorted(group, key=lambda entry: (-_RANK[entry.dtype], entry.name))
+        header, size = _header(ordered, metadata)
+        files.append(ShardFile(f"{stem}{suffix}.safetensors", header, len(header) + size))
+        offset = len(header)
+        for entry in ordered:
+            placed.append(TensorEntry(entry.name, entry.dtype, entry.shape, number, offset, entry.nbytes))
+            offset += entry.nbytes
+    return tuple(files), placed
+
+
+def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, int]:
+    """Beginning of a file that holds ``entries`` in this order, and the bytes of the entries."""
+    document: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for entry in entries:
+        span = [position, position + entry.nbytes]
+        document[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": span}
+        position += entry.nbytes
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)  # the tensors start at a multiple of 8
+    return len(text).to_bytes(8, "little") + text, position

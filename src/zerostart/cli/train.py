@@ -1,0 +1,63 @@
+"""``zerostart train``: run a configuration, on local ranks or in those that a launcher has started.
+
+Also the worker of its own local ranks: ``python -m zerostart.cli.train CONFIG [KEY=VALUE ...]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zerostart.cli.launch import run_local_ranks
+from zerostart.cli.worker import join_group, leave_group, worker_main
+from zerostart.errors import ConfigError
+
+__all__ = ["command"]
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values over those of the file.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Start this many ranks on this machine.")
+    ] = None,
+) -> None:
+    """Load a pretrained model in shards, train it, and save it.
+
+    Under torchrun or accelerate launch it joins their ranks; elsewhere it starts --nproc of its own
+    (default 1). The first Ctrl-C ends the run after the step in hand and saves the model.
+    """
+    from zerostart.training.config import load_config
+
+    arguments = [str(config), *(overrides or [])]
+    load_config(config, overrides or [])  # a mistake in it is told at once, and once
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if nproc is not None:
+            raise ConfigError(
+                "--nproc starts ranks, but RANK is set: a launcher has started them; leave it out"
+            )
+        _run(arguments)
+    else:
+        run_local_ranks("zerostart.cli.train", arguments, nproc or 1)
+
+
+def _run(arguments: list[str]) -> dict[str, Any]:
+    """One rank's whole run; returns the :class:`TrainResult` as plain data."""
+    from zerostart.training.config import load_config
+    from zerostart.training.runner import train
+
+    config = load_config(arguments[0], arguments[1:])
+    join_group()
+    result = dataclasses.asdict(train(config))
+    leave_group()
+    return result
+
+
+if __name__ == "__main__":
+    worker_main(_run)

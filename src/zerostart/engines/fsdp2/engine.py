@@ -1,0 +1,148 @@
+"""FSDP2 shards: the model is wrapped on meta, and each local shard gets storage of its own.
+
+``to_empty`` is never called: it would empty non-persistent buffers, untie tied weights, and allocate
+page by page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from zerostart.engines.fsdp2.layouts import parameter_layout
+from zerostart.engines.shard import Shard, replace_everywhere
+from zerostart.errors import ConfigError, EngineError
+from zerostart.transfer import Arena
+from zerostart.upstream.fsdp2 import adopt_local_tensors
+from zerostart.world import World, default_device
+
+__all__ = ["FSDP2Shards", "blocks_of", "current_shards"]
+
+#: Keys of ``engine_config``: the keyword arguments of ``fully_shard`` that a load passes on.
+OPTIONS = ("mesh", "reshard_after_forward", "mp_policy", "offload_policy")
+
+
+class FSDP2Shards:
+    """Makes FSDP2 shards over a one-dimensional mesh of all ranks.
+
+    ``engine_config`` holds keyword arguments for ``fully_shard`` (``mesh``, ``reshard_after_forward``,
+    ``mp_policy``), and ``wrap``, class names of the modules to be sharded as units.
+    """
+
+    def __init__(self, world: World, engine_config: Mapping[str, Any] | None) -> None:
+        options = dict(engine_config or {})
+        self._wrap: Sequence[str] | None = options.pop("wrap", None)
+        unknown = sorted(set(options) - set(OPTIONS))
+        if unknown:
+            raise ConfigError(
+                f"engine_config for fsdp2 has unknown keys {', '.join(unknown)}; known are "
+                f"wrap, {', '.join(OPTIONS)}"
+            )
+        if options.get("offload_policy") is not None and "CPU" in type(options["offload_policy"]).__name__:
+            raise EngineError(
+                "FSDP2 with CPU offload is not available in this version; remove offload_policy"
+            )
+        self.device = default_device()
+        # Explicit, since without it an accelerator's mesh is made wherever one is present.
+        mesh = options.pop("mesh", None) or init_device_mesh(self.device.type, (dist.get_world_size(),))
+        if mesh.ndim != 1 or mesh.size() != world.size:
+            raise EngineError(
+                f"the mesh has shape {tuple(mesh.shape)}; this version shards over a one-dimensional "
+                f"mesh of all {world.size} ranks"
+            )
+        self._mesh = mesh
+        self.device = torch.device("cpu") if mesh.device_type == "cpu" else self.device
+        self._options = options
+
+    def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
+        """Wrap the model's blocks and then its root; give every local shard storage."""
+        self._check(model)
+        for block in blocks_of(model, self._wrap):
+            fully_shard(block, mesh=self._mesh, **self._options)
+        if not isinstance(model, FSDPModule):
+            fully_shard(model, mesh=self._mesh, **self._options)
+        rank, size = self._mesh.get_local_rank(), self._mesh.size()
+        parameters = dict(model.named_parameters())
+        arena = Arena(self.device)
+        placed = []
+        for name in names:
+            layout = parameter_layout(parameters[name].shape, rank, size)
+            placed.append((name, layout, arena.reserve(layout.numel, parameters[name].dtype)))
+        new: dict[int, nn.Parameter] = {}
+        shards = []
+        for name, layout, place in placed:
+            old = parameters[name]
+            storage = arena.take(place, layout.numel, old.dtype)
+            new[id(old)] = _sharded_parameter(old, storage)
+            shards.append(Shard(name, layout, storage))
+        replace_everywhere(model, new)
+        adopt_local_tensors(model)
+        return shards
+
+    def finish(self, model: nn.Module) -> None:
+        """Nothing is left to do: FSDP2 looks at the storages themselves."""
+
+    def _check(self, model: nn.Module) -> None:
+        scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
+        if scalars:
+            raise EngineError(
+                f"FSDP2 cannot shard parameters without dimensions ({', '.join(scalars[:4])}); give them one "
+                "dimension, or use engine='deepspeed'"
+            )
+
+
+def _sharded_parameter(old: nn.Parameter, storage: torch.Tensor) -> nn.Parameter:
+    """``old``, a DTensor on meta, over ``storage``, which has room for a full chunk of dimension 0."""
+    data = old.data
+    if not isinstance(data, DTensor):
+        raise EngineError(f"fully_shard left a parameter of shape {tuple(old.shape)} unsharded")
+    chunk = storage.view(-1, *old.shape[1:]) if old.numel() else storage.view(0, *old.shape[1:])
+    local = DTensor.from_local(
+        chunk, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
+    )
+    new = nn.Parameter(local, requires_grad=old.requires_grad)
+    new.__dict__.update({k: v for k, v in old.__dict__.items() if not k.startswith("_local")})
+    return new
+
+
+def blocks_of(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Module]:
+    """The modules to be sharded as units, innermost first.
+
+    Those whose class is named in ``wrap``, else in the model's ``_no_split_modules``; a plain module's are
+    the entries of its outermost ``ModuleList``s.
+    """
+    named = set(wrap or getattr(model, "_no_split_modules", None) or ())
+    if named:
+        found = [m for m in model.modules() if type(m).__name__ in named]
+        if wrap and not found:
+            raise ConfigError(f"no module of the model has a class named in wrap={list(wrap)}")
+    else:
+        found = [child for part in _outermost_lists(model) for child in part]
+    blocks = [m for m in found if m is not model and any(True for _ in m.parameters())]
+    return list(reversed(blocks))
+
+
+def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
+    lists: list[nn.ModuleList] = []
+    for child in module.children():
+        lists += [child] if isinstance(child, nn.ModuleList) else _outermost_lists(child)
+    return lists
+
+
+def current_shards(model: nn.Module) -> dict[str, Shard]:
+    """The FSDP2 shards of ``model`` as they are now."""
+    shards = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            layout = parameter_layout(parameter.shape, mesh.get_local_rank(), mesh.size())
+            local = parameter.to_local().detach().reshape(-1)
+            shards[name] = Shard(name, layout, local)
+    return shards

@@ -1,0 +1,48 @@
+"""Whether two checkpoint tensors hold the same values, found out together and in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.layout import Layout, flat_partition
+from zerostart.planning import Destination, join
+from zerostart.recipe import Recipe
+from zerostart.transfer import Progress, execute
+from zerostart.world import World
+
+__all__ = ["equal_in"]
+
+#: Elements compared at a time.
+STEP = 1 << 20
+
+
+def equal_in(catalog: Catalog, world: World) -> Callable[[Recipe, Recipe], bool]:
+    """A comparison of two recipes' values; collective, each rank reads and compares its own share."""
+
+    def equal(a: Recipe, b: Recipe) -> bool:
+        if a.target.shape != b.target.shape or a.target.dtype != b.target.dtype:
+            return False
+        total = prod(a.target.shape)
+        steps = -(-total // STEP)
+        same = all(
+            _equal_part(catalog, a, b, flat_partition(a.target.shape, step, steps))
+            for step in range(world.rank, steps, world.size)
+        )
+        return all(world.exchange(same, "comparing tied weights"))
+
+    return equal
+
+
+def _equal_part(catalog: Catalog, a: Recipe, b: Recipe, layout: Layout) -> bool:
+    dtype = a.target.dtype
+    plan = join(
+        catalog,
+        [(r, layout, Destination(r.target.name, layout.numel, layout.owned, dtype, True)) for r in (a, b)],
+    )
+    left, right = (torch.empty(layout.numel, dtype=dtype) for _ in range(2))
+    execute(plan, [left, right], Progress(plan.read_bytes, shown=False))
+    return torch.equal(left, right)

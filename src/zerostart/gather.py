@@ -1,0 +1,82 @@
+"""Whole tensors out of shards, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerostart.engines import Shard, local_shards, planned_layout
+from zerostart.errors import ConfigError
+from zerostart.models import state_names
+from zerostart.reporting import report_of, unwrapped
+
+__all__ = ["full_tensors"]
+
+#: Elements of each rank's share that travel in one message.
+MESSAGE = 1 << 22
+
+
+def full_tensors(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """See ``zerostart.full_tensors``; checks its arguments when called, and not at the first step."""
+    inner = unwrapped(model)
+    engine = report_of(inner).engine
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if rank is not None and not 0 <= rank < size:
+        raise ConfigError(f"rank={rank} is not one of the {size} ranks")
+    return _walk(inner, engine, rank)
+
+
+def _walk(model: nn.Module, engine: str, rank: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
+    here = dist.get_rank() if dist.is_initialized() else 0
+    shards = local_shards(model)
+    for name, tensor, _ in state_names(model):
+        shard = shards.get(name)
+        if shard is None:
+            yield name, tensor.detach().cpu().clone() if rank in (None, here) else None
+        else:
+            yield name, _whole(shard, engine, rank)
+
+
+def _whole(shard: Shard, engine: str, rank: int | None) -> torch.Tensor | None:
+    """One parameter, on ``rank`` or on all; every rank sends its share in messages of bounded size."""
+    here, size = dist.get_rank(), dist.get_world_size()
+    layouts = [planned_layout(engine, shard.layout.shape, r, size) for r in range(size)]
+    wanted = rank in (None, here)
+    out = torch.empty(prod(shard.layout.shape), dtype=shard.storage.dtype) if wanted else None
+    for start in range(0, shard.layout.numel, MESSAGE):
+        count = min(MESSAGE, shard.layout.numel - start)
+        parts = _exchange(_segment(shard.storage, start, count), rank, here, size)
+        if out is None:
+            continue
+        for layout, part in zip(layouts, parts, strict=True):
+            for first, length, place in layout.runs():
+                low, high = max(place, start), min(place + length, start + count)
+                if low < high:
+                    out[first + low - place : first + high - place] = part[low - start : high - start]
+    return None if out is None else out.view(shard.layout.shape)
+
+
+def _segment(storage: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """Elements of the local storage; what the engine does not keep of the padding is made up."""
+    part = storage[start : start + count]
+    if part.numel() < count:
+        part = torch.cat([part, part.new_zeros(count - part.numel())])
+    return part.contiguous()
+
+
+def _exchange(part: torch.Tensor, rank: int | None, here: int, size: int) -> list[torch.Tensor]:
+    """``part`` of every rank, as CPU tensors, where they are wanted; [] elsewhere."""
+    # As bytes: not every backend carries every dtype.
+    sent = part.view(torch.uint8)
+    received = [torch.empty_like(sent) for _ in range(size)] if rank in (None, here) else []
+    if size == 1:
+        received = [sent]
+    elif rank is None:
+        dist.all_gather(received, sent)
+    else:
+        dist.gather(sent, received or None, dst=rank)
+    return [r.view(part.dtype).cpu() for r in received]

@@ -1,0 +1,247 @@
+"""The way of a load: catalog, model, recipes, shards, plan, transfer. Read from the top."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerostart import engines, models
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.source import open_catalog
+from zerostart.engines import Engine, Shard
+from zerostart.equality import equal_in
+from zerostart.errors import ConfigError, ReadError
+from zerostart.forecast import WorldPlan, forecast_ranks
+from zerostart.layout import replicated
+from zerostart.models import Built, Program, Settled
+from zerostart.planning import Destination, Plan, PlanOptions, join
+from zerostart.recipe import Recipe, Recipes, torch_dtype, trace
+from zerostart.reporting import Clock, Report, keep
+from zerostart.transfer import PeakMeter, Progress, execute, reader_threads
+from zerostart.world import World, current_world, default_device
+
+__all__ = ["Request", "forecast", "run"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of a load, as ``zerostart.load`` documents them."""
+
+    source: Any
+    model: Any = None
+    engine: str = "deepspeed"
+    zero_stage: int = 3
+    engine_config: Mapping[str, Any] | None = None
+    expert_parallel: int = 1
+    tensor_parallel: int = 1
+    dtype: torch.dtype | None = None
+    converter: Any = None
+    memory_limit: int | None = None
+    chunk_size: int | None = None
+    strict: bool = True
+    progress: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigError for arguments that no load can serve."""
+        engines.check_choice(self.engine, self.zero_stage, self.expert_parallel, self.tensor_parallel)
+        if self.dtype is not None and not (
+            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        ):
+            raise ConfigError(f"dtype={self.dtype!r} is not a floating torch.dtype")
+        for name in ("memory_limit", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < MIN_CHUNK):
+                raise ConfigError(f"{name}={value!r} must be a number of bytes, at least {MIN_CHUNK}")
+
+    def options(self, threads: int) -> PlanOptions:
+        """Chunk size within the memory limit, which all reading threads' buffers share."""
+        options = PlanOptions()
+        size = self.chunk_size or options.chunk_size
+        if self.memory_limit is not None:
+            size = max(MIN_CHUNK, min(size, self.memory_limit // threads))
+        return PlanOptions(chunk_size=size)
+
+
+#: A chunk has to hold at least one element of any type, and a useful number of them.
+MIN_CHUNK = 1 << 16
+
+
+def run(request: Request) -> nn.Module:
+    """Load, collectively; see ``zerostart.load``."""
+    clock = Clock()
+    world = _world(request)
+    with world.phase("arguments"):
+        request.check()
+    with PeakMeter(default_device()) as meter:
+        with clock.phase("plan"):
+            catalog = world.share(lambda: open_catalog(request.source), "reading the checkpoint's headers")
+        with clock.phase("build"), world.phase("building the model"):
+            built = _build(request, catalog)
+        with clock.phase("plan"), world.phase("planning"):
+            recipes = trace(catalog, built.model, models.expectations(built), request.converter)
+            coverage = models.tie_names(built.model, recipes, equal_in(catalog, world))
+            coverage.check(str(request.source), type(built.model).__name__, request.strict)
+        with clock.phase("build"), world.phase("sharding the model"):
+            settled = models.initialise_rest(built, recipes)
+            engine = engines.make_engine(request.engine, world, built.dtype, request.engine_config)
+            shards = engine.shard(built.model, list(settled.parameters))
+            buffers = _place_buffers(built.model, settled, engine)
+        with clock.phase("plan"), world.phase("planning"):
+            threads = reader_threads()
+            plan = join(catalog, _wanted(settled, shards, buffers), request.options(threads))
+        with clock.phase("read"), world.phase("reading"):
+            read_bytes = _transfer(
+                plan, settled, shards, buffers, threads, request.progress and world.rank == 0
+            )
+        with clock.phase("build"), world.phase("handing over"):
+            engine.finish(built.model)
+            _finish(built, recipes, request, catalog)
+    keep(
+        built.model,
+        Report(
+            missing=coverage.missing,
+            unexpected=coverage.unexpected,
+            mismatched=tuple(coverage.mismatched),
+            ignored=coverage.ignored,
+            initialised=settled.initialised,
+            initialised_whole=_whole(settled),
+            converted=recipes.converted,
+            phases=clock.stop(),
+            read_bytes=read_bytes,
+            planned_bytes=plan.read_bytes,
+            peak_host_bytes=meter.host_bytes,
+            peak_device_bytes=meter.device_bytes,
+            rank=world.rank,
+            world_size=world.size,
+            engine=request.engine,
+        ),
+    )
+    return built.model
+
+
+def forecast(request: Request, world_size: int) -> WorldPlan:
+    """The plan of every rank, without a process group; see ``zerostart.plan``."""
+    clock = Clock()
+    request.check()
+    if world_size < 1:
+        raise ConfigError(f"world_size={world_size} must be at least 1")
+    catalog = open_catalog(request.source)
+    built = _build(request, catalog)
+    recipes = trace(catalog, built.model, models.expectations(built), request.converter)
+    coverage = models.tie_names(built.model, recipes, equal_in(catalog, World(0, 1, None)))
+    coverage.check(str(request.source), type(built.model).__name__, strict=False)
+    settled = models.initialise_rest(built, recipes)
+    threads = reader_threads()
+    ranks = forecast_ranks(
+        catalog, built.model, settled, request.engine, world_size, request.options(threads), threads
+    )
+    return WorldPlan.of(catalog, coverage, request.engine, world_size, ranks, clock.stop()["total"])
+
+
+def _world(request: Request) -> World:
+    """The process group's world; a group of one is made for a process that is alone."""
+    if not dist.is_initialized():
+        launched = int(os.environ.get("WORLD_SIZE", "1") or 1)
+        if launched > 1:
+            raise ConfigError(
+                f"the launcher started {launched} ranks, but there is no process group: call "
+                "torch.distributed.init_process_group() before zerostart.load"
+            )
+        device = default_device().type
+        backend = (
+            "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+        )
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    return current_world()
+
+
+def _build(request: Request, catalog: Catalog) -> Built:
+    """The model on meta, with the dtypes of the load."""
+    dtype = request.dtype
+    if dtype is None and request.engine == "deepspeed":
+        from zerostart.engines.deepspeed.engine import configured_dtype
+
+        dtype = configured_dtype(request.engine_config)
+    stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
+    first = next((d for d in stored.values() if d.is_floating_point), None)
+    built = models.build(request.model, catalog.root, dtype, first)
+    models.set_dtypes(built, stored)
+    return built
+
+
+Placed = dict[str, tuple[Recipe, torch.Tensor]]
+
+
+def _place_buffers(model: nn.Module, settled: Settled, engine: Engine) -> Placed:
+    """Move buffers to the engine's device; those that the checkpoint fills get storage of their own there."""
+    moved: dict[int, torch.Tensor] = {}
+    placed: Placed = {}
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        recipe = settled.buffers.get(name)
+        if id(buffer) not in moved:
+            moved[id(buffer)] = (
+                buffer.to(engine.device)
+                if recipe is None
+                else torch.empty(buffer.shape, dtype=recipe.target.dtype, device=engine.device)
+            )
+            if recipe is not None:
+                placed[name] = (recipe, moved[id(buffer)])
+        models.replace_tensor(model, name, moved[id(buffer)])
+    return placed
+
+
+def _wanted(settled: Settled, shards: list[Shard], buffers: Placed) -> list[tuple[Recipe, Any, Destination]]:
+    """Recipe, layout and destination of everything that is read, in the order of ``_storages``."""
+    wanted: list[tuple[Recipe, Any, Destination]] = []
+    for shard in shards:
+        recipe = settled.parameters[shard.name]
+        if isinstance(recipe, Recipe):
+            wanted.append((recipe, shard.layout, _destination(shard.name, shard.storage, shard.layout.owned)))
+    for name, (recipe, buffer) in buffers.items():
+        flat = buffer.view(-1)
+        wanted.append((recipe, replicated(buffer.shape), _destination(name, flat, flat.numel())))
+    return wanted
+
+
+def _storages(settled: Settled, shards: list[Shard], buffers: Placed) -> list[torch.Tensor]:
+    read = [s.storage for s in shards if isinstance(settled.parameters[s.name], Recipe)]
+    return [*read, *(buffer.view(-1) for _, buffer in buffers.values())]
+
+
+def _destination(name: str, storage: torch.Tensor, owned: int) -> Destination:
+    return Destination(name, storage.numel(), owned, storage.dtype, storage.device.type == "cpu")
+
+
+def _transfer(
+    plan: Plan, settled: Settled, shards: list[Shard], buffers: Placed, threads: int, shown: bool
+) -> int:
+    """Read what the checkpoint has, then initialise what it lacks; returns the bytes read."""
+    storages = _storages(settled, shards, buffers)
+    done = execute(plan, storages, Progress(plan.read_bytes, shown), threads)
+    if done != plan.read_bytes:
+        raise ReadError(
+            f"{done} bytes were read where the plan has {plan.read_bytes}; this is a bug in zerostart"
+        )
+    for shard in shards:
+        program = settled.parameters[shard.name]
+        if isinstance(program, Program):
+            program.fill(shard.layout, shard.storage)
+    return done
+
+
+def _whole(settled: Settled) -> tuple[str, ...]:
+    return tuple(n for n, p in settled.parameters.items() if isinstance(p, Program) and p.whole)
+
+
+def _finish(built: Built, recipes: Recipes, request: Request, catalog: Catalog) -> None:
+    """Leave a transformers model as ``from_pretrained`` leaves it."""
+    model: Any = built.model
+    model.eval()
+    if models.is_pretrained(model):
+        models.finish_pretrained(model, recipes, str(request.source), catalog.root, built.dtype)

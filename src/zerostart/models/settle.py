@@ -1,0 +1,176 @@
+"""Settling every tensor of a model: from the checkpoint, tied to another, or initialised.
+
+Done on the meta device, before anything is sharded: what an initialiser or a constructor does is known from
+the log, so that buffers get their values here and missing parameters a program to be run in shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zerostart.errors import BuildError
+from zerostart.models.build import Built
+from zerostart.models.initialise import Program, program_of
+from zerostart.models.tensors import (
+    is_persistent,
+    owner_of,
+    plain_tensors,
+    replace_tensor,
+    state_names,
+)
+from zerostart.recipe import Coverage, Recipe, Recipes
+from zerostart.upstream.transformers import ignorable, initialise, is_pretrained, tie, tied_names
+
+__all__ = ["Settled", "initialise_rest", "tie_names"]
+
+#: Tells whether two state-dict names hold equal bytes in the checkpoint; the same answer on every rank.
+Equal = Callable[[Recipe, Recipe], bool]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Where each unique parameter and each loaded buffer gets its values from.
+
+    ``parameters`` is in the order of ``named_parameters``; ``buffers`` are those that the checkpoint
+    supplies; the others already have their values, on the CPU.
+    """
+
+    parameters: dict[str, Recipe | Program]
+    buffers: dict[str, Recipe]
+    initialised: tuple[str, ...]
+
+
+def tie_names(model: nn.Module, recipes: Recipes, equal: Equal) -> Coverage:
+    """Tie what the model ties, and say what the checkpoint then still lacks.
+
+    Follows transformers: of a tied pair the name that the checkpoint has stays; where it has both, they are
+    tied only if they are equal, for a checkpoint may contradict its configuration. A recipe that a tie makes
+    superfluous is dropped.
+    """
+    present = recipes.by_name
+    if is_pretrained(model):
+        tied = tied_names(model)
+        for name, source in list(tied.items()):
+            if name in present and source in present:
+                if equal(present[name], present[source]):
+                    del present[name]
+                else:
+                    del tied[name]
+                    _untie(model, name, source)
+        missing = {name for name, _, _ in state_names(model)} - present.keys()
+        tie(model, missing)
+    supplied = {id(tensor) for name, tensor, _ in state_names(model) if name in present}
+    lacking = tuple(
+        name for name, tensor, _ in state_names(model) if name not in present and id(tensor) not in supplied
+    )
+    before = recipes.coverage
+    coverage = Coverage(lacking, before.unexpected, before.mismatched)
+    return coverage.ignoring(*ignorable(model)) if is_pretrained(model) else coverage
+
+
+def _untie(model: nn.Module, name: str, source: str) -> None:
+    """Give ``name`` a parameter of its own where a constructor has tied it."""
+    (owner, leaf), (other, other_leaf) = owner_of(model, name), owner_of(model, source)
+    parameter = owner._parameters.get(leaf)
+    if parameter is not None and parameter is other._parameters.get(other_leaf):
+        owner._parameters[leaf] = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        )
+
+
+def initialise_rest(built: Built, recipes: Recipes) -> Settled:
+    """Give buffers their values, and missing parameters their programs.
+
+    Raises BuildError, with the names, where a value cannot be had.
+    """
+    model = built.model
+    sources: dict[int, Recipe] = {}
+    for name, tensor, _ in state_names(model):
+        if name in recipes.by_name:
+            sources.setdefault(id(tensor), recipes.by_name[name])
+    loaded_buffers = _prepare_buffers(built, recipes)
+    missing = {name: p for name, p in model.named_parameters() if id(p) not in sources}
+    for parameter in model.parameters():
+        if id(parameter) in sources:
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+    _run_initialiser(built, missing)
+    parameters: dict[str, Recipe | Program] = {}
+    for name, parameter in model.named_parameters():
+        recipe = sources.get(id(parameter))
+        parameters[name] = recipe if recipe is not None else _program(built, name, parameter)
+    _fill_plain_tensors(built)
+    initialised = (
+        *missing,
+        *(n for n, _, buffer in state_names(model) if buffer and n not in loaded_buffers),
+    )
+    return Settled(parameters, loaded_buffers, initialised)
+
+
+def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
+    """Take buffers off meta: empty where the checkpoint fills them, else with the constructor's value."""
+    loaded: dict[str, Recipe] = {}
+    unknown: list[str] = []
+    real: dict[int, torch.Tensor] = {}
+    for name, buffer in list(built.model.named_buffers(remove_duplicate=False)):
+        if name in recipes.by_name and is_persistent(built.model, name):
+            loaded[name] = recipes.by_name[name]
+        if buffer.device.type != "meta":
+            continue
+        if id(buffer) not in real:
+            value = torch.zeros(buffer.shape, dtype=buffer.dtype)
+            if name in loaded:
+                value._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+            elif built.logged and any(built.log.writers(buffer)):
+                (value,) = built.log.values([buffer], torch.device("cpu"))
+            elif not is_pretrained(built.model):
+                unknown.append(name)
+            real[id(buffer)] = value
+        replace_tensor(built.model, name, real[id(buffer)])
+    if unknown:
+        raise BuildError(
+            f"the values of {len(unknown)} buffers are lost, since the module came built on the meta device: "
+            f"{', '.join(unknown[:8])}. Pass model= as a class or a callable, so that they can be computed"
+        )
+    return loaded
+
+
+def _run_initialiser(built: Built, missing: dict[str, nn.Parameter]) -> None:
+    """Run the model's initialiser on meta, under the log; buffers are real and get real values."""
+    if is_pretrained(built.model):
+        with built.log:
+            initialise(built.model)
+    elif not built.logged:
+        for owner in dict.fromkeys(owner_of(built.model, name)[0] for name in missing):
+            reset = getattr(owner, "reset_parameters", None)
+            if callable(reset):
+                with torch.no_grad(), built.log:
+                    reset()
+
+
+def _program(built: Built, name: str, parameter: nn.Parameter) -> Program:
+    program = program_of(parameter, built.log)
+    if program is None:
+        owner = type(owner_of(built.model, name)[0]).__name__
+        raise BuildError(
+            f"{name} is missing from the checkpoint and cannot be initialised: {owner} has no initialiser "
+            "that sets it. Pass model= as a class or a callable, or supply the tensor"
+        )
+    return program
+
+
+def _fill_plain_tensors(built: Built) -> None:
+    """Plain tensor attributes on meta get the value that the constructor computed."""
+    waiting = [(name, t) for name, t in plain_tensors(built.model) if t.device.type == "meta"]
+    lost = [name for name, t in waiting if not built.logged or not any(built.log.writers(t))]
+    if lost:
+        raise BuildError(
+            f"the values of {len(lost)} tensor attributes are lost on the meta device: {', '.join(lost[:8])}"
+            ". Pass model= as a class or a callable, so that they can be computed"
+        )
+    values = built.log.values([t for _, t in waiting], torch.device("cpu"))
+    for (name, _), value in zip(waiting, values, strict=True):
+        replace_tensor(built.model, name, value)

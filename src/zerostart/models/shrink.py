@@ -1,0 +1,199 @@
+"""Smaller versions of a model's configuration: the same architecture and layout, less of it.
+
+Works on the plain dictionary of a transformers configuration, by the names that its fields have over
+the library's architectures. What a field does not have in common with others stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+__all__ = ["scaled", "tiny"]
+
+#: Names of sizes by what they shrink to; a smaller value stays. The vocabulary is odd on purpose, so that
+#: no even number of ranks divides it; everything else keeps the relations that models check.
+_TINY: Mapping[int, tuple[str, ...]] = {
+    257: ("vocab_size", "vocab_size_per_layer_input", "n_words"),
+    128: (
+        *("intermediate_size", "intermediate_size_mlp", "n_inner", "d_inner", "ffn_dim", "d_ff", "mlp_dim"),
+        *("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
+        *("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"),
+    ),
+    64: (
+        *("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim", "embedding_dim"),
+        *("embedding_size", "attention_hidden_size", "text_hidden_size", "out_hidden_size"),
+        *("projection_dim", "word_embed_proj_dim"),
+        *("sliding_window", "attention_window_size", "original_max_position_embeddings"),
+    ),
+    56: ("image_size",),
+    32: ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "q_lora_rank"),
+    16: (
+        *("head_dim", "global_head_dim", "v_head_dim", "index_head_dim", "d_head", "d_kv", "kv_channels"),
+        *("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_head", "kv_lora_rank"),
+    ),
+    8: (
+        *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        *("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim", "mamba_n_heads"),
+        *("hidden_size_per_layer_input",),
+    ),
+    4: (
+        *("num_attention_heads", "n_head", "n_heads", "num_heads", "index_n_heads"),
+        *("encoder_attention_heads", "decoder_attention_heads", "linear_num_value_heads"),
+    ),
+    2: (
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"),
+        *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+        *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"),
+        *("top_k_experts", "moe_top_k", "n_group", "num_expert_group", "num_expert_groups"),
+        *("linear_num_key_heads", "attn_layer_period", "expert_layer_period"),
+    ),
+    1: (
+        *("topk_group", "n_shared_experts", "first_k_dense_replace"),
+        *("attn_layer_offset", "expert_layer_offset"),
+    ),
+    0: ("num_kv_shared_layers",),
+}
+_LAYERS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"),
+    *("top_k_experts", "moe_top_k"),
+)
+_GROUPS = ("n_group", "num_expert_group", "num_expert_groups")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_global_key_value_heads")
+
+
+def tiny(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of a few hundred thousand parameters, nested configurations included.
+
+    2 layers, hidden size 64, 4 heads of 16 (2 for keys and values where they are grouped), 8 experts
+    of which 2 are chosen, a vocabulary of 257.
+    """
+    result = _mapped(config, tiny)
+    for target, keys in _TINY.items():
+        result.update({key: min(config[key], target) for key in keys if _is_size(config.get(key))})
+    _shrink_attention(config, result)
+    _set_layers(config, result, {key: result[key] for key in _LAYERS if _is_size(config.get(key))})
+    _clip_token_ids(result)
+    _shrink_rotary_sections(result)
+    return result
+
+
+def _shrink_attention(config: Mapping[str, Any], result: dict[str, Any]) -> None:
+    """Sizes of heads that follow from others."""
+    grouped = _first(config, _KV_HEADS)
+    heads = _first(config, ("num_attention_heads", "n_head", "num_heads"))
+    for key in _KV_HEADS:
+        if _is_size(config.get(key)):
+            result[key] = min(config[key], 4 if grouped == heads else 2)
+    if _is_size(config.get("expand")) and _is_size(config.get("num_heads")):
+        result["num_heads"] = config["expand"] * 64 // 16  # Mamba 2: heads of 16 share the expanded width
+    if "head_dim" in config and config["head_dim"] is None:
+        result["head_dim"] = 16  # what hidden size and heads give, for models that do not work it out
+    if "qk_head_dim" in config:
+        result["qk_head_dim"] = result.get("qk_nope_head_dim", 0) + result.get("qk_rope_head_dim", 0)
+    # Latent attention: its rotated part, or the whole, is also called the head's size.
+    for key in ("qk_head_dim", "qk_rope_head_dim"):
+        if _is_size(config.get(key)) and config.get("head_dim") == config[key]:
+            result["head_dim"] = result[key]
+
+
+def scaled(config: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """A configuration with ``factor`` times the layers and the experts, at least what still runs."""
+    result = _mapped(config, lambda nested: scaled(nested, factor))
+    group = _first(config, _GROUPS) or 1
+    chosen = _first(config, _CHOSEN) or 1
+    for key in _EXPERTS:
+        if _is_size(config.get(key)):
+            # A router that chooses groups first scores each by its two best experts.
+            least = max(chosen, 2 * group) if group > 1 else chosen
+            wanted = max(least, round(config[key] * factor))
+            result[key] = -(-wanted // group) * group
+    layers = {key: max(1, round(config[key] * factor)) for key in _LAYERS if _is_size(config.get(key))}
+    dense = config.get("first_k_dense_replace")
+    if _is_size(dense) and layers:
+        result["first_k_dense_replace"] = min(dense, max(0, min(layers.values()) - 1))
+    _set_layers(config, result, layers)
+    return result
+
+
+def _nested(key: str, value: object) -> TypeGuard[Mapping[str, Any]]:
+    if not isinstance(value, Mapping) or key in ("quantization_config", "per_layer_config"):
+        return False
+    return key.endswith("_config") or "model_type" in value
+
+
+def _mapped(
+    config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """A copy of ``config`` whose nested configurations went through ``change``."""
+    return {key: change(value) if _nested(key, value) else value for key, value in config.items()}
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+    return type(value) is int and value > 0
+
+
+def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    return next((config[key] for key in keys if _is_size(config.get(key))), None)
+
+
+def _set_layers(config: Mapping[str, Any], result: dict[str, Any], layers: Mapping[str, int]) -> None:
+    """Set the numbers of layers, and cut the lists that speak of each layer or name some of them."""
+    result.update(layers)
+    if not layers:
+        return
+    main = next(iter(layers))
+    before, after = config[main], layers[main]
+    for key, value in config.items():
+        if key == "per_layer_config" and isinstance(value, Mapping):
+            result[key] = {layer: own for layer, own in value.items() if int(layer) < after}
+        if not isinstance(value, list | tuple) or not value:
+            continue
+        if len(value) == before:
+            result[key] = _resample(list(value), after)
+        elif key.endswith(("_layers", "_indexes", "_indices", "_idx", "_ids")) and all(map(_is_index, value)):
+            result[key] = [position for position in value if position < after]
+
+
+def _is_index(value: object) -> TypeGuard[int]:
+    return type(value) is int and value >= 0
+
+
+def _resample(kinds: list[Any], count: int) -> list[Any]:
+    """``count`` of the entries: the first ones, the last replaced by kinds that would be lost."""
+    kept = [kinds[position % len(kinds)] for position in range(count)]
+    lost = [kind for position, kind in enumerate(kinds) if kind not in kinds[:position] and kind not in kept]
+    room = max(0, count - 1)
+    tail = lost[:room]
+    return kept[: count - len(tail)] + tail
+
+
+def _clip_token_ids(config: dict[str, Any]) -> None:
+    vocabulary = config.get("vocab_size")
+    if not _is_size(vocabulary):
+        return
+    for key, value in config.items():
+        if not key.endswith("_token_id"):
+            continue
+        if isinstance(value, list):
+            config[key] = [min(entry, vocabulary - 1) for entry in value]
+        elif _is_index(value):
+            config[key] = min(value, vocabulary - 1)
+
+
+def _shrink_rotary_sections(config: dict[str, Any]) -> None:
+    """Multi-axis rotary positions divide half of a head among time, height and width."""
+    head = config.get("head_dim")
+    if not _is_size(head):
+        head = (_first(config, ("hidden_size",)) or 0) // (_first(config, ("num_attention_heads",)) or 1)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key)
+        if isinstance(rope, Mapping) and isinstance(rope.get("mrope_section"), list) and head:
+            half = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+            side = half // 4
+            config[key] = {**rope, "mrope_section": [half - 2 * side, side, side]}

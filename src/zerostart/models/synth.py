@@ -1,0 +1,262 @@
+"""Checkpoints of random weights in the layout that the hub has for an architecture.
+
+For benchmarks, rehearsals and tests: the model is built without memory, its state dict is taken back
+through the conversions that transformers registers (one tensor per expert, for example), and each
+tensor is filled and written by itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerostart.checkpoint.shards import SaveLayout, plan_shards
+from zerostart.checkpoint.source import CONFIG_NAME, read_config
+from zerostart.checkpoint.strict_json import load_json
+from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.errors import BuildError, ConfigError, WriteError
+from zerostart.models.noise import Noise
+from zerostart.models.shrink import scaled, tiny
+from zerostart.recipe.dtypes import spelling, torch_dtype
+from zerostart.upstream.transformers import dtype_plan, revert, tied_names, without_weights
+
+__all__ = ["Synthesised", "synthesise"]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+#: transformers' mappings from configuration to class, in the order in which they are asked.
+_MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_MAPPING",
+)
+
+
+@dataclass(frozen=True)
+class Synthesised:
+    """What was written: ``nbytes`` counts tensors, ``dropped`` names fields of the configuration left out."""
+
+    path: Path
+    architecture: str
+    tensors: int
+    parameters: int
+    nbytes: int
+    files: int
+    dropped: tuple[str, ...]
+
+
+def synthesise(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    size: str | None = None,
+    sparse: bool = False,
+    dtype: str | None = None,
+    seed: int = 0,
+    max_shard_size: int | str = "5GB",
+) -> Synthesised:
+    """Write random weights and ``config.json`` of the architecture ``source`` to the directory ``out``.
+
+    ``source`` is a configuration file, a directory with a ``config.json``, or a transformers model type,
+    whose default configuration is taken. ``size`` is "tiny" or a factor for layers and experts.
+    ``sparse`` makes files of full size that hold no data and take no space. ``dtype`` is float32,
+    bfloat16 or float16, by default the configuration's, else bfloat16. The same ``seed`` gives the same
+    bytes. A checkpoint already in ``out`` is replaced.
+
+    Raises ConfigError or CheckpointError for arguments that make no sense, BuildError if the
+    architecture cannot be built, WriteError if writing fails.
+    """
+    raw, dropped = _without_quantisation(_read(source))
+    config = _configuration(_resized(raw, size), source)
+    chosen = _chosen_dtype(dtype, config)
+    kind = _model_class(config)
+    layout, parameters = _plan(kind, config, chosen, max_shard_size)
+    writer = CheckpointWriter(out, layout, durable=False)
+    with writer:
+        if not sparse:
+            _fill(writer, Noise(seed, _deviation(config)))
+    _write_config(config, kind, Path(out))
+    return Synthesised(
+        Path(out),
+        kind.__name__,
+        len(layout.tensors),
+        parameters,
+        layout.total_size,
+        len(layout.files),
+        dropped,
+    )
+
+
+def _read(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """Fields of the configuration that ``source`` names, ``model_type`` among them."""
+    import transformers
+
+    path = Path(source)
+    if path.is_file():
+        return load_json(path.read_bytes(), str(path), "configuration", any_number=True)
+    found = read_config(path) if path.is_dir() else None
+    if found is not None:
+        return found
+    name = os.fspath(source)
+    if name in transformers.CONFIG_MAPPING:
+        return _default_fields(name)
+    close = difflib.get_close_matches(name, list(transformers.CONFIG_MAPPING.keys()), n=3)
+    hint = f"; did you mean {', '.join(close)}?" if close else ""
+    raise ConfigError(
+        f"{name}: neither a configuration file, nor a directory with a {CONFIG_NAME}, nor a model type of "
+        f"transformers {transformers.__version__}{hint}"
+    )
+
+
+def _default_fields(model_type: str) -> dict[str, Any]:
+    import transformers
+
+    try:
+        fields: dict[str, Any] = transformers.AutoConfig.for_model(model_type).to_dict()
+    except Exception as error:  # configurations validate themselves, each in its own way
+        raise ConfigError(
+            f"{model_type} has no usable default configuration ({error}); give a configuration file instead"
+        ) from error
+    return fields
+
+
+def _without_quantisation(raw: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Random weights are written unquantised, so their configuration must not speak of quantisation."""
+    dropped = tuple(key for key in ("quantization_config",) if raw.get(key) is not None)
+    return {key: value for key, value in raw.items() if key not in dropped}, dropped
+
+
+def _resized(raw: dict[str, Any], size: str | None) -> dict[str, Any]:
+    if size is None:
+        return raw
+    if size == "tiny":
+        return tiny(raw)
+    try:
+        factor = float(size)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor <= 1000:
+        raise ConfigError(f"size {size!r} is neither 'tiny' nor a factor such as 0.25")
+    return scaled(raw, factor)
+
+
+def _configuration(raw: dict[str, Any], source: str | os.PathLike[str]) -> Any:
+    import transformers
+
+    model_type = raw.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"{os.fspath(source)}: transformers {transformers.__version__} has no model type {model_type!r}"
+        )
+    try:
+        return transformers.CONFIG_MAPPING[model_type].from_dict(raw)
+    except Exception as error:  # configurations validate themselves, each in its own way
+        raise ConfigError(f"{os.fspath(source)}: not a usable {model_type} configuration: {error}") from error
+
+
+def _chosen_dtype(name: str | None, config: Any) -> torch.dtype:
+    if name is not None:
+        if name not in _DTYPES:
+            raise ConfigError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+    for part in _parts(config):
+        stated = getattr(part, "dtype", None)
+        if stated is not None:
+            return stated if isinstance(stated, torch.dtype) else _DTYPES.get(str(stated), torch.bfloat16)
+    return torch.bfloat16
+
+
+def _parts(config: Any) -> list[Any]:
+    """The configuration and the ones nested in it."""
+    nested = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
+    return [config, *(part for part in nested if part is not None)]
+
+
+def _model_class(config: Any) -> type[torch.nn.Module]:
+    import transformers
+
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, torch.nn.Module):
+            return found
+        raise ConfigError(
+            f"the configuration names the architecture {name}, which transformers {transformers.__version__} "
+            "does not have; correct it, or leave it out to take the model type's own"
+        )
+    # Where a text model is a part, the causal mapping may name the class of that part alone.
+    mappings = reversed(_MAPPINGS[:-1]) if "text_config" in config.sub_configs else iter(_MAPPINGS)
+    for mapping in (*mappings, _MAPPINGS[-1]):
+        found = getattr(transformers, mapping).get(type(config), None)
+        kind: type[torch.nn.Module] | None = found[0] if isinstance(found, tuple) else found
+        if kind is not None:
+            return kind
+    raise ConfigError(f"transformers has no model for the model type {config.model_type}")
+
+
+def _plan(
+    kind: type[torch.nn.Module], config: Any, dtype: torch.dtype, max_shard_size: int | str
+) -> tuple[SaveLayout, int]:
+    """Layout of the files under hub names and shapes, and the number of elements."""
+    for part in _parts(config):
+        part.dtype = dtype
+    try:
+        with without_weights(dtype):
+            model: Any = kind(config)
+    except Exception as error:
+        raise BuildError(
+            f"{kind.__name__} cannot be built from this configuration: {type(error).__name__}: {error}"
+        ) from error
+    tensors = revert(model, _stored(model, dtype))
+    described = [(name, spelling(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    return plan_shards(described, max_shard_size, total_parameters=parameters), parameters
+
+
+def _stored(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The meta tensors that save_pretrained would store: nothing tied, nothing that is not to be saved."""
+    left_out = set(tied_names(model)) | set(model._keys_to_ignore_on_save or ())
+    plan = dtype_plan(model, dtype)
+    stored = {}
+    for name, tensor in model.state_dict().items():
+        if name in left_out:
+            continue
+        kept = next((own for pattern, own in plan if pattern.search(name)), None)
+        stored[name] = tensor.to(kept) if kept is not None and tensor.is_floating_point() else tensor
+    return stored
+
+
+def _fill(writer: CheckpointWriter, noise: Noise) -> None:
+    entries = sorted(writer.layout.tensors.values(), key=lambda entry: (entry.file, entry.offset))
+    for entry in entries:
+        offset = 0
+        for piece in noise.content(entry.name, torch_dtype(entry.dtype), entry.shape):
+            writer.write(entry.name, piece, offset)
+            offset += piece.nbytes
+
+
+def _deviation(config: Any) -> float:
+    for part in _parts(config):
+        stated = getattr(part, "initializer_range", None)
+        if isinstance(stated, float) and stated > 0:
+            return stated
+    return 0.02
+
+
+def _write_config(config: Any, kind: type[torch.nn.Module], out: Path) -> None:
+    config.architectures = [kind.__name__]
+    try:
+        config.save_pretrained(out)
+    except OSError as error:
+        raise WriteError(f"{out / CONFIG_NAME}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,109 @@
+"""A model's tensors, by name: what is to be sharded, what is copied to every rank, what is tied."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from zerostart.models.build import Built
+from zerostart.recipe import Target
+from zerostart.upstream.transformers import dtype_plan, is_pretrained
+
+__all__ = [
+    "expectations",
+    "is_persistent",
+    "owner_of",
+    "plain_tensors",
+    "replace_tensor",
+    "set_dtypes",
+    "state_names",
+]
+
+
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds the tensor ``name``, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    return (model.get_submodule(path) if path else model), leaf
+
+
+def replace_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put ``tensor`` in the place of the parameter or buffer ``name``, past the setters."""
+    owner, leaf = owner_of(model, name)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = tensor  # type: ignore[assignment]  # a Parameter, by the caller's care
+    elif leaf in owner._buffers:
+        owner._buffers[leaf] = tensor
+    else:
+        owner.__dict__[leaf] = tensor
+
+
+def is_persistent(model: nn.Module, name: str) -> bool:
+    """Whether the buffer ``name`` belongs to the state dict."""
+    owner, leaf = owner_of(model, name)
+    return leaf not in owner._non_persistent_buffers_set
+
+
+def state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """``(name, tensor, is a buffer)`` of the state dict, tied names included, in its order."""
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                yield start + leaf, parameter, False
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                yield start + leaf, buffer, True
+
+
+def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that a module keeps as plain attributes, which no state dict and no ``to`` sees."""
+    for prefix, module in model.named_modules():
+        for leaf, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{prefix}.{leaf}" if prefix else leaf, value
+
+
+def expectations(built: Built) -> dict[str, Target]:
+    """What each state-dict name of the model expects of the checkpoint."""
+    kept: list[tuple[re.Pattern[str], torch.dtype]] = []
+    if built.dtype is not None and is_pretrained(built.model):
+        kept = dtype_plan(built.model, built.dtype)
+    targets: dict[str, Target] = {}
+    for name, tensor, buffer in state_names(built.model):
+        dtype = next((other for pattern, other in kept if pattern.search(name)), tensor.dtype)
+        targets[name] = Target(name, tuple(tensor.shape), dtype, buffer)
+    return targets
+
+
+def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
+    """Give the meta tensors their final dtypes, before anything is allocated.
+
+    With a dtype for the whole model, every floating tensor in the model's main dtype changes to it; one
+    that the constructor made in another dtype on purpose keeps it. Without one (a plain module), each
+    tensor takes the dtype in which the checkpoint stores it.
+    """
+    model = built.model
+    floating = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
+    main = floating[0] if floating else None
+    changed: dict[int, torch.Tensor] = {}
+    for name, tensor, _ in list(state_names(model)):
+        want = built.dtype if built.dtype is not None and tensor.dtype == main else tensor.dtype
+        if built.dtype is None and tensor.dtype.is_floating_point:
+            want = stored.get(name, tensor.dtype)
+        if want == tensor.dtype or tensor.device.type != "meta":
+            continue
+        if id(tensor) not in changed:
+            changed[id(tensor)] = _recast(tensor, want)
+        replace_tensor(model, name, changed[id(tensor)])
+
+
+def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = torch.empty(tensor.shape, dtype=dtype, device="meta")
+    if not isinstance(tensor, nn.Parameter):
+        return cast
+    parameter = nn.Parameter(cast, requires_grad=tensor.requires_grad and dtype.is_floating_point)
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter

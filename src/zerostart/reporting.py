@@ -1,0 +1,121 @@
+"""The report of a load, and where it is kept."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from zerostart.errors import ConfigError
+
+__all__ = ["Clock", "Report", "keep", "report_of", "unwrapped"]
+
+_reports: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
+
+
+class Clock:
+    """Seconds by phase; a phase may be entered several times."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.seconds: dict[str, float] = {"plan": 0.0, "build": 0.0, "read": 0.0}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the body to the phase ``name``."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - begin
+
+    def stop(self) -> dict[str, float]:
+        """The phases, with the total since the start."""
+        return {**self.seconds, "total": time.perf_counter() - self._start}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank's load did.
+
+    Names are state-dict names of the unsharded model. ``phases`` are seconds (``plan, build, read, total``);
+    peaks are bytes above the level before the load, the final shards included, host memory anonymous.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    initialised: tuple[str, ...] = ()
+    converted: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    initialised_whole: tuple[str, ...] = ()
+    phases: dict[str, float] = field(default_factory=dict)
+    read_bytes: int = 0
+    planned_bytes: int = 0
+    peak_host_bytes: int = 0
+    peak_device_bytes: int = 0
+    rank: int = 0
+    world_size: int = 1
+    engine: str = ""
+
+    def __str__(self) -> str:
+        lines = [
+            f"Loaded on {self.engine}, rank {self.rank} of {self.world_size}, "
+            f"in {self.phases['total']:.2f} s",
+            "  phases: " + ", ".join(f"{k} {v:.2f} s" for k, v in self.phases.items() if k != "total"),
+            f"  read {_size(self.read_bytes)}" + self._rate(),
+            f"  peak memory: {_size(self.peak_host_bytes)} on the host"
+            + (f", {_size(self.peak_device_bytes)} on the device" if self.peak_device_bytes else ""),
+        ]
+        for kind in ("missing", "unexpected", "mismatched", "initialised", "converted", "ignored"):
+            lines += _named(kind, getattr(self, kind))
+        if self.initialised_whole:
+            lines += _named("initialised at full size", self.initialised_whole)
+        return "\n".join(lines)
+
+    def _rate(self) -> str:
+        seconds = self.phases.get("read", 0.0)
+        return f" at {_size(int(self.read_bytes / seconds))}/s" if seconds > 0 and self.read_bytes else ""
+
+
+def _named(kind: str, names: tuple[str, ...], shown: int = 5) -> list[str]:
+    if not names:
+        return []
+    rest = f", and {len(names) - shown} more" if len(names) > shown else ""
+    return [f"  {kind} ({len(names)}): {', '.join(names[:shown])}{rest}"]
+
+
+def _size(nbytes: int) -> str:
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def keep(model: nn.Module, made: Report) -> None:
+    """Remember the report of ``model`` for as long as the model lives."""
+    _reports[model] = made
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The loaded model inside engines' wrappers (``.module``), or ``model`` itself."""
+    inner: object = model
+    while isinstance(inner, nn.Module) and inner not in _reports:
+        inner = getattr(inner, "module", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def report_of(model: nn.Module) -> Report:
+    """The report of ``model``; raises ConfigError if zerostart did not load it."""
+    found = _reports.get(unwrapped(model))
+    if found is None:
+        raise ConfigError(
+            f"this {type(model).__name__} was not loaded by zerostart, so there is no report of it"
+        )
+    return found

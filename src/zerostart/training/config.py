@@ -1,0 +1,250 @@
+"""The configuration of ``zerostart train``: one YAML file, typed, with no key that is silently ignored.
+
+``load_config(path, ["train.steps=10"])`` reads the file, applies the overrides and checks everything
+before a model or a process group exists.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from zerostart.errors import ConfigError
+
+__all__ = [
+    "DataConfig",
+    "EngineConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OutputConfig",
+    "TaskConfig",
+    "TrackingConfig",
+    "TrainConfig",
+    "TrainingConfig",
+    "load_config",
+    "parse_config",
+]
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+# YAML reads a bare `no` as false.
+Precision = Annotated[
+    Literal["no", "bf16", "fp16"], BeforeValidator(lambda value: "no" if value is False else value)
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelConfig(_Section):
+    """Which pretrained weights: a directory, a file or a hub id, and the type they train in.
+
+    ``dtype`` None means float32, or bfloat16 / float16 where DeepSpeed's mixed precision keeps the model
+    in that type. ``strict`` False initialises parameters that the checkpoint lacks (a new head).
+    """
+
+    source: str
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    strict: bool = True
+
+
+class DataConfig(_Section):
+    """Text to train on.
+
+    ``source`` is a text file, a ``.jsonl`` file with ``text_field`` in every line, a directory of both, a
+    list of those, or ``stdlib-docstrings``: the docstrings of the running Python's standard library. A
+    text file is one document; ``documents`` limits how many are taken (0: all). ``tokenizer`` defaults to
+    the model's. ``packing`` joins documents and cuts them into sequences of ``sequence_length`` tokens
+    (special tokens included); without it each document is one sequence, cut at that length. A part
+    ``held_out`` of the sequences is kept out of training and evaluated before and after.
+    """
+
+    source: str | list[str]
+    text_field: str = "text"
+    documents: Count = 0
+    tokenizer: str | None = None
+    sequence_length: Annotated[int, Field(ge=8)] = 512
+    packing: bool = True
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+
+
+class TaskConfig(_Section):
+    """What is learnt: the next token, or tokens hidden with probability ``mask_probability``."""
+
+    name: Literal["causal-lm", "masked-lm"]
+    mask_probability: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
+
+
+class EngineConfig(_Section):
+    """Which engine shards the model. ``config`` is its own configuration, merged over ours.
+
+    For DeepSpeed that is a ``ds_config`` dictionary (or the path of a JSON file), in which the batch
+    sizes, clipping, stage and precision are filled in and ``auto`` means just that; for FSDP2,
+    ``reshard_after_forward`` and ``wrap`` (names of the module classes to shard as units).
+    """
+
+    name: Literal["deepspeed", "fsdp2"] = "deepspeed"
+    zero_stage: Literal[1, 2, 3] = 3
+    config: dict[str, Any] | str = Field(default_factory=dict)
+
+
+class TrainingConfig(_Section):
+    """The optimisation: ``steps`` optimizer steps of AdamW.
+
+    A step sees ``batch_size`` sequences a rank, ``accumulation`` times over. ``warmup_steps`` and
+    ``schedule`` (a name known to ``transformers.get_scheduler``) shape the learning rate;
+    ``max_grad_norm`` 0 turns clipping off. ``evaluate_every`` 0 evaluates at the start and the end only.
+    """
+
+    steps: Positive
+    batch_size: Positive = 8
+    accumulation: Positive = 1
+    learning_rate: Annotated[float, Field(gt=0.0)] = 5e-5
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    schedule: str = "linear"
+    warmup_steps: Count = 0
+    max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
+    mixed_precision: Precision = "no"
+    seed: Count = 42
+    evaluate_every: Count = 0
+
+
+class OutputConfig(_Section):
+    """Where the trained model goes, in files of at most ``max_shard_size`` (such as ``5GB``).
+
+    A directory that holds anything is refused, unless ``overwrite`` says that a model in it may go.
+    """
+
+    directory: str
+    max_shard_size: str = "5GB"
+    overwrite: bool = False
+
+
+class TrackingConfig(_Section):
+    """accelerate's trackers by name (``tensorboard``, ``wandb``, ...) and the project they log to."""
+
+    trackers: list[str] = Field(default_factory=list)
+    project: str = "zerostart"
+
+
+class LoggingConfig(_Section):
+    """A plain log line every ``every`` steps where no terminal shows the live display."""
+
+    every: Positive = 10
+
+
+class TrainConfig(_Section):
+    """All of it."""
+
+    model: ModelConfig
+    data: DataConfig
+    task: TaskConfig
+    train: TrainingConfig
+    output: OutputConfig
+    engine: EngineConfig = EngineConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _compatible(self) -> TrainConfig:
+        if self.engine.name == "fsdp2" and self.train.mixed_precision == "fp16":
+            raise ValueError("train.mixed_precision fp16 needs engine.name deepspeed; use bf16 with fsdp2")
+        kept = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.train.mixed_precision]
+        if self.engine.name == "deepspeed" and self.model.dtype not in (None, kept):
+            raise ValueError(
+                f"model.dtype {self.model.dtype} contradicts train.mixed_precision "
+                f"{self.train.mixed_precision}: DeepSpeed keeps the model in {kept} there"
+            )
+        return self
+
+    @property
+    def dtype(self) -> str:
+        """The type in which the parameters are loaded, as the name of a ``torch.dtype``."""
+        if self.model.dtype is not None:
+            return self.model.dtype
+        if self.engine.name == "deepspeed":
+            return {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.train.mixed_precision]
+        return "float32"  # FSDP2 casts when it gathers, from weights in full precision
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The configuration in the YAML file ``path``, with each ``dotted.key=value`` override applied.
+
+    A value is read as YAML, so that ``train.steps=10`` is a number. Raises :class:`ConfigError`, naming
+    the key and the nearest valid one.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    values = _parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a configuration is a mapping of sections, not {type(values).__name__}")
+    for override in overrides:
+        _apply_override(values, override)
+    return parse_config(values, where=str(path))
+
+
+def parse_config(values: dict[str, Any], where: str = "configuration") -> TrainConfig:
+    """``values`` (plain nested dictionaries) as a checked configuration; raises :class:`ConfigError`."""
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        problems = "; ".join(_explain(dict(problem)) for problem in error.errors())
+        raise ConfigError(f"{where}: {problems}") from None
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(
+            f"an override is KEY=VALUE with a dotted key, such as train.steps=10, not {override!r}"
+        )
+    section = values
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        inner = section.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
+        section = inner
+    section[leaf] = _parse_yaml(text, f"override {override!r}")
+
+
+def _explain(problem: dict[str, Any]) -> str:
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(location[-1], _fields(location[:-1]), n=1, cutoff=0.5)
+        hint = f"; did you mean {'.'.join([*location[:-1], near[0]])}?" if near else ""
+        return f"unknown key {key}{hint}"
+    if problem["type"] == "missing":
+        return f"{key} is required"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{key}: {message}, not {problem['input']!r}" if key else message
+
+
+def _fields(location: Sequence[str]) -> list[str]:
+    """Names of the keys that the section at ``location`` knows."""
+    section: type[BaseModel] = TrainConfig
+    for part in location:
+        annotation = section.model_fields[part].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        section = annotation
+    return list(section.model_fields)

@@ -1,0 +1,123 @@
+"""How the run looks from outside: a live line on a terminal, plain lines elsewhere, and metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+__all__ = ["Display", "Metrics", "peak_memory_bytes"]
+
+_SMOOTHING = 0.1  # weight of the newest step in the displayed loss and rate
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this rank has held so far: on its accelerator, or on the host without one."""
+    if device.type != "cpu":
+        peak: int = torch.accelerator.max_memory_allocated(device)
+        return peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux, see getrusage(2)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One optimizer step, over all ranks: mean loss, learning rate, tokens seen, peak bytes of rank 0."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    tokens: int
+    peak_bytes: int
+
+
+class Display:
+    """What rank 0 shows and writes down of a run of ``steps`` steps; on other ranks it is silent.
+
+    ``path`` receives one JSON object a line: ``step, loss, learning_rate, tokens, seconds`` for a step and
+    ``step, held_out_loss`` for an evaluation. ``every`` is the distance of plain lines, in steps.
+    """
+
+    def __init__(self, steps: int, path: Path, every: int, *, active: bool) -> None:
+        self._steps = steps
+        self._every = every
+        self._active = active
+        self._console = Console(quiet=not active, highlight=False, soft_wrap=True)
+        self._file = path.open("w") if active else None
+        self._live: Progress | None = None
+        self._started = self._last = time.monotonic()
+        self._loss = self._rate = 0.0
+
+    def __enter__(self) -> Display:
+        if self._active and self._console.is_terminal:
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.description}"),
+            )
+            self._live = Progress(*columns, console=self._console)
+            self._live.add_task("", total=self._steps)
+            self._live.start()
+        self._started = self._last = time.monotonic()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+        if self._file is not None:
+            self._file.close()
+
+    def say(self, text: str) -> None:
+        """Print ``text`` (above the live line, where there is one)."""
+        self._console.print(text, markup=False)
+
+    def step(self, metrics: Metrics) -> None:
+        """Show one optimizer step."""
+        now = time.monotonic()
+        rate = metrics.tokens / max(now - self._last, 1e-9)
+        first = metrics.step == 1
+        self._loss = metrics.loss if first else self._loss + _SMOOTHING * (metrics.loss - self._loss)
+        self._rate = rate if first else self._rate + _SMOOTHING * (rate - self._rate)
+        self._write(
+            step=metrics.step,
+            loss=metrics.loss,
+            learning_rate=metrics.learning_rate,
+            tokens=metrics.tokens,
+            seconds=round(now - self._last, 6),
+        )
+        self._last = now
+        text = self._describe(metrics, now)
+        if self._live is not None:
+            self._live.update(self._live.task_ids[0], completed=metrics.step, description=text)
+        elif metrics.step % self._every == 0 or metrics.step in (1, self._steps):
+            self.say(f"step {metrics.step}/{self._steps}  {text}")
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Show the mean loss on the held-out sequences after ``step`` steps."""
+        self._write(step=step, held_out_loss=loss)
+        self.say(f"held-out loss after step {step}: {loss:.4f}")
+        self._last = time.monotonic()
+
+    def _describe(self, metrics: Metrics, now: float) -> str:
+        left = (self._steps - metrics.step) * (now - self._started) / metrics.step
+        return (
+            f"loss {self._loss:.4f}  lr {metrics.learning_rate:.2e}  {self._rate:,.0f} tokens/s  "
+            f"{left:.0f} s left  peak {metrics.peak_bytes / 2**20:,.0f} MiB"
+        )
+
+    def _write(self, **values: float) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()

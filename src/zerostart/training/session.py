@@ -1,0 +1,189 @@
+"""Hand a loaded model to accelerate: precision, accumulation, trackers and data, on either engine.
+
+The model comes sharded from ``zerostart.load``; nothing here moves, wraps or shards it again.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
+
+from zerostart.errors import ConfigError, EngineError
+from zerostart.training.config import TrainConfig
+from zerostart.training.data import Sequences
+from zerostart.training.tasks import Collator
+
+__all__ = ["Session", "open_session"]
+
+
+@dataclass
+class Session:
+    """A model in training: what the loop needs of accelerate and the engine."""
+
+    accelerator: Any
+    model: nn.Module  # as the engine wraps it: call this
+    optimizer: Any
+    scheduler: Any
+    loader: Any
+    options: dict[str, Any]  # further arguments of the forward
+
+    @property
+    def device(self) -> torch.device:
+        """Where the batches go."""
+        device: torch.device = self.accelerator.device
+        return device
+
+    def batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        """This rank's batches, epoch after epoch, each in a new order."""
+        epoch = 0
+        while True:
+            self.loader.set_epoch(epoch)
+            yield from self.loader
+            epoch += 1
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Mean loss of one batch, [], by the model's own loss function."""
+        loss: torch.Tensor = self.model(**batch, **self.options).loss
+        return loss
+
+    def accumulate(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Forward and backward of one batch; returns its mean loss, detached, []."""
+        with self.accelerator.accumulate(self.model):
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(self.accelerator.sync_gradients)
+            loss = self.forward(batch)
+            self.accelerator.backward(loss)
+        return loss.detach()
+
+    def update(self, max_grad_norm: float) -> None:
+        """The optimizer step, after the last batch of an accumulation."""
+        # DeepSpeed has clipped and stepped in the backward; accelerate's wrappers know that.
+        if isinstance(self.model, FSDPModule) and max_grad_norm > 0.0:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), max_grad_norm)
+        self.optimizer.step()
+        if not self.optimizer.step_was_skipped:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def sum_over_ranks(self, *values: float) -> list[float]:
+        """Each value added up over all ranks; collective."""
+        totals = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(totals)
+        summed: list[float] = totals.tolist()
+        return summed
+
+
+def open_session(
+    config: TrainConfig, model: nn.Module, sequences: Sequences, collator: Collator, settings: dict[str, Any]
+) -> Session:
+    """Make the optimizer, schedule and loader for ``model`` and let accelerate prepare them.
+
+    ``settings`` is the engine configuration that the model was loaded with. Raises :class:`ConfigError`
+    for data that does not fill one step or an unknown schedule, :class:`EngineError` when the environment
+    has been set up for another engine.
+    """
+    from transformers import get_scheduler
+
+    train = config.train
+    accelerator = _accelerator(config, settings)
+    needed = train.batch_size * accelerator.num_processes
+    if len(sequences) < needed:
+        raise ConfigError(
+            f"the data has {len(sequences)} sequences to train on; one batch on every rank takes {needed}"
+        )
+    # A causal model would fill a cache for generation that nobody reads.
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    optimizer = torch.optim.AdamW(
+        _parameter_groups(model, train.weight_decay), lr=train.learning_rate, betas=train.betas
+    )
+    loader: Any = DataLoader(
+        sequences,
+        batch_size=train.batch_size,
+        shuffle=True,
+        drop_last=True,
+        collate_fn=collator,
+    )
+    if config.engine.name == "deepspeed":
+        model, prepared, loader = accelerator.prepare(model, optimizer, loader)
+    else:
+        # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
+        # for a module that is sharded already it has nothing to do.
+        prepared, loader = accelerator.prepare(optimizer, loader)
+    try:
+        # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
+        scheduler = get_scheduler(train.schedule, optimizer, train.warmup_steps, train.steps)
+    except ValueError as error:
+        raise ConfigError(f"train.schedule {train.schedule}: {error}") from error
+    if config.tracking.trackers:
+        accelerator.init_trackers(config.tracking.project, config={"train": train.model_dump_json()})
+    return Session(accelerator, model, prepared, scheduler, loader, options)
+
+
+def _accelerator(config: TrainConfig, settings: dict[str, Any]) -> Any:
+    from accelerate import Accelerator
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DeepSpeedPlugin,
+        GradientAccumulationPlugin,
+        InitProcessGroupKwargs,
+    )
+
+    _check_environment(config.engine.name)
+    common: dict[str, Any] = {
+        "log_with": config.tracking.trackers or None,
+        "project_dir": config.output.directory,
+        "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True, data_seed=config.train.seed),
+        # A step is `accumulation` batches, also where an epoch ends in between.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(
+            num_steps=config.train.accumulation, sync_with_dataloader=False
+        ),
+    }
+    on_cpu = not torch.accelerator.is_available()
+    if config.engine.name == "fsdp2":
+        # Precision "no": the sharding itself casts (its MixedPrecisionPolicy), autocast would do so again.
+        return Accelerator(mixed_precision="no", cpu=on_cpu, **common)
+    # cpu=True makes accelerate forget DeepSpeed; a CPU backend that is named makes it use it.
+    handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu else None
+    # zero3_init_flag would make transformers partition models that are loaded later in this process.
+    # DeepSpeed calls collectives by names that torch is about to rename; nobody here can change that.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    plugin = DeepSpeedPlugin(hf_ds_config=copy.deepcopy(settings), zero3_init_flag=False)
+    return Accelerator(
+        mixed_precision=config.train.mixed_precision,
+        deepspeed_plugins=plugin,
+        kwargs_handlers=handlers,
+        **common,
+    )
+
+
+def _check_environment(engine: str) -> None:
+    """Refuse what ``accelerate launch`` set up for another engine: it would wrap the model a second time."""
+    for name, wanted in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", None)):
+        if os.environ.get(name, "false").lower() == "true" and engine != wanted:
+            raise EngineError(
+                f"{name}=true, but this run shards with {engine} by itself; start it with a plain "
+                "multi-process accelerate configuration, with torchrun, or with --nproc"
+            )
+
+
+def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay for matrices, none for biases and norms."""
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # a ZeRO-3 placeholder is empty
+            (decayed if len(shape) > 1 else others).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,179 @@
+"""The local launcher, with workers that import no torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from zerostart.cli.launch import run_local_ranks
+from zerostart.errors import ConfigError, CoverageError, PeerError
+
+PRELUDE = """
+import os, signal, sys, time
+from zerostart.cli.worker import worker_main
+from zerostart.errors import CoverageError, PeerError
+rank = int(os.environ["RANK"])
+"""
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """Writes a worker module from the body of its function and returns (module name, environment)."""
+
+    def write(body):
+        function = "def run(argv):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+        (tmp_path / "tiny_worker.py").write_text(f"{PRELUDE}\n{function}\n\nworker_main(run)\n")
+        return "tiny_worker", {"PYTHONPATH": str(tmp_path)}
+
+    return write
+
+
+def alive(pid):
+    """Whether a process runs (a zombie that waits for its new parent does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_results_and_environment(worker):
+    module, env = worker("""
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        return [argv, [os.environ[name] for name in names], int(os.environ["MASTER_PORT"]) > 0,
+                int(os.environ["OMP_NUM_THREADS"]) >= 1]
+    """)
+    results = run_local_ranks(module, ["a", "b"], 2, env=env)
+    assert results == [[["a", "b"], [str(r), str(r), "2", "2", "127.0.0.1"], True, True] for r in range(2)]
+
+
+def test_only_rank_zero_writes_to_the_terminal(worker, capfd):
+    module, env = worker('print(f"rank {rank} speaks", flush=True)')
+    run_local_ranks(module, [], 2, env=env)
+    assert capfd.readouterr().out.splitlines() == ["rank 0 speaks"]
+
+
+def test_number_of_ranks_is_checked():
+    with pytest.raises(ConfigError, match="at least 1"):
+        run_local_ranks("tiny_worker", [], 0)
+
+
+def test_the_agreed_error_comes_back_by_type_and_text(worker, capfd):
+    module, env = worker('raise CoverageError("a.weight is missing")')
+    with pytest.raises(CoverageError, match=r"^a\.weight is missing$"):
+        run_local_ranks(module, [], 2, env=env)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_cause_wins_over_its_echo(worker):
+    module, env = worker("""
+        if rank == 0:
+            raise PeerError("rank 1 left")
+        time.sleep(0.3)
+        raise CoverageError("the cause")
+    """)
+    with pytest.raises(CoverageError, match="the cause"):
+        run_local_ranks(module, [], 2, env=env)
+
+
+def test_killed_rank_and_what_the_survivor_reports(worker):
+    module, env = worker("""
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.3)
+        raise PeerError("rank 1 stopped answering")
+    """)
+    with pytest.raises(PeerError, match=r"rank 1 was killed by signal 9 \(SIGKILL.*stopped answering"):
+        run_local_ranks(module, [], 2, env=env)
+
+
+def test_survivor_that_hangs_is_stopped_after_the_grace_period(worker):
+    module, env = worker("""
+        if rank == 1:
+            raise CoverageError("only rank 1 knows")
+        time.sleep(60)
+    """)
+    start = time.monotonic()
+    with pytest.raises(CoverageError, match="only rank 1 knows"):
+        run_local_ranks(module, [], 2, grace=0.2, env=env)
+    assert time.monotonic() - start < 4
+
+
+def test_foreign_error_and_silent_exit_are_named(worker, capfd):
+    module, env = worker('raise KeyError("odd")')
+    with pytest.raises(PeerError, match="rank [01] failed with KeyError: 'odd'"):
+        run_local_ranks(module, [], 2, env=env)
+    module, env = worker('print("last words", flush=True); os._exit(3 if rank else 0)')
+    capfd.readouterr()
+    with pytest.raises(PeerError, match="rank 1 ended with exit status 3 and without a report"):
+        run_local_ranks(module, [], 2, env=env)
+    assert capfd.readouterr().err == "[rank 1] last words\n"
+
+
+def test_tracebacks_only_when_asked_for(worker, capfd, monkeypatch):
+    monkeypatch.setenv("ZEROSTART_TRACEBACK", "1")
+    module, env = worker('raise CoverageError("traced")')
+    with pytest.raises(CoverageError):
+        run_local_ranks(module, [], 1, env=env)
+    assert "[rank 0] Traceback" in capfd.readouterr().err
+
+
+LAUNCHER = """
+import sys
+from zerostart.cli.launch import run_local_ranks
+print(run_local_ranks("tiny_worker", sys.argv[1:], 2), flush=True)
+"""
+
+
+def start_launcher(env, *argv):
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *argv],
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    pids = [int(word) for word in process.stdout.readline().split()]
+    return process, pids
+
+
+CLEAN_STOP = """
+    from pathlib import Path
+    seen = []
+    signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    Path(argv[0], str(rank)).write_text(str(os.getpid()))
+    if rank == 0:
+        while len(list(Path(argv[0]).iterdir())) < 2:
+            time.sleep(0.01)
+        print(*(path.read_text() for path in Path(argv[0]).iterdir()), flush=True)
+    while not seen:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    return len(seen)
+"""
+
+
+def test_interrupt_is_forwarded_once_and_ranks_end_in_their_own_way(worker, tmp_path):
+    _, env = worker(CLEAN_STOP)
+    (tmp_path / "pids").mkdir()
+    process, pids = start_launcher(env, str(tmp_path / "pids"))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out.strip()) == (0, "[1, 1]"), err
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_no_rank_outlives_a_killed_launcher(worker, tmp_path):
+    _, env = worker(CLEAN_STOP)
+    (tmp_path / "pids").mkdir()
+    process, pids = start_launcher(env, str(tmp_path / "pids"))
+    process.kill()
+    process.communicate(timeout=20)
+    deadline = time.monotonic() + 5
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(alive(pid) for pid in pids)

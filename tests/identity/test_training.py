@@ -1,0 +1,129 @@
+"""What zerostart hands over trains as what the reference route hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerostart
+from ranks import run_ranks
+from tiny import TINY, TinyCheckpoints
+
+STEPS, BATCH, LENGTH = 5, 2, 16
+LEARNING_RATE = 1e-3
+
+
+def deepspeed_config(dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_clipping": 1.0,  # DeepSpeed clips at this norm unless told: say it, so that both do.
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+    }
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe_aligned", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_deepspeed_losses_equal_those_of_the_stock_route(
+    kind: str, dtype: torch.dtype, checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    path = checkpoints(kind, dtype)
+    ours = run_ranks(train_deepspeed, 2, path, dtype, True)
+    stock = run_ranks(train_deepspeed, 2, path, dtype, False)
+    assert ours == stock
+    losses, _norms = ours[0]
+    assert len(set(losses)) == STEPS
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe_aligned", "qwen3"])
+def test_fsdp2_losses_agree_with_a_single_process(
+    kind: str, checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    path = checkpoints(kind)
+    single = run_ranks(train_alone, 1, path, 2)[0]
+    sharded = run_ranks(train_fsdp2, 2, path)
+    assert sharded[0] == sharded[1]
+    assert sharded[0] == pytest.approx(single, abs=1e-5)
+    assert single[-1] < single[0] - 0.01
+
+
+def batches(vocabulary: int, ranks: int) -> Iterator[torch.Tensor]:
+    """Token ids [ranks, BATCH, LENGTH] of every step, the same in every process."""
+    generator = torch.Generator().manual_seed(7)
+    batch = torch.randint(3, vocabulary, (ranks, BATCH, LENGTH), generator=generator)
+    for _ in range(STEPS):  # The same text again and again, so that the loss falls at once.
+        yield batch
+
+
+def vocabulary_of(path: Path) -> int:
+    return int(TINY[path.name.split("-")[0]][1]["vocab_size"])
+
+
+def train_deepspeed(path: Path, dtype: torch.dtype, ours: bool) -> tuple[list[float], list[float]]:
+    import deepspeed
+
+    config = deepspeed_config(dtype)
+    if ours:
+        model = zerostart.load(path, engine="deepspeed", engine_config=config, progress=False)
+    else:
+        model = stock_zero3(path, dtype, config)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    losses, norms = [], []
+    for batch in batches(vocabulary_of(path), dist.get_world_size()):
+        tokens = batch[dist.get_rank()]
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses, norms
+
+
+_live: list[Any] = []  # Transformers holds its ZeRO-3 configuration by a weak reference.
+
+
+def stock_zero3(path: Path, dtype: torch.dtype, config: dict[str, Any]) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    _live.append(HfDeepSpeedConfig(config))
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)  # type: ignore[no-any-return]
+
+
+def train_fsdp2(path: Path) -> list[float]:
+    model = zerostart.load(path, engine="fsdp2", progress=False)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    losses = []
+    for loss in steps(model, (batch[rank] for batch in batches(vocabulary_of(path), world_size))):
+        dist.all_reduce(loss)
+        losses.append(loss.item() / world_size)
+    return losses
+
+
+def train_alone(path: Path, ranks: int) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path)
+    whole = (batch.flatten(0, 1) for batch in batches(vocabulary_of(path), ranks))
+    return [loss.item() for loss in steps(model, whole)]
+
+
+def steps(model: nn.Module, inputs: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    for tokens in inputs:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
