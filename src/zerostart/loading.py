@@ -82,6 +82,9 @@ def run(request: Request) -> nn.Module:
         with clock.phase("plan"):
             catalog = world.share(lambda: open_catalog(request.source), "reading the checkpoint's headers")
         with clock.phase("build"), world.phase("building the model"):
+            with meter.paused():
+                engines.require(request.engine)
+                models.require(request.model, catalog.root)
             built = _build(request, catalog)
         with clock.phase("plan"), world.phase("planning"):
             recipes = trace(catalog, built.model, models.expectations(built), request.converter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,16 @@ from zerostart.errors import ConfigError
 from zerostart.layout import Layout
 from zerostart.world import World
 
-__all__ = ["ENGINES", "Engine", "Shard", "check_choice", "local_shards", "make_engine", "planned_layout"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "Shard",
+    "check_choice",
+    "local_shards",
+    "make_engine",
+    "planned_layout",
+    "require",
+]
 
 #: Engine names and the ZeRO stages that each can be loaded for.
 ENGINES: Mapping[str, tuple[int, ...]] = {"deepspeed": (3,), "fsdp2": (3,)}
@@ -39,6 +49,16 @@ def planned_layout(engine: str, shape: Sequence[int], rank: int, world_size: int
     else:
         from zerostart.engines.fsdp2.layouts import parameter_layout
     return parameter_layout(shape, rank, world_size)
+
+
+def require(engine: str) -> None:
+    """Import the engine, so that its absence or an unknown version is told before anything is built."""
+    if engine == "deepspeed":
+        from zerostart.upstream.deepspeed import require as require_deepspeed
+
+        require_deepspeed()
+    else:
+        importlib.import_module("zerostart.engines.fsdp2.engine")
 
 
 def make_engine(

@@ -1,6 +1,6 @@
 """Models without their weights: built on meta, every tensor's origin settled before anything is sharded."""
 
-from zerostart.models.build import Built, ModelLike, build
+from zerostart.models.build import Built, ModelLike, build, require
 from zerostart.models.initialise import Program
 from zerostart.models.pretrained import finish_pretrained
 from zerostart.models.settle import Settled, initialise_rest, tie_names
@@ -18,6 +18,7 @@ __all__ = [
     "initialise_rest",
     "is_pretrained",
     "replace_tensor",
+    "require",
     "set_dtypes",
     "state_names",
     "tie_names",

@@ -16,7 +16,7 @@ from zerostart.errors import BuildError, ConfigError
 from zerostart.models.oplog import OpLog
 from zerostart.upstream.transformers import is_pretrained, without_weights
 
-__all__ = ["Built", "ModelLike", "build"]
+__all__ = ["Built", "ModelLike", "build", "require"]
 
 ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | None
 
@@ -50,6 +50,12 @@ def build(model: ModelLike, root: str | None, dtype: torch.dtype | None, stored:
             made = kind(_with_dtype(config, chosen))
         return Built(made, log, chosen, True)
     return _called(model, root, dtype, stored, log)
+
+
+def require(model: ModelLike, root: str | None) -> None:
+    """Import the model's library and class, where the source names them."""
+    if model is None or is_pretrained(model):
+        _configured(root, model if isinstance(model, type) else None)
 
 
 def _called(

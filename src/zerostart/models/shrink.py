@@ -17,7 +17,7 @@ _TINY: Mapping[int, tuple[str, ...]] = {
     257: ("vocab_size", "vocab_size_per_layer_input", "n_words"),
     128: (
         *("intermediate_size", "intermediate_size_mlp", "n_inner", "d_inner", "ffn_dim", "d_ff", "mlp_dim"),
-        *("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
+        *("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "mamba_d_ssm"),
         *("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"),
     ),
     64: (

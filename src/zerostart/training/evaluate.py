@@ -11,37 +11,34 @@ from zerostart.training.data import Sequences
 from zerostart.training.session import Session
 from zerostart.training.tasks import Collator, predicted_tokens
 
-__all__ = ["HeldOut"]
+__all__ = ["HeldOut", "held_out_batches"]
+
+
+Batch = tuple[dict[str, torch.Tensor], int]
+
+
+def held_out_batches(
+    sequences: Sequences, collator: Collator, task: TaskConfig, batch_size: int
+) -> list[Batch]:
+    """Batches of ``batch_size`` sequences in their order, each with the number of tokens it predicts."""
+    batches = []
+    for start in range(0, len(sequences), batch_size):
+        batch = collator([sequences[i] for i in range(start, min(start + batch_size, len(sequences)))])
+        batches.append((batch, predicted_tokens(task, batch["labels"])))
+    return batches
 
 
 class HeldOut:
-    """Held-out batches of ``batch_size`` sequences, collated once: a masked task hides the same tokens.
+    """One rank's part of the held-out batches, collated once: a masked task hides the same tokens each time.
 
-    Rank ``rank`` of ``world_size`` evaluates every ``world_size``-th batch. All ranks have the same number,
-    for a sharded forward is a collective; where they do not divide evenly a batch is repeated with weight 0.
+    Rank ``rank`` of ``world_size`` takes every ``world_size``-th batch. All ranks have the same number, for a
+    sharded forward is a collective; where they do not divide evenly a batch is repeated with weight 0.
     """
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        collator: Collator,
-        task: TaskConfig,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        starts = range(0, len(sequences), batch_size)
-        batches = [
-            collator([sequences[index] for index in range(start, min(start + batch_size, len(sequences)))])
-            for start in starts
-        ]
-        own: Sequence[int] = range(rank, -(-len(batches) // world_size) * world_size, world_size)
-        self._batches = [
-            (batches[index], predicted_tokens(task, batches[index]["labels"]))
-            if index < len(batches)
-            else (batches[0], 0)
-            for index in own
-        ]
+    def __init__(self, batches: Sequence[Batch], rank: int, world_size: int) -> None:
+        rounds = -(-len(batches) // world_size)
+        padded = [*batches, *[(batches[0][0], 0)] * (rounds * world_size - len(batches))]
+        self._batches = padded[rank::world_size]
 
     def loss(self, session: Session) -> float:
         """Mean loss a predicted token over all ranks; collective."""

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 __all__ = ["Display", "Metrics", "peak_memory_bytes"]
 
-_SMOOTHING = 0.1  # weight of the newest step in the displayed loss and rate
+_SMOOTHING = 0.2  # weight of the newest step in the displayed rate
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -52,7 +52,7 @@ class Display:
         self._file = path.open("w") if active else None
         self._live: Progress | None = None
         self._started = self._last = time.monotonic()
-        self._loss = self._rate = 0.0
+        self._rate = 0.0
 
     def __enter__(self) -> Display:
         if self._active and self._console.is_terminal:
@@ -87,9 +87,7 @@ class Display:
         """Show one optimizer step."""
         now = time.monotonic()
         rate = metrics.tokens / max(now - self._last, 1e-9)
-        first = metrics.step == 1
-        self._loss = metrics.loss if first else self._loss + _SMOOTHING * (metrics.loss - self._loss)
-        self._rate = rate if first else self._rate + _SMOOTHING * (rate - self._rate)
+        self._rate = rate if metrics.step == 1 else self._rate + _SMOOTHING * (rate - self._rate)
         self._write(
             step=metrics.step,
             loss=metrics.loss,
@@ -113,7 +111,7 @@ class Display:
     def _describe(self, metrics: Metrics, now: float) -> str:
         left = (self._steps - metrics.step) * (now - self._started) / metrics.step
         return (
-            f"loss {self._loss:.4f}  lr {metrics.learning_rate:.2e}  {self._rate:,.0f} tokens/s  "
+            f"loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2e}  {self._rate:,.0f} tokens/s  "
             f"{left:.0f} s left  peak {metrics.peak_bytes / 2**20:,.0f} MiB"
         )
 

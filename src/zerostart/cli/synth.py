@@ -1,0 +1,86 @@
+"""``zerostart synth``: a checkpoint of random weights in the layout of a real one."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zerostart.checkpoint.shards import parse_size
+from zerostart.errors import ConfigError
+
+__all__ = ["command"]
+
+
+class _Dtype(enum.StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def _checked_size(value: str | None) -> str | None:
+    if value is None or value == "tiny":
+        return value
+    try:
+        if 0 < float(value) <= 1000:
+            return value
+    except ValueError:
+        pass  # falls through to the same complaint as a factor out of range
+    raise typer.BadParameter("give 'tiny', or a factor for layers and experts such as 0.25")
+
+
+def _checked_shard_size(value: str) -> str:
+    try:
+        parse_size(value)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    return value
+
+
+def command(
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG_OR_MODEL_TYPE",
+            help="A config.json, a directory that holds one, or a transformers model type such as qwen3_moe.",
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(help="Directory to write to; a checkpoint in it is replaced.")],
+    size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tiny|SCALE", callback=_checked_size, help="Shrink, or scale layers and experts."
+        ),
+    ] = None,
+    sparse: Annotated[
+        bool, typer.Option("--sparse", help="Files of full size that hold no data and take no space.")
+    ] = False,
+    dtype: Annotated[
+        _Dtype | None, typer.Option(help="Element type.", show_default="the configuration's, else bfloat16")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+    max_shard_size: Annotated[
+        str, typer.Option(callback=_checked_shard_size, help="Most bytes of tensors in one file.")
+    ] = "5GB",
+) -> None:
+    """Write random weights in the hub's layout of an architecture, for rehearsals and benchmarks."""
+    from zerostart.models.synth import synthesise
+
+    made = synthesise(
+        config,
+        out,
+        size=size,
+        sparse=sparse,
+        dtype=None if dtype is None else dtype.value,
+        seed=seed,
+        max_shard_size=max_shard_size,
+    )
+    for name in made.dropped:
+        print(f"note: {name} was left out of the configuration: these weights are not quantised")
+    print(
+        f"{made.path}: {made.architecture}, {made.parameters:,} parameters in {made.tensors:,} tensors, "
+        f"{made.nbytes:,} bytes, {made.files} {'file' if made.files == 1 else 'files'}"
+        f"{' (sparse: no data)' if sparse else ''}"
+    )
