@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["Snapshot", "differences", "engine_state", "pretrained", "same_bits", "unlike"]
+__all__ = ["Snapshot", "differences", "engine_state", "pretrained", "same_bits", "ties_of", "unlike"]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Snapshot:
             unsaved=_unsaved(model),
             attributes=dict(_attributes(model)),
             parameters={name: p.requires_grad for name, p in model.named_parameters()},
-            ties=_ties(model),
+            ties=ties_of(model),
             training={name: module.training for name, module in model.named_modules()},
             classes={name: type(module).__name__ for name, module in model.named_modules()},
             config=_plain_config(config),
@@ -68,7 +68,7 @@ def differences(model: nn.Module, reference: Snapshot, engine: str) -> list[str]
     lines += _compare("plain attribute", dict(_attributes(model)), reference.attributes)
     found = {name: p.requires_grad for name, p in model.named_parameters()}
     lines += unlike("requires_grad", list(found.items()), list(reference.parameters.items()))
-    lines += unlike("ties", _ties(model), reference.ties)
+    lines += unlike("ties", ties_of(model), reference.ties)
     training = {name: module.training for name, module in model.named_modules()}
     lines += unlike("training mode", training, reference.training)
     if engine == "deepspeed":  # fully_shard derives classes on purpose; ZeRO-3 must leave them alone.
@@ -173,7 +173,7 @@ def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(f"{path}[{key!r}]", item)
 
 
-def _ties(model: nn.Module) -> list[list[str]]:
+def ties_of(model: nn.Module) -> list[list[str]]:
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)

@@ -100,25 +100,9 @@ def test_module_on_meta_with_tensors_that_nothing_can_restore_is_refused(
         assert "sines" in message
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_mapping_as_source(engine: str, trained: tuple[Path, Path], deepspeed_op: None) -> None:
-    for lines in run_ranks(load_mapping, 2, engine, *trained):
-        assert not lines, "\n".join(lines)
-
-
 def load_plain(engine: str, how: str, file: Path, reference: Path) -> list[str]:
     model = zerostart.load(file, SOURCES[how](), engine=engine, progress=False)
     return differences(model, torch.load(reference, weights_only=False), engine)
-
-
-def load_mapping(engine: str, file: Path, reference: Path) -> list[str]:
-    from safetensors.torch import load_file
-
-    lines = []
-    for source in (load_file(file), load_file(file) if torch.distributed.get_rank() == 0 else None):
-        model = zerostart.load(source, from_callable, engine=engine, progress=False)
-        lines += differences(model, torch.load(reference, weights_only=False), engine)
-    return lines
 
 
 def load_from_meta(engine: str, file: Path) -> str:

@@ -134,11 +134,12 @@ def _entry(name: str, info: object, path: str, file_index: int, data_start: int)
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        _refuse(path, name, f"has the unknown dtype {shown(str(dtype))} (known: {', '.join(DTYPE_BITS)})")
+        what = shown(dtype) if isinstance(dtype, str) else f"of JSON type {type(dtype).__name__}"
+        _refuse(path, name, f"has the unknown dtype {what} (known: {', '.join(DTYPE_BITS)})")
     if not _counts(shape):
-        _refuse(path, name, "has a shape that is not a list of non-negative integers")
+        _refuse(path, name, "has a shape that is not a list of non-negative 64-bit integers")
     if not _counts(offsets) or len(offsets) != 2:
-        _refuse(path, name, "has data_offsets that are not two non-negative integers")
+        _refuse(path, name, "has data_offsets that are not two non-negative 64-bit integers")
     begin, end = offsets
     if end < begin:
         _refuse(path, name, f"ends at {end}, before it begins at {begin}")
@@ -148,8 +149,9 @@ def _entry(name: str, info: object, path: str, file_index: int, data_start: int)
         if total > _MAX_COUNT:
             _refuse(path, name, f"has the shape {shown(str(shape))}, whose size overflows 64 bits")
     if total % 8 or total // 8 != end - begin:
+        need = f"{total // 8} bytes" if total % 8 == 0 else f"{total} bits, not whole bytes"
         _refuse(
-            path, name, f"has {dtype} {shape}, which takes {total / 8:g} bytes, but {end - begin} are given"
+            path, name, f"is {dtype} {shown(str(shape))}, which takes {need}, but {end - begin} are given"
         )
     return TensorEntry(name, dtype, tuple(shape), file_index, data_start + begin, end - begin)
 

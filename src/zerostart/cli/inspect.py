@@ -118,11 +118,10 @@ def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
             dtype, f"{counts['tensors']:,}", f"{counts['parameters']:,}", _readable(counts["bytes"])
         )
     console.print(kinds)
-    names = _names(catalog)
-    table = Table("tensor", "dtype", "shape", "bytes", "file", title="Largest tensors", title_justify="left")
+    table = Table("tensor", "dtype", "shape", "bytes", title="Largest tensors", title_justify="left")
     for entry in _largest(catalog, _LARGEST):
         # Text, because square brackets in a stranger's names would be read as markup.
-        cells = (entry.name, entry.dtype, str(list(entry.shape)), _readable(entry.nbytes), names[entry.file])
+        cells = (entry.name, entry.dtype, str(list(entry.shape)), _readable(entry.nbytes))
         table.add_row(*(Text(cell, overflow="fold") for cell in cells))
     console.print(table)
 

@@ -19,6 +19,7 @@ __all__ = [
     "broadcast",
     "concatenate",
     "crop",
+    "insert_axis",
     "join_runs",
     "permute",
     "reshape",
@@ -65,13 +66,6 @@ def whole(source: Hashable, shape: Sequence[int]) -> tuple[Piece, ...]:
     return (Piece((0,) * len(shape), axes, (source,), numel, 0),)
 
 
-def shift(pieces: Sequence[Piece], dim: int, by: int) -> tuple[Piece, ...]:
-    """Move every piece along ``dim``."""
-    return tuple(
-        replace(p, origin=(*p.origin[:dim], p.origin[dim] + by, *p.origin[dim + 1 :])) for p in pieces
-    )
-
-
 def crop(pieces: Sequence[Piece], dim: int, start: int, stop: int, step: int = 1) -> tuple[Piece, ...]:
     """The slice ``start:stop:step`` along ``dim`` (``step`` at least 1), re-based to its first element."""
     out: list[Piece] = []
@@ -112,6 +106,30 @@ def broadcast(pieces: Sequence[Piece], shape: Sequence[int], target: Sequence[in
             axes[d] = simplify(((target[d], 0),))
         out.append(replace(p, axes=tuple(axes)))
     return tuple(out)
+
+
+def insert_axis(pieces: Sequence[Piece], dim: int) -> tuple[Piece, ...]:
+    """Add a dimension of size 1 before ``dim``."""
+    return tuple(
+        Piece(
+            (*p.origin[:dim], 0, *p.origin[dim:]),
+            (*p.axes[:dim], (), *p.axes[dim:]),
+            p.source,
+            p.unit,
+            p.offset,
+        )
+        for p in pieces
+    )
+
+
+def shift(pieces: Sequence[Piece], dim: int, by: int) -> tuple[Piece, ...]:
+    """Move every piece along ``dim``."""
+    if by == 0:
+        return tuple(pieces)
+    return tuple(
+        Piece((*p.origin[:dim], p.origin[dim] + by, *p.origin[dim + 1 :]), p.axes, p.source, p.unit, p.offset)
+        for p in pieces
+    )
 
 
 def concatenate(parts: Sequence[tuple[Sequence[Piece], int]], dim: int) -> tuple[Piece, ...]:

@@ -8,6 +8,7 @@ arrive as the same few operators.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any, TypeVar
@@ -172,7 +173,7 @@ def _select(t: SymbolicTensor, dim: int, index: int) -> SymbolicTensor:
 def _unsqueeze(t: SymbolicTensor, dim: int) -> SymbolicTensor:
     at = _dim(t, dim, extra=1)
     shape = [*t.shape[:at], 1, *t.shape[at:]]
-    return _same(t, geometry.reshape(t.pieces, t.shape, shape), shape)
+    return _same(t, geometry.insert_axis(t.pieces, at), shape)
 
 
 @_handles(aten.squeeze.dims)
@@ -235,7 +236,11 @@ def _stack(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
     if any(t.shape != tensors[0].shape for t in tensors):
         raise RuntimeError(f"stack expects equal sizes: {[tuple(t.shape) for t in tensors[:4]]}")
     at = _dim(tensors[0], dim, extra=1)
-    return _cat([_unsqueeze(t, at) for t in tensors], at)
+    # Not by way of unsqueezed tensors: a stack of experts has hundreds, and each would be a tensor more.
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+    pieces = geometry.concatenate([(geometry.insert_axis(t.pieces, at), 1) for t in tensors], at)
+    shape = [*tensors[0].shape[:at], len(tensors), *tensors[0].shape[at:]]
+    return SymbolicTensor(pieces, shape, dtype)
 
 
 @_handles(aten.split_with_sizes.default)

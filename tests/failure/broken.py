@@ -1,0 +1,125 @@
+"""Checkpoints that are broken in one way each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from tiny import edit_tensors
+
+__all__ = ["BREAKAGES", "broken_copy", "shard_files"]
+
+
+def shard_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def truncate(folder: Path) -> str:
+    file = shard_files(folder)[-1]
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size - 100)
+    return file.name
+
+
+def remove(folder: Path) -> str:
+    file = shard_files(folder)[-1]
+    file.unlink()
+    return file.name
+
+
+def enormous_header(folder: Path) -> str:
+    file = shard_files(folder)[-1]
+    with file.open("r+b") as stream:
+        stream.write(struct.pack("<Q", 1 << 60))
+    return file.name
+
+
+def header_not_json(folder: Path) -> str:
+    file = shard_files(folder)[-1]
+    with file.open("r+b") as stream:
+        stream.seek(8)
+        stream.write(b"not json")
+    return file.name
+
+
+def wrong_shape(folder: Path) -> str:
+    def edit(tensors: dict) -> None:  # type: ignore[type-arg]  # torch is not imported here
+        for name in tensors:
+            if name == "model.layers.1.self_attn.q_proj.weight":
+                tensors[name] = tensors[name][:-1].contiguous()
+
+    edit_tensors(folder, edit)
+    return "model.layers.1.self_attn.q_proj.weight"
+
+
+def wrong_expert_shape(folder: Path) -> str:
+    """One expert of a fused parameter has a row too many."""
+
+    def edit(tensors: dict) -> None:  # type: ignore[type-arg]
+        for name in tensors:
+            if name == "model.layers.2.mlp.experts.3.up_proj.weight":
+                tensors[name] = tensors[name].repeat(2, 1)
+
+    edit_tensors(folder, edit)
+    return "model.layers.2.mlp.experts"
+
+
+def lost_tensor(folder: Path) -> str:
+    def edit(tensors: dict) -> None:  # type: ignore[type-arg]
+        tensors.pop("model.layers.1.self_attn.k_proj.weight", None)
+
+    edit_tensors(folder, edit)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        listed = json.loads(index.read_text())
+        listed["weight_map"].pop("model.layers.1.self_attn.k_proj.weight")
+        index.write_text(json.dumps(listed))
+    return "model.layers.1.self_attn.k_proj.weight"
+
+
+def lost_expert(folder: Path) -> str:
+    """The fused parameter has all of its sources but one."""
+
+    def edit(tensors: dict) -> None:  # type: ignore[type-arg]
+        tensors.pop("model.layers.2.mlp.experts.1.gate_proj.weight", None)
+
+    edit_tensors(folder, edit)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        listed = json.loads(index.read_text())
+        listed["weight_map"].pop("model.layers.2.mlp.experts.1.gate_proj.weight")
+        index.write_text(json.dumps(listed))
+    return "model.layers.2.mlp.experts"
+
+
+def index_outside(folder: Path) -> str:
+    """The index sends one tensor to a file outside the checkpoint."""
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    listed["weight_map"]["lm_head.weight"] = "../elsewhere.safetensors"
+    index.write_text(json.dumps(listed))
+    return "elsewhere.safetensors"
+
+
+#: Each breaks a copy of a sharded tiny Qwen3-MoE and returns what the message has to name.
+BREAKAGES: dict[str, Callable[[Path], str]] = {
+    "truncated": truncate,
+    "missing-shard": remove,
+    "enormous-header": enormous_header,
+    "header-not-json": header_not_json,
+    "wrong-shape": wrong_shape,
+    "wrong-expert-shape": wrong_expert_shape,
+    "lost-tensor": lost_tensor,
+    "lost-expert": lost_expert,
+    "index-outside": index_outside,
+}
+
+
+def broken_copy(source: Path, root: Path, breakage: str) -> tuple[Path, str]:
+    """A copy of a checkpoint, broken; and the name that an error about it must contain."""
+    folder = root / breakage
+    shutil.copytree(source, folder)
+    return folder, BREAKAGES[breakage](folder)

@@ -1,0 +1,218 @@
+"""Whatever goes wrong on one rank: the same named error on every rank, soon, and no partly loaded model."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from broken import BREAKAGES, broken_copy
+from torch import nn
+
+import zerostart
+from ranks import Outcome, rank_outcomes
+from tiny import TinyCheckpoints
+from zerostart import errors
+
+LIMIT = 30.0
+ENGINES = ("deepspeed", "fsdp2")
+EXPECTED: dict[str, type[errors.ZerostartError]] = {
+    "truncated": errors.CheckpointError,
+    "missing-shard": errors.CheckpointNotFoundError,
+    "enormous-header": errors.CheckpointError,
+    "header-not-json": errors.CheckpointError,
+    "wrong-shape": errors.CoverageError,
+    "wrong-expert-shape": errors.ConversionError,
+    "lost-tensor": errors.CoverageError,
+    "lost-expert": errors.ZerostartError,
+    "index-outside": errors.CheckpointError,
+}
+
+
+@pytest.fixture(scope="module")
+def source(checkpoints: TinyCheckpoints) -> Path:
+    return checkpoints("qwen3_moe", sharded=True)
+
+
+def same_error(
+    outcomes: Sequence[Outcome], kind: type[errors.ZerostartError], *words: str, exact: bool = True
+) -> str:
+    """Check that every rank raised ``kind`` with one text that has all ``words``; returns the text."""
+    report = "\n".join(outcome.describe() for outcome in outcomes)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    for outcome in outcomes:
+        assert outcome.error, f"rank {outcome.rank} raised nothing:\n{report}"
+        assert name in outcome.mro, report
+        assert outcome.seconds < LIMIT, report
+    assert len({outcome.error for outcome in outcomes}) == 1, report
+    assert len({outcome.message for outcome in outcomes}) == 1, report
+    for word in words:
+        assert word in outcomes[0].message, report
+    return outcomes[0].message
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_broken_checkpoint(breakage: str, source: Path, tmp_path: Path, deepspeed_op: None) -> None:
+    folder, word = broken_copy(source, tmp_path, breakage)
+    engine = ENGINES[list(BREAKAGES).index(breakage) % 2]
+    outcomes = rank_outcomes(load_only, 3, folder, engine, True)
+    message = same_error(outcomes, EXPECTED[breakage], word)
+    assert len(message) < 2000
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_wrong_shape_is_an_error_without_strict_as_well(
+    engine: str, source: Path, tmp_path: Path, deepspeed_op: None
+) -> None:
+    folder, word = broken_copy(source, tmp_path, "wrong-shape")
+    message = same_error(rank_outcomes(load_only, 2, folder, engine, False), errors.CoverageError, word)
+    assert "(18, 22)" in message
+    assert "(17, 22)" in message
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_checkpoint_of_another_architecture(
+    engine: str, checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
+) -> None:
+    folder = tmp_path / "other"
+    checkpoints.edited(checkpoints("mixtral"), "as-qwen3", lambda tensors: None)
+    (checkpoints.root / "as-qwen3").rename(folder)
+    config = json.loads((checkpoints("qwen3") / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config))
+    message = same_error(rank_outcomes(load_only, 2, folder, engine, True), errors.CoverageError)
+    assert "strict=False" in message  # the way out
+
+
+@pytest.mark.parametrize("path", ["nowhere", "empty"])
+def test_no_checkpoint_there(path: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    outcomes = rank_outcomes(load_only, 2, tmp_path / path, "fsdp2", True)
+    same_error(outcomes, errors.CheckpointNotFoundError, path)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_rank_killed_while_reading(engine: str, victim: int, source: Path, deepspeed_op: None) -> None:
+    outcomes = rank_outcomes(load_while, 3, source, engine, victim, "kill")
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    survivors = [outcome for outcome in outcomes if outcome.rank != victim]
+    same_error(survivors, errors.PeerError)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_storage_error_while_reading(engine: str, source: Path, deepspeed_op: None) -> None:
+    outcomes = rank_outcomes(load_while, 3, source, engine, 1, "io error")
+    same_error(outcomes, errors.ReadError, "rank 1", ".safetensors", os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_file_that_ends_early_while_reading(engine: str, source: Path, deepspeed_op: None) -> None:
+    """The header was right when it was read, and the file was then replaced by a shorter one."""
+    outcomes = rank_outcomes(load_while, 2, source, engine, 1, "end of file")
+    same_error(outcomes, errors.ReadError, "rank 1", ".safetensors")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_out_of_memory_on_one_rank(engine: str, source: Path, deepspeed_op: None) -> None:
+    """Not an error that zerostart foresees: it still reaches every rank."""
+    outcomes = rank_outcomes(load_while, 2, source, engine, 1, "memory")
+    same_error(outcomes, errors.ZerostartError, "rank 1", "MemoryError")
+
+
+def test_model_that_cannot_be_built_on_one_rank(source: Path) -> None:
+    outcomes = rank_outcomes(load_unbuildable, 2, source, "fsdp2")
+    same_error(outcomes, errors.ZerostartError, "rank 1", "no such layer")
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"engine": "megatron"}, "megatron"),
+        ({"zero_stage": 7}, "7"),
+        ({"dtype": "bf16"}, "dtype"),
+        ({"memory_limit": -1}, "memory_limit"),
+        ({"chunk_size": 0}, "chunk_size"),
+    ],
+)
+def test_argument_that_cannot_be_used(options: dict[str, Any], word: str, source: Path) -> None:
+    outcomes = rank_outcomes(load_with, 2, source, options)
+    same_error(outcomes, errors.ConfigError, word)
+
+
+def test_argument_that_differs_on_one_rank(source: Path) -> None:
+    """Rank 1 alone asks for something that cannot be: the others hear of it."""
+    outcomes = rank_outcomes(load_with_on_rank_1, 2, source, {"engine": "megatron"})
+    same_error(outcomes, errors.ConfigError, "megatron")
+
+
+def test_group_is_usable_after_a_failure(source: Path, tmp_path: Path, deepspeed_op: None) -> None:
+    folder, _ = broken_copy(source, tmp_path, "lost-tensor")
+    for outcome in rank_outcomes(load_broken_then_whole, 2, folder, source):
+        assert outcome.ok, outcome.describe()
+
+
+def load_only(path: Path, engine: str, strict: bool) -> None:
+    zerostart.load(path, engine=engine, strict=strict, progress=False)
+
+
+def load_with(path: Path, options: dict[str, Any]) -> None:
+    zerostart.load(path, progress=False, **options)
+
+
+def load_with_on_rank_1(path: Path, options: dict[str, Any]) -> None:
+    chosen = options if dist.get_rank() == 1 else {"engine": "fsdp2"}
+    zerostart.load(path, progress=False, **chosen)
+
+
+def load_broken_then_whole(broken: Path, whole: Path) -> None:
+    for engine in ENGINES:
+        with pytest.raises(errors.CoverageError):
+            zerostart.load(broken, engine=engine, progress=False)
+        assert zerostart.load(whole, engine=engine, progress=False) is not None
+
+
+def load_while(path: Path, engine: str, victim: int, what: str) -> None:
+    """Load, with the victim's positioned reads replaced by a fault."""
+    if dist.get_rank() == victim:
+        os.preadv = FAULTS[what]
+    zerostart.load(path, engine=engine, progress=False)
+
+
+def load_unbuildable(path: Path, engine: str) -> None:
+    def build() -> nn.Module:
+        if dist.get_rank() == 1:
+            raise KeyError("no such layer")
+        return nn.Linear(2, 2)
+
+    zerostart.load(path, build, engine=engine, progress=False)
+
+
+def killed(*_: Any) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def failing(*_: Any) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def ended(*_: Any) -> int:
+    return 0
+
+
+def exhausted(*_: Any) -> int:
+    raise MemoryError("no room")
+
+
+FAULTS: dict[str, Callable[..., int]] = {
+    "kill": killed,
+    "io error": failing,
+    "end of file": ended,
+    "memory": exhausted,
+}
