@@ -212,13 +212,13 @@ def test_an_index_without_end(tmp_path: Path) -> None:
 
 def test_a_listed_tensor_that_no_shard_has(tmp_path: Path) -> None:
     save_index(tmp_path, ghost="model-00001-of-00003.safetensors")
-    with pytest.raises(CheckpointError, match="'ghost' is said to lie in .*00001.*no shard has it"):
+    with pytest.raises(CheckpointError, match=r"'ghost' is said to lie in .*00001.*no shard has it"):
         open_catalog(tmp_path)
 
 
 def test_a_listed_tensor_in_another_shard(tmp_path: Path) -> None:
     save_index(tmp_path, a="model-00003-of-00003.safetensors")
-    with pytest.raises(CheckpointError, match="'a' is said to lie in .*00003.*00001.* has it"):
+    with pytest.raises(CheckpointError, match=r"'a' is said to lie in .*00003.*00001.* has it"):
         open_catalog(tmp_path)
 
 
@@ -233,7 +233,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     save_index(tmp_path)
     shard = tmp_path / "model-00002-of-00003.safetensors"
     os.truncate(shard, shard.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match="00002-of-00003.*truncated"):
+    with pytest.raises(CheckpointError, match=r"00002-of-00003.*truncated"):
         open_catalog(tmp_path)
 
 
@@ -276,7 +276,7 @@ def test_a_hub_id_in_the_local_cache(hub_cache: Path) -> None:
 
 def test_a_hub_id_whose_snapshot_lacks_a_shard(hub_cache: Path) -> None:
     (hub_cache / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointNotFoundError, match="00002-of-00003.*index"):
+    with pytest.raises(CheckpointNotFoundError, match=r"00002-of-00003.*index"):
         open_catalog("someone/tiny")
 
 

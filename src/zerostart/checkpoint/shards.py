@@ -94,21 +94,27 @@ def plan_shards(
     Raises CheckpointError on a name that occurs twice, and on a dtype or a shape that cannot be stored.
     """
     limit = parse_size(max_shard_size)
-    groups: list[list[TensorEntry]] = [[]]
+    groups: list[list[TensorEntry]] = []
+    current: list[TensorEntry] = []
     filled = 0
-    seen: set[str] = set()
+    seen = {"__metadata__"}
     for name, dtype, shape in tensors:
         entry = _unplaced(name, dtype, shape)
-        if name in seen or name == "__metadata__":
+        if name in seen:
             raise CheckpointError(
                 f"tensor {name!r} cannot be saved: the name is taken; rename one of the two"
             )
         seen.add(name)
-        if groups[-1] and filled + entry.nbytes > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(entry)
+        if entry.nbytes > limit:
+            groups.append([entry])
+            continue
+        if filled + entry.nbytes > limit:
+            groups.append(current)
+            current, filled = [], 0
+        current.append(entry)
         filled += entry.nbytes
+    if current or not groups:
+        groups.append(current)
     files, placed = _place(groups, stem, {"format": "pt"} if metadata is None else metadata)
     total = sum(entry.nbytes for entry in placed)
     index: dict[str, Any] | None = None

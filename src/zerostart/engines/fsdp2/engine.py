@@ -116,7 +116,8 @@ def blocks_of(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Module]:
     """The modules to be sharded as units, innermost first.
 
     Those whose class is named in ``wrap``, else in the model's ``_no_split_modules``; a plain module's are
-    the entries of its outermost ``ModuleList``s.
+    the entries of its outermost ``ModuleList``s. A module that shares a parameter with the rest of the model
+    is none.
     """
     named = set(wrap or getattr(model, "_no_split_modules", None) or ())
     if named:
@@ -125,8 +126,19 @@ def blocks_of(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Module]:
             raise ConfigError(f"no module of the model has a class named in wrap={list(wrap)}")
     else:
         found = [child for part in _outermost_lists(model) for child in part]
+    holders = _holders(model)
     blocks = [m for m in found if m is not model and any(True for _ in m.parameters())]
-    return list(reversed(blocks))
+    # FSDP2 wants all holders of a tied parameter in one unit; here that is the root.
+    return [m for m in reversed(blocks) if all(holders[id(p)] <= set(m.modules()) for p in m.parameters())]
+
+
+def _holders(model: nn.Module) -> dict[int, set[nn.Module]]:
+    """The modules that hold each parameter, by its ``id``."""
+    holders: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), set()).add(module)
+    return holders
 
 
 def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:

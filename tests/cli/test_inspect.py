@@ -1,0 +1,122 @@
+"""``zerostart inspect``, run as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tiny import TinyCheckpoints
+from zerostart.cli import main
+
+KEYS = {
+    *(
+        "files",
+        "tensors",
+        "parameters",
+        "checkpoint_bytes",
+        "dtypes",
+        "largest_tensor",
+        "largest_tensor_bytes",
+    ),
+    *("architectures",),
+}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", *arguments])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_json(checkpoints: TinyCheckpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoints("mixtral", torch.bfloat16, sharded=True)
+    code, out, err = run(capsys, str(folder), "--json")
+    assert (code, err) == (0, "")
+    document = json.loads(out)
+    assert set(document) >= KEYS
+    assert document["architectures"] == ["MixtralForCausalLM"]
+    assert document["files"] == sorted(path.name for path in folder.glob("*.safetensors"))
+    expected = {name: t for file in document["files"] for name, t in load_file(folder / file).items()}
+    assert {t["name"]: t["shape"] for t in document["tensors"]} == {
+        n: list(t.shape) for n, t in expected.items()
+    }
+    assert document["parameters"] == sum(tensor.numel() for tensor in expected.values())
+    assert document["checkpoint_bytes"] == 2 * document["parameters"]
+    assert document["dtypes"]["BF16"]["tensors"] == len(expected)
+    assert document["largest_tensor_bytes"] == max(tensor.nbytes for tensor in expected.values())
+    assert expected[document["largest_tensor"]].nbytes == document["largest_tensor_bytes"]
+    for described in document["tensors"]:
+        assert described["dtype"] == "BF16"
+        with (folder / described["file"]).open("rb") as file:
+            file.seek(described["offset"])
+            data = file.read(described["nbytes"])
+        assert data == bytes(expected[described["name"]].flatten().view(torch.uint8).numpy())
+
+
+def test_summary(checkpoints: TinyCheckpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, str(checkpoints("qwen3")))
+    assert (code, err) == (0, "")
+    for text in ("Qwen3ForCausalLM", "F32", "model.embed_tokens.weight", "[131, 24]"):
+        assert text in out
+
+
+def test_names_are_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"[bold]x[/bold]": torch.zeros(2), "[/]": torch.zeros(1)}, tmp_path / "[red].safetensors")
+    code, out, _ = run(capsys, str(tmp_path))
+    assert code == 0
+    assert "[bold]x[/bold]" in out
+    assert "not stated" in out
+
+
+def test_an_empty_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    code, out, _ = run(capsys, str(tmp_path), "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["tensors"] == []
+    assert document["largest_tensor"] is None
+    assert run(capsys, str(tmp_path))[0] == 0
+
+
+@pytest.mark.parametrize("architectures", ["null", '"Bert"', "[3]", "{}"])
+def test_a_strange_configuration(
+    architectures: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(f'{{"architectures": {architectures}}}')
+    assert run(capsys, str(tmp_path))[0] == 0
+
+
+def test_failures_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(200)}, path)
+    path.write_bytes(path.read_bytes()[:-1])
+    code, out, err = run(capsys, str(tmp_path))
+    assert code == 1
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert str(path) in err
+    assert "'a'" in err
+    assert run(capsys, str(tmp_path / "absent"))[0] == 1
+
+
+def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys)[0] == 2
+    assert run(capsys, "x", "--nonsense")[0] == 2
+
+
+def test_torch_is_not_imported(checkpoints: TinyCheckpoints) -> None:
+    program = (
+        "import sys; from zerostart.cli.inspect import command; "
+        f"command({str(checkpoints('qwen3'))!r}, True); command({str(checkpoints('qwen3'))!r}, False); "
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
