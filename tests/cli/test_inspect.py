@@ -29,6 +29,7 @@ KEYS = {
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    capsys.readouterr()  # what making the checkpoint printed
     with pytest.raises(SystemExit) as ended:
         main(["inspect", *arguments])
     out, err = capsys.readouterr()

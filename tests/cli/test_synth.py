@@ -186,7 +186,7 @@ def test_the_largest_models_in_bounded_time_and_memory(tmp_path: Path) -> None:
 def test_a_factor_scales_layers_and_experts(tmp_path: Path) -> None:
     synthesise(BENCHMARK, tmp_path, size="0.25", sparse=True)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["num_hidden_layers"], config["num_experts"]) == (4, 16)
+    assert (config["num_hidden_layers"], config["num_local_experts"]) == (4, 16)
     assert config["num_experts_per_tok"] == 8
     names = open_catalog(tmp_path).tensors
     assert "model.layers.3.mlp.experts.15.up_proj.weight" in names

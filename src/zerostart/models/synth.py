@@ -79,7 +79,9 @@ def synthesise(
     architecture cannot be built, WriteError if writing fails.
     """
     raw, dropped = _without_quantisation(_read(source))
-    config = _configuration(_resized(raw, size), source)
+    config = _configuration(raw, source)
+    if size is not None:
+        config = _configuration(_resized(config.to_dict(), size), source)
     chosen = _chosen_dtype(dtype, config)
     kind = _model_class(config)
     layout, parameters = _plan(kind, config, chosen, max_shard_size)
@@ -138,9 +140,8 @@ def _without_quantisation(raw: Mapping[str, Any]) -> tuple[dict[str, Any], tuple
     return {key: value for key, value in raw.items() if key not in dropped}, dropped
 
 
-def _resized(raw: dict[str, Any], size: str | None) -> dict[str, Any]:
-    if size is None:
-        return raw
+def _resized(raw: dict[str, Any], size: str) -> dict[str, Any]:
+    """``raw`` has all fields, because those that a file leaves out are as large as their defaults."""
     if size == "tiny":
         return tiny(raw)
     try:
@@ -158,7 +159,7 @@ def _configuration(raw: dict[str, Any], source: str | os.PathLike[str]) -> Any:
     model_type = raw.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
         raise ConfigError(
-            f"{os.fspath(source)}: transformers {transformers.__version__} has no model type {model_type!r}"
+            f"{os.fspath(source)}: transformers {transformers.__version__} has no model_type {model_type!r}"
         )
     try:
         return transformers.CONFIG_MAPPING[model_type].from_dict(raw)

@@ -1,0 +1,79 @@
+"""The JSON that the command line gives, to the letter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiny import TinyCheckpoints, minilm_path
+
+ZEROSTART = Path(sysconfig.get_path("scripts")) / "zerostart"
+
+
+def zerostart(*arguments: object) -> str:
+    done = subprocess.run(
+        [ZEROSTART, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_plan_json(engine: str, checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3_moe", torch.bfloat16, sharded=True)
+    made = json.loads(zerostart("plan", path, "--world-size", 3, "--engine", engine, "--json"))
+    assert made.keys() >= {
+        "ranks",
+        "checkpoint_bytes",
+        "parameters",
+        "largest_tensor_bytes",
+        "planning_seconds",
+    }
+    keys = {"rank", "read_bytes", "read_ops", "device_bytes", "peak_host_bytes"}
+    assert [rank.keys() for rank in made["ranks"]] == [keys] * 3
+    assert [rank["rank"] for rank in made["ranks"]] == [0, 1, 2]
+    elements, stored = sizes(path)
+    assert made["parameters"] == elements
+    assert made["checkpoint_bytes"] == stored
+    assert stored <= sum(rank["read_bytes"] for rank in made["ranks"]) <= 1.01 * stored
+    assert made["largest_tensor_bytes"] == 97 * 22 * 2
+    assert all(rank["peak_host_bytes"] >= rank["device_bytes"] for rank in made["ranks"])
+    assert 0 < made["planning_seconds"] < 60
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_load_json(engine: str, tmp_path: Path, deepspeed_op: None) -> None:
+    file = tmp_path / "result.json"
+    zerostart("load", minilm_path(), "--nproc", 2, "--engine", engine, "--verify", "--json", file)
+    made: dict[str, Any] = json.loads(file.read_text())
+    assert made.keys() == {"ranks", "missing", "unexpected", "mismatched", "verified", "seconds"}
+    keys = {"rank", "seconds", "read_bytes", "peak_host_bytes", "peak_device_bytes"}
+    assert [rank.keys() for rank in made["ranks"]] == [keys] * 2
+    for number, rank in enumerate(made["ranks"]):
+        assert rank["rank"] == number
+        assert rank["seconds"].keys() == {"plan", "build", "read", "total"}
+    assert made["verified"] is True
+    assert made["missing"] == made["unexpected"] == made["mismatched"] == []
+    assert made["seconds"] >= max(rank["seconds"]["read"] for rank in made["ranks"])
+    _, stored = sizes(minilm_path())
+    assert stored * 0.99 <= sum(rank["read_bytes"] for rank in made["ranks"]) <= stored * 1.01
+
+
+def test_load_json_without_verify(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    zerostart("load", checkpoints("mixtral"), "--nproc", 1, "--engine", "fsdp2", "--json", file)
+    assert json.loads(file.read_text())["verified"] in (None, False)
+
+
+def sizes(path: Path) -> tuple[int, int]:
+    """Elements and bytes of all tensors of a checkpoint."""
+    from safetensors.torch import load_file
+
+    tensors = [t for file in path.glob("*.safetensors") for t in load_file(file).values()]
+    return sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)

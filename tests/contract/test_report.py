@@ -1,0 +1,206 @@
+"""The report, `full_tensors`, and the bytes and memory that they speak of, on real ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerostart
+from ranks import run_ranks
+from tiny import TinyCheckpoints, minilm_path
+from zerostart import errors
+
+ENGINES = ("deepspeed", "fsdp2")
+PHASES = ("plan", "build", "read")
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_report(engine: str, checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+    path = checkpoints("qwen3_moe", torch.bfloat16, sharded=True)
+    for text, report in run_ranks(report_of_load, 2, path, engine):
+        for name in ("missing", "unexpected", "mismatched", "initialised"):
+            assert list(report[name]) == []
+        assert "model.layers.0.mlp.experts.gate_up_proj" in report["converted"]
+        assert report["phases"].keys() == {*PHASES, "total"}
+        assert all(seconds >= 0 for seconds in report["phases"].values())
+        assert sum(report["phases"][phase] for phase in PHASES) <= report["phases"]["total"] * 1.001
+        assert report["read_bytes"] > 0
+        assert report["peak_device_bytes"] == 0
+        assert isinstance(report["peak_host_bytes"], int)
+        assert len(text.splitlines()) > 2
+        for phase in PHASES:
+            assert phase in text
+
+
+def test_report_of_a_model_that_was_not_loaded() -> None:
+    with pytest.raises(zerostart.ZerostartError):
+        zerostart.report(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_report_and_full_tensors_through_the_engine(
+    engine: str, checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    """The wrapper that `deepspeed.initialize` returns is as good as the model, also after training."""
+    path = checkpoints("qwen3_moe_aligned", torch.float32)
+    for same_report, moved, same_names in run_ranks(through_the_engine, 2, path, engine):
+        assert same_report
+        assert moved  # full_tensors gives the weights as they are now
+        assert same_names
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_plan_and_load_read_the_same(engine: str, checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+    for path in (checkpoints("mixtral", sharded=True), checkpoints("gpt_oss", torch.bfloat16)):
+        planned = zerostart.plan(path, world_size=3, engine=engine)
+        reports = run_ranks(report_of_load, 3, path, engine)
+        assert [rank.read_bytes for rank in planned.ranks] == [r["read_bytes"] for _, r in reports]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_reads_its_own_bytes_by_the_count_of_the_kernel(engine: str, deepspeed_op: None) -> None:
+    size = (minilm_path() / "model.safetensors").stat().st_size
+    for counted, report in run_ranks(counted_load, 2, minilm_path(), engine):
+        assert report["read_bytes"] <= 1.01 * size / 2
+        assert counted <= 1.01 * size / 2
+        assert report["read_bytes"] <= counted
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_memory_is_bounded(engine: str, deepspeed_op: None) -> None:
+    """MiniLM cast to bf16: the shard, and no more than the limit for staging beside it."""
+    size = (minilm_path() / "model.safetensors").stat().st_size
+    options = {"memory_limit": 4 * MIB, "dtype": torch.bfloat16}
+    for _, report in run_ranks(report_of_load, 2, minilm_path(), engine, options):
+        shard = size // 2 // 2
+        assert shard * 0.9 < report["peak_host_bytes"] < shard + 4 * MIB + 24 * MIB  # and Python's own
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_full_tensors(engine: str, checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+    path = checkpoints("qwen3")
+    first, second, third = run_ranks(full_tensors_of, 3, path, engine)
+    expected = first["expected"]
+    for found in (first, second, third):
+        assert found["names"] == list(expected)  # the unsharded model's names, in its order, tied ones too
+        assert found["all"] == expected
+        assert found["types"] == {"cpu", torch.float32}
+        assert isinstance(found["error"], errors.ConfigError)
+    assert first["on rank 0"] == expected
+    assert first["on rank 2"] == dict.fromkeys(expected)
+    assert second["on rank 0"] == second["on rank 2"] == dict.fromkeys(expected)
+    assert third["on rank 2"] == expected
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_alone_without_a_process_group(engine: str, checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+    path = checkpoints("qwen3_moe_aligned", torch.float32)
+    environment = {"WORLD_SIZE": "1"}
+    losses = run_ranks(loss_alone, 1, path, engine, process_group=False, environment=environment)[0]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def report_of_load(
+    path: Path, engine: str, options: dict[str, Any] | None = None
+) -> tuple[str, dict[str, Any]]:
+    model = zerostart.load(path, engine=engine, progress=False, **(options or {}))
+    report = zerostart.report(model)
+    names = ("missing", "unexpected", "mismatched", "initialised", "converted", "phases")
+    names += ("read_bytes", "peak_host_bytes", "peak_device_bytes")
+    assert dataclasses.is_dataclass(report)
+    return str(report), {name: getattr(report, name) for name in names}
+
+
+def counted_load(path: Path, engine: str) -> tuple[int, dict[str, Any]]:
+    import transformers
+
+    transformers.AutoConfig.from_pretrained(path)  # imports what a load of this type imports
+    gc.collect()
+    before = read_so_far()
+    report = report_of_load(path, engine)[1]
+    return read_so_far() - before, report
+
+
+def read_so_far() -> int:
+    line = next(x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("rchar"))
+    return int(line.split()[1])
+
+
+def full_tensors_of(path: Path, engine: str) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    model = zerostart.load(path, engine=engine, progress=False)
+    everywhere = list(zerostart.full_tensors(model, rank=None))
+    found: dict[str, Any] = {
+        "expected": {name: tensor.tolist() for name, tensor in whole.items()},
+        "names": [name for name, _ in everywhere],
+        "all": {name: tensor.tolist() for name, tensor in everywhere},
+        "types": {kind for _, t in everywhere for kind in (t.device.type, t.dtype)},
+        "on rank 0": listed(zerostart.full_tensors(model)),
+        "on rank 2": listed(zerostart.full_tensors(model, rank=2)),
+    }
+    try:
+        listed(zerostart.full_tensors(model, rank=3))
+    except errors.ZerostartError as error:
+        found["error"] = error
+    return found
+
+
+def listed(pairs: Any) -> dict[str, Any]:
+    return {name: None if tensor is None else tensor.tolist() for name, tensor in pairs}
+
+
+def through_the_engine(path: Path, engine: str) -> tuple[bool, bool, bool]:
+    model: Any = zerostart.load(path, engine=engine, progress=False)
+    report = zerostart.report(model)
+    before = dict(zerostart.full_tensors(model, rank=None))
+    wrapped = trained_one_step(model, engine)
+    after = dict(zerostart.full_tensors(wrapped, rank=None))
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    return zerostart.report(wrapped) is report, len(moved) > 5, before.keys() == after.keys()
+
+
+def trained_one_step(model: Any, engine: str) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.randint(3, 90, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
+    if engine == "fsdp2":
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        return model
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+    }
+    wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    wrapped.backward(wrapped(input_ids=tokens, labels=tokens).loss)
+    wrapped.step()
+    return wrapped
+
+
+def loss_alone(path: Path, engine: str) -> tuple[float, float]:
+    from transformers import AutoModelForCausalLM
+
+    assert not dist.is_initialized()
+    tokens = torch.arange(3, 35).view(2, 16)
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    expected = plain(input_ids=tokens, labels=tokens).loss.item()
+    model: Any = zerostart.load(path, engine=engine, progress=False)
+    if engine == "deepspeed":
+        import deepspeed
+
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+        model, *_ = deepspeed.initialize(model=model, config=config)
+        model.eval()
+    return model(input_ids=tokens, labels=tokens).loss.item(), expected

@@ -1,0 +1,100 @@
+"""Names, signatures and errors that users script against."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+import zerostart
+from zerostart import errors
+
+
+def parameters(verb: object) -> dict[str, object]:
+    found = inspect.signature(verb).parameters  # type: ignore[arg-type]
+    return {name: p.default for name, p in found.items()}
+
+
+def test_load_takes_what_the_contract_says() -> None:
+    assert parameters(zerostart.load) == {
+        "source": inspect.Parameter.empty,
+        "model": None,
+        "engine": "deepspeed",
+        "zero_stage": 3,
+        "engine_config": None,
+        "expert_parallel": 1,
+        "tensor_parallel": 1,
+        "dtype": None,
+        "converter": None,
+        "memory_limit": None,
+        "chunk_size": None,
+        "strict": True,
+        "progress": True,
+    }
+
+
+def test_plan_takes_what_the_contract_says() -> None:
+    found = parameters(zerostart.plan)
+    assert list(found) == [
+        "source",
+        "world_size",
+        "engine",
+        "zero_stage",
+        "expert_parallel",
+        "tensor_parallel",
+        "dtype",
+        "converter",
+        "model",
+    ]
+    assert found["engine"] == "deepspeed"
+    assert found["zero_stage"] == 3
+
+
+def test_other_verbs_take_what_the_contract_says() -> None:
+    assert list(parameters(zerostart.report)) == ["model"]
+    assert parameters(zerostart.full_tensors) == {"model": inspect.Parameter.empty, "rank": 0}
+
+
+def test_only_finished_verbs_are_there() -> None:
+    """A verb that is not asked for yet is absent, not a stub."""
+    verbs = {name for name in zerostart.__all__ if inspect.isfunction(getattr(zerostart, name))}
+    assert verbs == {"full_tensors", "load", "plan", "report"}
+
+
+LEAVES = {
+    "BuildError": ValueError,
+    "CheckpointError": ValueError,
+    "CheckpointNotFoundError": FileNotFoundError,
+    "ConfigError": ValueError,
+    "ConversionError": ValueError,
+    "CoverageError": ValueError,
+    "EngineError": RuntimeError,
+    "PeerError": RuntimeError,
+    "ReadError": OSError,
+    "UnsupportedVersionError": ImportError,
+}
+
+
+@pytest.mark.parametrize(("name", "builtin"), LEAVES.items())
+def test_errors_form_one_tree_of_builtins(name: str, builtin: type[Exception]) -> None:
+    kind = getattr(errors, name)
+    assert issubclass(kind, zerostart.ZerostartError)
+    assert issubclass(kind, builtin)
+    again = pickle.loads(pickle.dumps(kind("what happened")))
+    assert type(again) is kind
+    assert str(again) == "what happened"
+
+
+def test_no_error_is_outside_the_tree() -> None:
+    raised = {name for name, kind in vars(errors).items() if inspect.isclass(kind)}
+    assert raised == LEAVES.keys() | {"ZerostartError"}
+    assert set(errors.__all__) == raised
+    assert zerostart.ZerostartError is errors.ZerostartError
+
+
+def test_coverage_error_carries_the_names() -> None:
+    made = errors.CoverageError("text", ["a"], ["b"], {"c": ((1, 2), (2, 1))})
+    again = pickle.loads(pickle.dumps(made))
+    assert (again.missing, again.unexpected, again.mismatched) == (("a",), ("b",), {"c": ((1, 2), (2, 1))})
+    assert str(again) == "text"
