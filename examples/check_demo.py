@@ -16,7 +16,7 @@ from zerostart.training.data import iter_documents, split_held_out, tokenize
 from zerostart.training.evaluate import held_out_batches
 from zerostart.training.tasks import make_collator
 
-SENTENCE = "Return a new [MASK] object."
+SENTENCE = "Open a file, read the lines of the file, and close the [MASK]."
 TOLERANCE = 1e-3  # sums in another order
 
 

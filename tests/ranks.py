@@ -99,7 +99,6 @@ class _Job:
     world_size: int
     port: int
     process_group: bool
-    environment: dict[str, str]
 
 
 def run_ranks(
@@ -124,7 +123,6 @@ def rank_outcomes(
     timeout: float = 120.0,
     grace: float | None = None,
     process_group: bool = True,
-    environment: dict[str, str] | None = None,
 ) -> list[Outcome]:
     """Like `run_ranks`, for tests that expect failures: nothing is raised, every rank is told of.
 
@@ -136,7 +134,7 @@ def rank_outcomes(
         store = _rendezvous(world_size)
         processes = []
         for rank in range(world_size):
-            job = _Job(function, arguments, rank, world_size, store.port, process_group, environment or {})
+            job = _Job(function, arguments, rank, world_size, store.port, process_group)
             # Pickled here, so that a function that a rank cannot import is reported like any error there.
             arguments_of_rank = (pickle.dumps(job), folder, rank)
             process = _context().Process(target=_rank_main, args=arguments_of_rank, daemon=True)
@@ -267,7 +265,6 @@ def _call(job: _Job) -> Any:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # The store is the parent's: no rank serves it.
-        **job.environment,
     )
     if not job.process_group:
         return job.function(*job.arguments)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zerostart.checkpoint.safetensors import MAX_HEADER_BYTES
 from zerostart.checkpoint.source import config_path, open_catalog, read_config
+from zerostart.checkpoint.strict_json import MAX_JSON_BYTES
 from zerostart.errors import CheckpointError, CheckpointNotFoundError
 
 SHARDS = {
@@ -205,7 +205,7 @@ def test_an_index_that_lists_a_tensor_twice(tmp_path: Path) -> None:
 
 def test_an_index_without_end(tmp_path: Path) -> None:
     index = save_index(tmp_path)
-    os.truncate(index, MAX_HEADER_BYTES + 1)
+    os.truncate(index, MAX_JSON_BYTES + 1)
     with pytest.raises(CheckpointError, match="beyond the limit"):
         open_catalog(tmp_path)
 

@@ -14,13 +14,11 @@ import stat
 from typing import NoReturn
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TensorEntry
-from zerostart.checkpoint.strict_json import DAMAGED, load_json, shown
+from zerostart.checkpoint.strict_json import DAMAGED, MAX_JSON_BYTES, load_json, shown
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
-__all__ = ["MAX_HEADER_BYTES", "parse_header", "read_header"]
+__all__ = ["parse_header", "read_header"]
 
-#: The safetensors library's own limit on the JSON part.
-MAX_HEADER_BYTES = 100_000_000
 _PREFIX_BYTES = 8
 _METADATA = "__metadata__"
 _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
@@ -99,9 +97,9 @@ def _header_length(prefix: bytes, file_size: int, path: str) -> int:
             "download it again"
         )
     length = int.from_bytes(prefix, "little")
-    if length > MAX_HEADER_BYTES:
+    if length > MAX_JSON_BYTES:
         raise CheckpointError(
-            f"{path}: a header of {length} bytes is beyond the limit of {MAX_HEADER_BYTES}: {DAMAGED}"
+            f"{path}: a header of {length} bytes is beyond the limit of {MAX_JSON_BYTES}: {DAMAGED}"
         )
     if _PREFIX_BYTES + length > file_size:
         raise CheckpointError(

@@ -12,9 +12,9 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
-from zerostart.checkpoint.safetensors import MAX_HEADER_BYTES, read_header
-from zerostart.checkpoint.strict_json import DAMAGED, load_json, shown
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
+from zerostart.checkpoint.safetensors import read_header
+from zerostart.checkpoint.strict_json import DAMAGED, read_json, shown
+from zerostart.errors import CheckpointError, CheckpointNotFoundError
 
 __all__ = ["config_path", "open_catalog", "read_config", "resolve_source"]
 
@@ -77,7 +77,7 @@ def read_config(root: str | os.PathLike[str]) -> dict[str, Any] | None:
     Raises CheckpointError if it is not a JSON object.
     """
     path = config_path(root)
-    return None if path is None else load_json(_read_small(path), str(path), "configuration", any_number=True)
+    return None if path is None else read_json(path, "configuration")
 
 
 def _may_be_hub_id(name: str) -> bool:
@@ -141,21 +141,8 @@ def _refuse_pickled(place: Path, names: Sequence[str]) -> NoReturn:
     )
 
 
-def _read_small(path: Path) -> bytes:
-    """Bytes of an index or a configuration, which has the limit of a header."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"{path}: {size} bytes are beyond the limit of {MAX_HEADER_BYTES}: {DAMAGED}"
-            )
-        return path.read_bytes()
-    except OSError as error:
-        raise ReadError(f"{path}: cannot be read: {error.strerror}") from error
-
-
 def _open_index(index: Path) -> Catalog:
-    document = load_json(_read_small(index), str(index), "index", any_number=True)
+    document = read_json(index, "index")
     wanted = document.get("weight_map")
     if not isinstance(wanted, dict) or not wanted:
         raise CheckpointError(f"{index}: no weight_map that says which file holds which tensor: {DAMAGED}")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, NoReturn
 
-from zerostart.errors import CheckpointError
+from zerostart.errors import CheckpointError, ReadError
 
-__all__ = ["DAMAGED", "load_json", "shown"]
+__all__ = ["DAMAGED", "MAX_JSON_BYTES", "load_json", "read_json", "shown"]
+
+#: The safetensors library's limit on a header, here for indices and configurations as well.
+MAX_JSON_BYTES = 100_000_000
 
 #: What to do about a file whose text makes no sense.
 DAMAGED = "the file is damaged, or is not what its name says; download it again"
@@ -46,6 +50,21 @@ def load_json(raw: bytes, path: str, what: str, any_number: bool = False) -> dic
             f"{path}: the {what} is a JSON {type(value).__name__} and not an object: {DAMAGED}"
         )
     return value
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file, with any numbers; ``what`` names the kind of file in messages.
+
+    Raises ReadError if reading fails, CheckpointError if it is too large or no JSON object.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: {size} bytes are beyond the limit of {MAX_JSON_BYTES}: {DAMAGED}")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be read: {error.strerror}") from error
+    return load_json(raw, str(path), what, any_number=True)
 
 
 def shown(text: str) -> str:

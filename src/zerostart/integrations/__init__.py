@@ -1,0 +1,1 @@
+"""One-line entries into existing scripts of other libraries."""

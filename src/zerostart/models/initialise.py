@@ -102,8 +102,8 @@ def program_of(meta: torch.Tensor, log: OpLog) -> Program | None:
     chunked = True
     for op in log.writers(meta):
         steps.append(op)
-        if _overwrites(op, meta):
-            steps, chunked = [op], True
+        if op.func in _FACTORIES or op.overwritten is not None:
+            steps, chunked = [op], op.func in _FACTORIES or _in_chunks(op)
         elif not _by_element(op, meta):
             chunked = False
     if not any(op.func not in (aten.empty.memory_format, aten.empty_like.default) for op in steps):
@@ -116,13 +116,7 @@ def _covers(tensor: torch.Tensor, meta: torch.Tensor) -> bool:
     return tensor.numel() == meta.numel() and tensor.is_contiguous() and tensor.storage_offset() == 0
 
 
-def _overwrites(op: Op, meta: torch.Tensor) -> bool:
-    """Whether the call gives every element a new value that does not depend on the old one."""
-    if op.func in _FACTORIES:
-        return True
-    written = op.args[0] if op.args else None
-    if not isinstance(written, torch.Tensor) or not _covers(written, meta):
-        return False
+def _in_chunks(op: Op) -> bool:
     return op.func in _RANDOM or op.func in _CONSTANT or _is_constant_copy(op)
 
 

@@ -8,7 +8,8 @@ element by element is run in chunks, so that not even one whole parameter needs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zerostart.errors import BuildError
+from zerostart.upstream.torch import truncated_normal_goes_to
 
 __all__ = ["Op", "OpLog"]
 
@@ -35,10 +37,27 @@ class Op:
     def writes(self) -> list[torch.Tensor]:
         """Meta tensors that the call made or changed."""
         made = [t for t in tree_leaves(self.result) if _is_meta(t)]
+        if self.opaque:
+            return [*made, self.args[0]]
         for argument, value in zip(self.func._schema.arguments, self.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 made += [t for t in tree_leaves(value) if _is_meta(t)]
         return made
+
+    @property
+    def opaque(self) -> bool:
+        """Whether it is a Python function that changes its first argument, and no operator."""
+        return not isinstance(self.func, torch._ops.OpOverload)
+
+    @property
+    def overwritten(self) -> int | None:
+        """Key of the storage that the call fills whatever was there before, if it does so."""
+        if not (self.opaque or self.func in _OVERWRITING):
+            return None
+        target: torch.Tensor = self.args[0]
+        size = target.untyped_storage().nbytes()
+        whole = target.is_contiguous() and target.numel() * target.itemsize == size
+        return storage_key(target) if _is_meta(target) and whole else None
 
     @property
     def reads(self) -> list[torch.Tensor]:
@@ -54,6 +73,18 @@ class Op:
         return not mutable and bool(results) and all(_is_meta(t) and storage_key(t) in given for t in results)
 
 
+aten = torch.ops.aten
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a getter, for a function mode
+_OVERWRITING = {
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten.copy_.default,
+}
+
+
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
@@ -64,13 +95,19 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
-class _RealConstants(TorchFunctionMode):
-    """Lets ``torch.tensor([...])`` keep its numbers: made on the CPU, then moved where the log sees it."""
+class _Attention(TorchFunctionMode):
+    """Makes Python code above the operators leave something to log.
+
+    ``torch.tensor([...])`` keeps its numbers: made on the CPU, then moved where the log sees it. And a tensor
+    says that it is not on meta, for some of ``torch.nn.init`` does nothing if it is.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func == _IS_META:
+            return False
         building = torch.get_default_device().type == "meta"
         constant = func in (torch.tensor, torch.as_tensor, torch.from_numpy)
         if building and constant and kwargs.get("device") is None:
@@ -87,18 +124,26 @@ class OpLog(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
-        self._constants: list[_RealConstants] = []
+        self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> OpLog:
-        constants = _RealConstants()
-        constants.__enter__()  # type: ignore[no-untyped-call]  # torch's modes are untyped
-        self._constants.append(constants)
+        stack = contextlib.ExitStack()
+        stack.enter_context(truncated_normal_goes_to(self._opaque))
+        stack.enter_context(_Attention())
+        self._entered.append(stack)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._constants.pop().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._entered.pop().close()
+
+    def _opaque(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Note a Python function as one step on a meta tensor; let it run on any other."""
+        if tensor.device.type != "meta":
+            return function(tensor, *args, **kwargs)
+        self.ops.append(Op(function, (tensor, *args), kwargs, None))
+        return tensor
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -121,12 +166,22 @@ class OpLog(TorchDispatchMode):
         Raises BuildError for a tensor that nothing in the log makes.
         """
         needed = {storage_key(t) for t in wanted}
+        # Storages whose earlier values do not matter, since a later step overwrites them.
+        settled: dict[int, int] = {}
         steps: list[Op] = []
         for op in reversed(self.ops):
-            if any(storage_key(t) in needed for t in op.writes):
-                steps.append(op)
-                needed |= {storage_key(t) for t in op.reads}
+            if not any(storage_key(t) in needed and storage_key(t) not in settled for t in op.writes):
+                continue
+            steps.append(op)
+            overwritten = op.overwritten
+            read = {storage_key(t) for t in op.reads} - {overwritten}
+            needed |= read
+            if overwritten is not None:
+                settled[overwritten] = op.args[0].untyped_storage().nbytes()
+            for key in read & settled.keys():
+                del settled[key]  # looked at before it was overwritten: what it held then matters again
         replay = _Replay(device)
+        replay.allocate(settled)
         for op in reversed(steps):
             replay.run(op)
         return [replay.real(t) for t in wanted]
@@ -144,6 +199,13 @@ class _Replay:
         self._device = device
         self._storages: dict[int, torch.UntypedStorage] = {}
 
+    def allocate(self, sizes: Mapping[int, int]) -> None:
+        """Give storages, by key, room of so many bytes."""
+        for key, nbytes in sizes.items():
+            self._storages[key] = torch.empty(
+                nbytes, dtype=torch.uint8, device=self._device
+            ).untyped_storage()
+
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
         """The real tensor that ``tensor`` stands for."""
         storage = self._storages.get(storage_key(tensor))
@@ -159,6 +221,8 @@ class _Replay:
         """Run one call for real."""
         args, kwargs = tree_map(self._argument, (op.args, op.kwargs))
         result = op.func(*args, **kwargs)
+        if op.opaque:
+            return
         for meta, made in zip(tree_leaves(op.result), tree_leaves(result), strict=True):
             if _is_meta(meta):
                 self._storages[storage_key(meta)] = made.untyped_storage()

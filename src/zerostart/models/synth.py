@@ -18,7 +18,7 @@ import torch
 
 from zerostart.checkpoint.shards import SaveLayout, plan_shards
 from zerostart.checkpoint.source import CONFIG_NAME, read_config
-from zerostart.checkpoint.strict_json import load_json
+from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.errors import BuildError, ConfigError, WriteError
 from zerostart.models.noise import Noise
@@ -107,7 +107,7 @@ def _read(source: str | os.PathLike[str]) -> dict[str, Any]:
 
     path = Path(source)
     if path.is_file():
-        return load_json(path.read_bytes(), str(path), "configuration", any_number=True)
+        return read_json(path, "configuration")
     found = read_config(path) if path.is_dir() else None
     if found is not None:
         return found

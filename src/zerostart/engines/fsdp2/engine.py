@@ -20,7 +20,7 @@ from zerostart.engines.fsdp2.layouts import parameter_layout
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import ConfigError, EngineError
 from zerostart.transfer import Arena
-from zerostart.upstream.fsdp2 import adopt_local_tensors
+from zerostart.upstream.torch import adopt_local_tensors
 from zerostart.world import World, default_device
 
 __all__ = ["FSDP2Shards", "blocks_of", "current_shards"]

@@ -1,0 +1,56 @@
+"""Private parts of torch: FSDP2's references to local tensors, and an initialiser that skips meta tensors.
+
+Known for the versions in ``SUPPORTED``. Used of it: ``FSDPModule._apply``, which resets the references that
+the parameter groups keep, as it does after any ``Module.to``; and ``nn.init._no_grad_trunc_normal_``, which
+samples by rejection, looks at values, and therefore does nothing on meta.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.errors import UnsupportedVersionError
+
+__all__ = ["SUPPORTED", "adopt_local_tensors", "require", "truncated_normal_goes_to"]
+
+#: First known and first unknown version.
+SUPPORTED = ((2, 11), (2, 14))
+
+
+@functools.cache
+def require() -> None:
+    """Raise UnsupportedVersionError unless everything that this file uses is there."""
+    from torch.distributed.fsdp import FSDPModule
+
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    there = "_apply" in vars(FSDPModule) and hasattr(nn.init, "_no_grad_trunc_normal_")
+    if not SUPPORTED[0] <= version < SUPPORTED[1] or not there:
+        low, high = (".".join(map(str, v)) for v in SUPPORTED)
+        raise UnsupportedVersionError(
+            f"torch {torch.__version__} is installed; zerostart knows versions from {low} to before {high}"
+        )
+
+
+def adopt_local_tensors(model: nn.Module) -> None:
+    """Make FSDP2's parameter groups look at the parameters that the modules now hold."""
+    require()
+    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+@contextlib.contextmanager
+def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Inside, ``trunc_normal_`` calls ``handler(original, tensor, ...)``, however it was imported."""
+    require()
+    module: Any = nn.init
+    original = module._no_grad_trunc_normal_
+    module._no_grad_trunc_normal_ = functools.partial(handler, original)
+    try:
+        yield
+    finally:
+        module._no_grad_trunc_normal_ = original

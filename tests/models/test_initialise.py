@@ -1,0 +1,102 @@
+"""Initialising in chunks against torch's own initialisers run at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from zerostart.layout import flat_partition
+from zerostart.models import initialise
+from zerostart.models.initialise import program_of
+from zerostart.models.oplog import OpLog
+
+#: What a model does to a parameter, and what of it counts for the values and for the generator.
+Initialiser = Callable[[torch.Tensor], object]
+CHUNKED: dict[str, tuple[Initialiser, Initialiser | None]] = {
+    "normal": (lambda t: nn.init.normal_(t, 0.5, 0.02), None),
+    "uniform": (lambda t: nn.init.uniform_(t, -0.1, 0.3), None),
+    "kaiming_uniform": (lambda t: nn.init.kaiming_uniform_(t, a=5**0.5), None),
+    "xavier_normal": (lambda t: nn.init.xavier_normal_(t), None),
+    "ones": (lambda t: nn.init.ones_(t), None),
+    "padding row": (lambda t: (nn.init.normal_(t), t[1].zero_()), None),
+    "overwritten": (
+        lambda t: (nn.init.kaiming_uniform_(t), nn.init.normal_(t, std=3.0)),
+        lambda t: nn.init.normal_(t, std=3.0),
+    ),
+}
+WHOLE: dict[str, tuple[Initialiser, Initialiser | None]] = {
+    "trunc_normal": (lambda t: nn.init.trunc_normal_(t, std=0.02, a=-0.01, b=0.03), None),
+    "overwritten by trunc_normal": (
+        lambda t: (nn.init.kaiming_uniform_(t), nn.init.trunc_normal_(t)),
+        lambda t: nn.init.trunc_normal_(t),
+    ),
+    "eye": (lambda t: nn.init.eye_(t), None),
+    "orthogonal": (lambda t: nn.init.orthogonal_(t), None),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initialise, "CHUNK", 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 5), (16, 16), (33, 31), (2, 64)])
+@pytest.mark.parametrize("name", [*CHUNKED, *WHOLE])
+def test_shards_equal_the_whole_initialiser(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    if name == "orthogonal" and dtype is not torch.float32:
+        pytest.skip("torch has no QR in bfloat16")
+    run, counts = {**CHUNKED, **WHOLE}[name]
+    torch.manual_seed(11)
+    expected = torch.empty(shape, dtype=dtype)
+    (counts or run)(expected)
+    after = torch.rand(1)
+    log = OpLog()
+    with torch.no_grad(), torch.device("meta"), log:
+        meta = torch.empty(shape, dtype=dtype)
+        run(meta)
+    program = program_of(meta, log)
+    assert program is not None
+    assert program.whole == (name in WHOLE)
+    for world in (1, 3):
+        parts = []
+        for rank in range(world):
+            torch.manual_seed(11)
+            layout = flat_partition(shape, rank, world)
+            storage = torch.full((layout.numel,), 9.0, dtype=dtype)
+            program.fill(layout, storage)
+            parts.append(storage)
+            assert torch.equal(torch.rand(1), after), "the generator must end where the whole call leaves it"
+        got = torch.cat(parts)
+        assert torch.equal(got[: expected.numel()].view(shape), expected)
+        assert not got[expected.numel() :].any()
+
+
+def test_values_of_buffers_come_from_what_made_them() -> None:
+    def make() -> list[torch.Tensor]:
+        table = 1.0 / 10000 ** (torch.arange(0, 8, 2).float() / 8)
+        angles = torch.outer(torch.arange(5).float(), table)
+        mask = torch.full((4, 4), float("-inf")).triu_(1)
+        given = torch.tensor([3, 1, 2])
+        return [angles.cos(), mask, given, given[1:] * 2]
+
+    expected = make()
+    log = OpLog()
+    with torch.device("meta"), log:
+        metas = make()
+    for got, want in zip(log.values(metas, torch.device("cpu")), expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_value_looked_at_before_it_was_overwritten_is_the_old_one() -> None:
+    log = OpLog()
+    with torch.device("meta"), log:
+        first = torch.arange(4.0)
+        second = first * 2
+        first.fill_(7)
+    got = log.values([first, second], torch.device("cpu"))
+    assert got[0].tolist() == [7, 7, 7, 7]
+    assert got[1].tolist() == [0, 2, 4, 6]
