@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -24,7 +25,7 @@ from arms import ARMS
 from table import summarise, write_results
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "configs" / "qwen3_moe_3.4gb.json"
+CONFIG = ROOT / "benchmarks" / "configs" / "qwen3_moe_3.4gb.json"
 SAMPLE_SECONDS = 0.005
 
 
@@ -65,7 +66,8 @@ def made_checkpoint(folder: Path) -> Path:
     if not (folder / "config.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         print(f"writing the checkpoint of {CONFIG.name} (once)", flush=True)
-        subprocess.run([sys.executable, "-m", "zerostart.cli", "synth", CONFIG, folder], check=True)
+        command = Path(sysconfig.get_path("scripts")) / "zerostart"
+        subprocess.run([command, "synth", CONFIG, folder], check=True)
     return folder
 
 

@@ -38,7 +38,9 @@ def main() -> int:
     for step, value in held_out:
         print(f"held-out loss, sharded, after step {step:>3}: {value:.4f}")
     print(f"held-out loss, from the saved files:    {loss:.4f}")
-    print(f"{SENTENCE}  ->  {', '.join(fill(model, tokenizer))}")
+    words = " ".join(fill(model, tokenizer))
+    print(f"likeliest words in {SENTENCE!r}: {words}")
+    print("(frequent ones: its head, missing from the checkpoint, has seen these few steps only)")
 
     if problems or abs(loss - held_out[-1][1]) > TOLERANCE:
         print("error: the saved model is not the one that was trained", file=sys.stderr)

@@ -89,6 +89,13 @@ def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
+def _snapshot(value: Any) -> Any:
+    """A tensor as it is now: the caller may change a real one, or transpose a meta one in place."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach() if _is_meta(value) else value.detach().clone()
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the storage that ``tensor`` looks at."""
     key: int = tensor.untyped_storage()._cdata
@@ -150,14 +157,15 @@ class OpLog(TorchDispatchMode):
     ) -> Any:
         """Run the operator on meta and note it, if a meta tensor comes out of it or is changed by it."""
         kwargs = kwargs or {}
+        given = (args, kwargs)
+        if any(_is_meta(t) for t in tree_leaves(given)):
+            given = tree_map(_snapshot, given)  # before the call, which may change them
         result = func(*args, **kwargs)
-        op = Op(func, tuple(args), dict(kwargs), result)
+        if not any(_is_meta(t) for t in tree_leaves((given, result))):
+            return result
+        op = Op(func, *tree_map(_snapshot, given), tree_map(_snapshot, result))
         if op.writes and not op.is_view:
-            # A real argument may be reused and changed by the caller before the log is run.
-            kept = tree_map(
-                lambda v: v.clone() if isinstance(v, torch.Tensor) and not _is_meta(v) else v, args
-            )
-            self.ops.append(Op(func, tuple(kept), dict(kwargs), result))
+            self.ops.append(op)
         return result
 
     def values(self, wanted: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

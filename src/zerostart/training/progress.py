@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 __all__ = ["Display", "Metrics", "peak_memory_bytes"]
 
@@ -56,13 +56,9 @@ class Display:
 
     def __enter__(self) -> Display:
         if self._active and self._console.is_terminal:
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.description}"),
-            )
-            self._live = Progress(*columns, console=self._console)
+            bar = BarColumn(bar_width=10)  # the figures beside it fit into 80 columns
+            columns = (TextColumn("{task.completed}/{task.total}"), bar, TextColumn("{task.description}"))
+            self._live = Progress(*columns, console=self._console, refresh_per_second=4)
             self._live.add_task("", total=self._steps)
             self._live.start()
         self._started = self._last = time.monotonic()
@@ -111,8 +107,8 @@ class Display:
     def _describe(self, metrics: Metrics, now: float) -> str:
         left = (self._steps - metrics.step) * (now - self._started) / metrics.step
         return (
-            f"loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2e}  {self._rate:,.0f} tokens/s  "
-            f"{left:.0f} s left  peak {metrics.peak_bytes / 2**20:,.0f} MiB"
+            f"loss {metrics.loss:.4f}  lr {metrics.learning_rate:.1e}  {self._rate:,.0f} tok/s  "
+            f"{left:.0f} s left  {metrics.peak_bytes / 2**20:,.0f} MiB"
         )
 
     def _write(self, **values: float) -> None:
