@@ -105,7 +105,7 @@ def test_survivor_that_hangs_is_stopped_after_the_grace_period(worker):
 
 def test_foreign_error_and_silent_exit_are_named(worker, capfd):
     module, env = worker('raise KeyError("odd")')
-    with pytest.raises(PeerError, match="rank [01] failed with KeyError: 'odd'"):
+    with pytest.raises(PeerError, match=r"rank [01] failed with KeyError: 'odd'"):
         run_local_ranks(module, [], 2, env=env)
     module, env = worker('print("last words", flush=True); os._exit(3 if rank else 0)')
     capfd.readouterr()

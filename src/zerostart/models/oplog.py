@@ -163,7 +163,8 @@ class OpLog(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not any(_is_meta(t) for t in tree_leaves((given, result))):
             return result
-        op = Op(func, *tree_map(_snapshot, given), tree_map(_snapshot, result))
+        kept_args, kept_kwargs = tree_map(_snapshot, given)
+        op = Op(func, kept_args, kept_kwargs, tree_map(_snapshot, result))
         if op.writes and not op.is_view:
             self.ops.append(op)
         return result

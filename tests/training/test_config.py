@@ -1,0 +1,99 @@
+"""The configuration: what is accepted, and how a mistake is named."""
+
+import pytest
+
+from zerostart.errors import ConfigError
+from zerostart.training.config import load_config, parse_config
+from zerostart.training.engine_config import deepspeed_config, engine_config
+
+YAML = """
+model: {source: somewhere}
+data: {source: text.txt}
+task: {name: masked-lm}
+train: {steps: 10, learning_rate: 5e-5, mixed_precision: no}
+output: {directory: out}
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(YAML)
+    return file
+
+
+def test_defaults_overrides_and_yaml_spellings(path):
+    config = load_config(path, ["train.steps=3", "engine.name=fsdp2", "tracking.trackers=[tensorboard]"])
+    assert (config.train.steps, config.engine.name, config.tracking.trackers) == (3, "fsdp2", ["tensorboard"])
+    assert config.train.learning_rate == 5e-5  # YAML itself takes 5e-5 for a string
+    assert config.train.mixed_precision == "no"  # and a bare no for false
+    assert config.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.step=3", "unknown key train.step; did you mean train.steps"),
+        ("trane.steps=3", "unknown key trane; did you mean train"),
+        ("train.steps=many", "train.steps: .*integer.*'many'"),
+        ("model.source=", "model.source: .*string"),
+        ("task.name=lm", "task.name: .*'causal-lm' or 'masked-lm'"),
+        ("engine.name=ddp", "engine.name: .*'deepspeed' or 'fsdp2'"),
+        ("train.steps", "an override is KEY=VALUE"),
+        ("train.steps.more=1", "train.steps.more=1.*steps is a value"),
+        ("train.steps=[", "train.steps=.*not valid YAML"),
+        ("model.dtype=bfloat16", "model.dtype bfloat16 contradicts train.mixed_precision no"),
+    ],
+)
+def test_a_mistake_is_named(path, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(path, [override])
+
+
+def test_missing_file_section_and_key(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*absent\.yaml: No such file"):
+        load_config(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match=r"model is required.*output is required"):
+        parse_config({"data": {"source": "x"}, "task": {"name": "causal-lm"}, "train": {"steps": 1}})
+
+
+def test_fp16_is_for_deepspeed(path):
+    assert load_config(path, ["train.mixed_precision=fp16"]).dtype == "float16"
+    with pytest.raises(ConfigError, match=r"fp16 needs engine.name deepspeed"):
+        load_config(path, ["train.mixed_precision=fp16", "engine.name=fsdp2"])
+
+
+def test_deepspeed_config_is_complete_and_auto_is_filled(path):
+    zero = (
+        "{train_batch_size: auto, zero_optimization: {stage3_prefetch_bucket_size: auto, sub_group_size: 5}}"
+    )
+    config = load_config(path, ["train.batch_size=2", "train.accumulation=3", f"engine.config={zero}"])
+    filled = deepspeed_config(config, world_size=4, hidden_size=100)
+    assert filled["train_batch_size"] == 24
+    assert filled["train_micro_batch_size_per_gpu"] == 2
+    assert filled["gradient_clipping"] == 1.0
+    expected = {"stage": 3, "stage3_prefetch_bucket_size": 9000, "sub_group_size": 5}
+    assert filled["zero_optimization"] == expected
+    assert "auto" not in str(filled)
+
+
+def test_engine_config_must_not_contradict(path):
+    for given, message in (
+        ("{gradient_clipping: 0.5}", "engine.config.gradient_clipping is 0.5.*make it 1.0"),
+        ("{bf16: {enabled: true}}", "engine.config.bf16.enabled is True"),
+        ("{optimizer: {type: Adam}}", "engine.config.optimizer: .*train section"),
+    ):
+        config = load_config(path, [f"engine.config={given}"])
+        with pytest.raises(ConfigError, match=message):
+            engine_config(config, 2, None)
+
+
+def test_fsdp2_config(path):
+    import torch
+
+    overrides = ["engine.name=fsdp2", "engine.config={wrap: [Block]}"]
+    config = load_config(path, [*overrides, "train.mixed_precision=bf16"])
+    settings = engine_config(config, 2, None)
+    assert (settings["wrap"], settings["mp_policy"].param_dtype) == (["Block"], torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"engine.config.mesh is unknown for fsdp2"):
+        engine_config(load_config(path, ["engine.name=fsdp2", "engine.config={mesh: 1}"]), 2, None)

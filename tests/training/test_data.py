@@ -1,0 +1,150 @@
+"""Documents, packing, special tokens, the held-out part, and the batches of both tasks."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tiny import minilm_path
+from zerostart.errors import ConfigError
+from zerostart.training.config import DataConfig, TaskConfig
+from zerostart.training.data import Sequences, iter_documents, split_held_out, tokenize
+from zerostart.training.evaluate import HeldOut, held_out_batches
+from zerostart.training.tasks import IGNORED_LABEL, make_collator, predicted_tokens
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(minilm_path())
+
+
+def test_documents_of_files_and_directories(tmp_path):
+    (tmp_path / "b.txt").write_text("bee")
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n\n{"body": "two"}\n')
+    (tmp_path / "ignored.bin").write_bytes(b"\xff")
+    config = DataConfig(source=str(tmp_path), text_field="body")
+    assert list(iter_documents(config)) == ["one", "two", "bee"]
+    both = DataConfig(source=[str(tmp_path / "b.txt"), str(tmp_path)], text_field="body", documents=2)
+    assert list(iter_documents(both)) == ["bee", "one"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": 1}', r"a\.jsonl, line 1: no text in field 'text'"),
+        ("a.jsonl", b'{"text": "x"}\n{', r"a\.jsonl, line 2: not valid JSON"),
+        ("a.txt", b"\xff\xfe", r"a\.txt is not UTF-8"),
+    ],
+)
+def test_malformed_text_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        list(iter_documents(DataConfig(source=str(tmp_path / name))))
+
+
+def test_absent_source_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no such file or directory"):
+        list(iter_documents(DataConfig(source=str(tmp_path / "absent"))))
+    with pytest.raises(ConfigError, match=r"no \.txt"):
+        list(iter_documents(DataConfig(source=str(tmp_path))))
+
+
+def test_stdlib_docstrings_are_the_same_every_time():
+    config = DataConfig(source="stdlib-docstrings", documents=20)
+    first = list(iter_documents(config))
+    assert first == list(iter_documents(config))
+    assert len(first) == 20
+    assert all(len(document) >= 80 for document in first)
+
+
+def test_packing_keeps_every_token_in_order(tokenizer):
+    documents = [f"word {'more ' * count}" for count in range(30)]
+    config = DataConfig(source="unused", sequence_length=16)
+    sequences = tokenize(documents, tokenizer, config)
+    expected = []
+    for document in documents:
+        expected += [*tokenizer(document, add_special_tokens=False)["input_ids"], tokenizer.sep_token_id]
+    packed = []
+    for item in (sequences[index] for index in range(len(sequences))):
+        ids = item["input_ids"].tolist()
+        assert len(ids) == 16
+        assert (ids[0], ids[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
+        assert item["special_tokens_mask"].tolist() == [1, *[0] * 14, 1]
+        packed += ids[1:-1]
+    assert packed == expected[: len(packed)]
+    assert len(expected) - len(packed) < 14
+
+
+def test_without_packing_a_document_is_a_sequence(tokenizer):
+    config = DataConfig(source="unused", sequence_length=8, packing=False)
+    sequences = tokenize(["one two", "", "a " * 50], tokenizer, config)
+    assert [len(sequences[index]["input_ids"]) for index in range(len(sequences))] == [4, 8]
+    with pytest.raises(ConfigError, match="less than one sequence"):
+        tokenize(["few words"], tokenizer, DataConfig(source="unused", sequence_length=64))
+
+
+def numbered(count):
+    return Sequences(torch.arange(count * 4, dtype=torch.int32), [4 * (index + 1) for index in range(count)])
+
+
+def test_held_out_part_is_the_end():
+    training, held_out = split_held_out(numbered(10), 0.2)
+    assert (len(training), len(held_out)) == (8, 2)
+    assert training[7]["input_ids"].tolist() == [28, 29, 30, 31]
+    assert [held_out[index]["input_ids"].tolist()[0] for index in range(2)] == [32, 36]
+    assert split_held_out(numbered(3), 0.0)[1] is None
+    with pytest.raises(ConfigError, match="leaves no sequence"):
+        split_held_out(numbered(1), 0.5)
+
+
+class FakeSession:
+    """One rank: the loss of a batch is its first token."""
+
+    device = torch.device("cpu")
+
+    class model:  # stands for an instance
+        eval = train = staticmethod(lambda: None)
+
+    def forward(self, batch):
+        return batch["input_ids"][0, 0].float()
+
+    def sum_over_ranks(self, *values):
+        return list(values)
+
+
+def test_held_out_batches_are_weighted_and_shared_out():
+    task = TaskConfig(name="causal-lm")
+    collator = make_collator(task, type("T", (), {"pad_token_id": 0}), seed=0)
+    batches = held_out_batches(numbered(5), collator, task, batch_size=2)
+    assert [predicted for _, predicted in batches] == [6, 6, 3]
+    assert HeldOut(batches, 0, 1).loss(FakeSession()) == pytest.approx((0 * 6 + 8 * 6 + 16 * 3) / 15)
+    assert HeldOut(batches, 0, 2).loss(FakeSession()) == pytest.approx((0 * 6 + 16 * 3) / 9)
+    assert HeldOut(batches, 1, 2).loss(FakeSession()) == 8.0  # and one forward more, with weight 0
+
+
+def test_causal_batches_pad_without_losing_the_end_token():
+    items = [{"input_ids": torch.tensor(ids)} for ids in ([5, 6, 2], [7, 2])]
+    collator = make_collator(TaskConfig(name="causal-lm"), type("T", (), {"pad_token_id": 2}), seed=0)
+    batch = collator(items)
+    assert batch["input_ids"].tolist() == [[5, 6, 2], [7, 2, 2]]
+    assert batch["labels"].tolist() == [[5, 6, 2], [7, 2, IGNORED_LABEL]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert predicted_tokens(TaskConfig(name="causal-lm"), batch["labels"]) == 3
+
+
+def test_masked_batches_hide_the_same_tokens_for_the_same_seed(tokenizer):
+    task = TaskConfig(name="masked-lm", mask_probability=0.5)
+    sequences = tokenize(["some words " * 40], tokenizer, DataConfig(source="unused", sequence_length=16))
+    items = [sequences[index] for index in range(4)]
+    first, second = (make_collator(task, tokenizer, seed=7)(items) for _ in range(2))
+    assert torch.equal(first["labels"], second["labels"])
+    assert predicted_tokens(task, first["labels"]) == int((first["labels"] != IGNORED_LABEL).sum()) > 0
+    assert (first["labels"][:, [0, -1]] == IGNORED_LABEL).all()  # special tokens are never hidden
+    assert json.dumps(sorted(first)) == '["attention_mask", "input_ids", "labels"]'
+
+
+def test_masked_task_needs_a_mask_token():
+    tokenizer = type("T", (), {"mask_token": None})
+    with pytest.raises(ConfigError, match="mask token"):
+        make_collator(TaskConfig(name="masked-lm"), tokenizer, seed=0)

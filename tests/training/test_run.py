@@ -1,0 +1,190 @@
+"""Whole runs on tiny models: the same training on every engine and world size, and what is saved."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerostart
+from ranks import rank_outcomes, run_ranks
+from zerostart.errors import ConfigError
+from zerostart.training.config import parse_config
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory):
+    """A tokenizer of single characters that fits the vocabularies of the tiny models."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokens = ["<unk>", "<bos>", "</s>", *CHARACTERS]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(
+        path
+    )
+    return path
+
+
+@pytest.fixture
+def values(tmp_path, tokenizer_path):
+    """Builds the configuration of a short causal run of the checkpoint at a path."""
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat, and the dog sat on the cat. " * 40)
+
+    def make(source, engine="fsdp2", output="out", **train):
+        return {
+            "model": {"source": str(source)},
+            "data": {
+                "source": str(text),
+                "tokenizer": str(tokenizer_path),
+                "sequence_length": 16,
+                "held_out": 0.1,
+            },
+            "task": {"name": "causal-lm"},
+            "engine": {"name": engine},
+            "train": {"steps": 6, "batch_size": 2, "learning_rate": 1e-2, "warmup_steps": 1, **train},
+            "output": {"directory": str(tmp_path / output)},
+        }
+
+    return make
+
+
+def run(values):
+    from zerostart.training.runner import train
+
+    return train(parse_config(values))
+
+
+def metrics(result):
+    lines = Path(result.directory, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def losses(result):
+    return [entry["loss"] for entry in metrics(result) if "loss" in entry]
+
+
+@pytest.mark.usefixtures("deepspeed_op")
+def test_engines_and_world_sizes_train_alike(checkpoints, values):
+    """Clipping, decay, accumulation and schedule mean the same everywhere; the batch of a step is 8."""
+    path = checkpoints("qwen3_moe_aligned")
+    options = {"weight_decay": 0.1, "max_grad_norm": 0.5}
+    runs = {
+        "fsdp2 x 2": run_ranks(run, 2, values(path, output="a", batch_size=2, accumulation=2, **options)),
+        "deepspeed x 2": run_ranks(
+            run, 2, values(path, "deepspeed", output="b", batch_size=2, accumulation=2, **options)
+        ),
+        "fsdp2 x 1": run_ranks(run, 1, values(path, output="c", batch_size=8, **options)),
+    }
+    reference, *others = [losses(results[0]) for results in runs.values()]
+    assert len(reference) == 6
+    assert reference[-1] < reference[0] - 0.3
+    for other in others:
+        assert other == pytest.approx(reference, rel=2e-4), runs.keys()
+    held_out = [results[0].held_out for results in runs.values()]
+    assert held_out[0].keys() == {0, 6}
+    for one in held_out[1:]:
+        assert one == pytest.approx(held_out[0], rel=2e-4)
+    for results in runs.values():
+        assert all(result == results[0] for result in results)
+
+
+def load_and_export(path, engine, out):
+    from transformers import AutoTokenizer
+
+    from zerostart.training.export import export_model
+
+    model = zerostart.load(path, engine=engine, progress=False)
+    with_tokenizer = AutoTokenizer.from_pretrained(path.parent / "tokenizer")
+    export_model(model, with_tokenizer, Path(out), "20KB")
+
+
+@pytest.mark.usefixtures("deepspeed_op")
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_export_is_what_plain_transformers_loads(checkpoints, tokenizer_path, tmp_path, kind, engine):
+    """Tied weights are stored once; fused experts in the model's own layout, in several files."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = checkpoints(kind)
+    if not (source.parent / "tokenizer").exists():
+        (source.parent / "tokenizer").symlink_to(tokenizer_path)
+    run_ranks(load_and_export, 2, source, engine, str(tmp_path))
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    expected = AutoModelForCausalLM.from_pretrained(source)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert type(loaded) is type(expected)
+    for (name, ours), (other, theirs) in zip(
+        loaded.state_dict().items(), expected.state_dict().items(), strict=True
+    ):
+        assert name == other
+        assert torch.equal(ours, theirs), name
+    stored = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert ("lm_head.weight" in stored) == (kind != "qwen3")
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "</s>"
+
+
+def export_to_a_full_disk(path, out):
+    from zerostart.checkpoint.writer import CheckpointWriter
+    from zerostart.errors import WriteError
+
+    def fail(*_):
+        raise WriteError("no space left")
+
+    CheckpointWriter.write = fail  # a process of its own: nothing to restore
+    load_and_export(path, "fsdp2", out)
+
+
+def test_a_failed_save_ends_alike_on_every_rank(checkpoints, tokenizer_path, tmp_path):
+    source = checkpoints("qwen3")
+    if not (source.parent / "tokenizer").exists():
+        (source.parent / "tokenizer").symlink_to(tokenizer_path)
+    outcomes = rank_outcomes(export_to_a_full_disk, 2, source, str(tmp_path), timeout=60)
+    assert [outcome.error for outcome in outcomes] == ["zerostart.errors.WriteError"] * 2
+    assert all("no space left" in outcome.message for outcome in outcomes)
+    assert not list(tmp_path.glob("*.safetensors*"))
+
+
+def run_until_rank_one_is_asked_to_stop(values):
+    from zerostart.training.progress import Display
+
+    show = Display.step
+
+    def step(self, figures):
+        show(self, figures)
+        if figures.step == 2 and torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Display.step = step
+    return run(values)
+
+
+def test_a_wish_to_stop_on_one_rank_stops_all_after_a_step(checkpoints, values):
+    results = run_ranks(run_until_rank_one_is_asked_to_stop, 2, values(checkpoints("qwen3"), steps=50))
+    assert results[0] == results[1]
+    assert results[0].stopped
+    assert results[0].steps == 3
+    assert Path(results[0].directory, "model.safetensors").exists()
+
+
+def test_mistakes_end_the_run_before_the_load(checkpoints, values):
+    source = checkpoints("qwen3")
+    given = values(source)
+    Path(given["output"]["directory"]).mkdir()
+    Path(given["output"]["directory"], "something").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        run(given)
+    given = values(source, output="other")
+    with pytest.raises(ConfigError, match=r"tokenizer has 30522 tokens, but the model knows only 131"):
+        from tiny import minilm_path
+
+        run({**given, "data": {**given["data"], "tokenizer": str(minilm_path())}})
