@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import mmap
 import os
 import time
 import zlib
@@ -180,15 +181,19 @@ def shard_bytes(result: Any) -> int:
 
 
 def back_free_memory(checkpoint: Path) -> None:
-    """Touch and free 1.5 times this rank's share of the checkpoint.
+    """Touch and free 1.5 times this rank's share of the checkpoint, in small pages and in huge ones.
 
     A virtual machine's free pages may have no memory of the host behind them; the first touch then costs
-    several times the read. This is of the machine and of no arm, so every arm starts from backed pages.
+    several times the read. This is of the machine and of no arm, so every arm starts from backed pages, of
+    either size: free blocks of the two sizes are not the same ones.
     """
-    import torch
-
     share = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-    torch.empty(share * 3 // 2 // int(os.environ["WORLD_SIZE"]), dtype=torch.uint8).fill_(1)
+    size = share * 3 // 2 // int(os.environ["WORLD_SIZE"])
+    for advice in (mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE):
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+            pages.madvise(advice)
+            for offset in range(0, size, mmap.PAGESIZE):
+                pages[offset] = 1
 
 
 def measure(arm: str, checkpoint: Path, digest: bool) -> dict[str, Any]:
