@@ -37,7 +37,8 @@ def main() -> None:
     for repeat in range(options.repeats):
         order = options.arms if repeat % 2 == 0 else options.arms[::-1]
         for arm in order:
-            ranks = run_cell(arm, checkpoint, options.ranks, digest=repeat == 0, limit=options.limit)
+            flags = ["--digest"] * (repeat == 0) + ["--as-found"] * options.as_found
+            ranks = run_cell(arm, checkpoint, options.ranks, flags, options.limit)
             if repeat == 0 and "digest" in ranks[0]:
                 digests[arm] = [cell.pop("digest") for cell in ranks]
             cells[arm].append(ranks)
@@ -57,6 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--limit", type=float, default=600, help="seconds that a cell may take")
+    parser.add_argument("--as-found", action="store_true", help="do not touch free memory before a cell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "load.json")
     return parser.parse_args()
 
@@ -80,7 +82,7 @@ def warm(checkpoint: Path) -> None:
                 pass
 
 
-def run_cell(arm: str, checkpoint: Path, ranks: int, digest: bool, limit: float) -> list[dict[str, Any]]:
+def run_cell(arm: str, checkpoint: Path, ranks: int, flags: list[str], limit: float) -> list[dict[str, Any]]:
     """One fresh group of processes. Returns one record a rank, with the peaks of its memory."""
     warm(checkpoint)
     with tempfile.TemporaryDirectory() as folder, socket.socket() as placeholder:
@@ -89,7 +91,7 @@ def run_cell(arm: str, checkpoint: Path, ranks: int, digest: bool, limit: float)
         placeholder.close()
         results = [Path(folder, f"{rank}.json") for rank in range(ranks)]
         processes = [
-            start_rank(arm, checkpoint, rank, ranks, port, results[rank], digest) for rank in range(ranks)
+            start_rank(arm, checkpoint, rank, ranks, port, results[rank], flags) for rank in range(ranks)
         ]
         sampler = Sampler([process.pid for process in processes])
         try:
@@ -107,7 +109,7 @@ def run_cell(arm: str, checkpoint: Path, ranks: int, digest: bool, limit: float)
 
 
 def start_rank(
-    arm: str, checkpoint: Path, rank: int, ranks: int, port: int, result: Path, digest: bool
+    arm: str, checkpoint: Path, rank: int, ranks: int, port: int, result: Path, flags: list[str]
 ) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "RANK": str(rank),
@@ -122,7 +124,7 @@ def start_rank(
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
     command = [sys.executable, Path(__file__).with_name("arms.py"), arm]
-    command += ["--checkpoint", checkpoint, "--result", result] + (["--digest"] if digest else [])
+    command += ["--checkpoint", checkpoint, "--result", result, *flags]
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
 

@@ -27,7 +27,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Outcome", "RankError", "rank_outcomes", "run_ranks"]
+__all__ = ["Outcome", "RankError", "build_deepspeed_op", "rank_outcomes", "run_ranks"]
 
 #: Modules that the server imports once. None of them starts a thread or touches an accelerator.
 PRELOAD = (

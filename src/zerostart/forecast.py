@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import planned_layout
 from zerostart.layout import replicated
-from zerostart.models import Program, Settled
-from zerostart.planning import Destination, Plan, PlanOptions, join
+from zerostart.models import Settled
+from zerostart.planning import Count, Destination, PlanOptions, Share, count_reads, join
 from zerostart.recipe import Coverage, Recipe
 from zerostart.world import default_device
 
@@ -85,41 +84,53 @@ def forecast_ranks(
     options: PlanOptions,
     threads: int,
 ) -> list[RankForecast]:
-    """Plan each rank of ``world_size`` and keep the sums."""
+    """What each rank of ``world_size`` reads and holds."""
     on_host = default_device().type == "cpu"
-    parameters = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
-    fixed = sum(b.numel() * b.dtype.itemsize for b in model.buffers())
-    forecasts = []
-    for rank in range(world_size):
-        wanted = []
-        shards = 0
-        for name, (shape, dtype) in parameters.items():
-            layout = planned_layout(engine, shape, rank, world_size)
-            shards += layout.numel * dtype.itemsize
-            recipe = settled.parameters[name]
-            if not isinstance(recipe, Program):
-                wanted.append(
-                    (recipe, layout, _destination(recipe, layout.numel, layout.owned, dtype, on_host))
-                )
-        for recipe in settled.buffers.values():
-            layout = replicated(recipe.target.shape)
-            dtype = recipe.target.dtype
-            wanted.append((recipe, layout, _destination(recipe, layout.numel, layout.owned, dtype, on_host)))
-        plan = join(catalog, wanted, options)
-        forecasts.append(_summed(rank, plan, shards + fixed, on_host, threads))
-    return forecasts
+    device_bytes = sum(b.numel() * b.dtype.itemsize for b in model.buffers())
+    shares = [Share(recipe, 0) for recipe in settled.buffers.values()]
+    for name, parameter in model.named_parameters():
+        # The storage has the same size on every rank.
+        numel = planned_layout(engine, tuple(parameter.shape), 0, world_size).numel
+        device_bytes += numel * parameter.dtype.itemsize
+        recipe = settled.parameters[name]
+        if isinstance(recipe, Recipe) and numel:
+            shares.append(Share(recipe, numel))
+    counts = count_reads(catalog, shares, world_size, on_host, options)
+    if counts is None:
+        counts = [
+            _planned(catalog, shares, engine, r, world_size, on_host, options) for r in range(world_size)
+        ]
+    return [
+        RankForecast(
+            rank=rank,
+            read_bytes=count.nbytes,
+            read_ops=count.reads,
+            device_bytes=device_bytes,
+            peak_host_bytes=(threads * options.chunk_size if count.staged else 0)
+            + (device_bytes if on_host else 0),
+        )
+        for rank, count in enumerate(counts)
+    ]
 
 
-def _destination(recipe: Recipe, numel: int, owned: int, dtype: torch.dtype, on_host: bool) -> Destination:
-    return Destination(recipe.target.name, numel, owned, dtype, on_host)
-
-
-def _summed(rank: int, plan: Plan, device_bytes: int, on_host: bool, threads: int) -> RankForecast:
-    staging = threads * plan.chunk_size if plan.staged else 0
-    return RankForecast(
-        rank=rank,
-        read_bytes=plan.read_bytes,
-        read_ops=len(plan.reads),
-        device_bytes=device_bytes,
-        peak_host_bytes=staging + (device_bytes if on_host else 0),
-    )
+def _planned(
+    catalog: Catalog,
+    shares: Sequence[Share],
+    engine: str,
+    rank: int,
+    world_size: int,
+    on_host: bool,
+    options: PlanOptions,
+) -> Count:
+    """One rank's reads, by planning them: for recipes that are not made of unbroken runs."""
+    wanted = []
+    for share in shares:
+        target = share.recipe.target
+        sharded = share.numel > 0
+        layout = (
+            planned_layout(engine, target.shape, rank, world_size) if sharded else replicated(target.shape)
+        )
+        destination = Destination(target.name, layout.numel, layout.owned, target.dtype, on_host)
+        wanted.append((share.recipe, layout, destination))
+    plan = join(catalog, wanted, options)
+    return Count(plan.read_bytes, len(plan.reads), plan.staged)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import zerostart
 from ranks import rank_outcomes, run_ranks
+from tiny import minilm_path
 from zerostart.errors import ConfigError
 from zerostart.training.config import parse_config
 
@@ -176,6 +178,16 @@ def test_a_wish_to_stop_on_one_rank_stops_all_after_a_step(checkpoints, values):
     assert Path(results[0].directory, "model.safetensors").exists()
 
 
+def test_what_is_saved_after_mixed_precision_are_the_master_weights(checkpoints, values):
+    """The last forward of a run, an evaluation, leaves FSDP2's root gathered in bfloat16."""
+    given = values(checkpoints("qwen3"), mixed_precision="bf16", learning_rate=1e-4)
+    (result,) = run_ranks(run, 1, given)
+    tensors = load_file(Path(result.directory, "model.safetensors"))
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert any(not torch.equal(tensor.bfloat16().float(), tensor) for tensor in tensors.values())
+    assert json.loads(Path(result.directory, "config.json").read_text())["dtype"] == "float32"
+
+
 def test_mistakes_end_the_run_before_the_load(checkpoints, values):
     source = checkpoints("qwen3")
     given = values(source)
@@ -184,7 +196,8 @@ def test_mistakes_end_the_run_before_the_load(checkpoints, values):
     with pytest.raises(ConfigError, match="not empty"):
         run(given)
     given = values(source, output="other")
+    with pytest.raises(ConfigError, match=r"tracking\.trackers: nonsense is unknown; known are .*wandb"):
+        run({**given, "tracking": {"trackers": ["nonsense"]}})
+    given["data"]["tokenizer"] = str(minilm_path())
     with pytest.raises(ConfigError, match=r"tokenizer has 30522 tokens, but the model knows only 131"):
-        from tiny import minilm_path
-
-        run({**given, "data": {**given["data"], "tokenizer": str(minilm_path())}})
+        run(given)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["DTYPE_BITS", "Catalog", "TensorEntry"]
+__all__ = ["DTYPE_BITS", "TORCH_NAMES", "Catalog", "TensorEntry"]
 
 #: Width in bits of each element type, in the safetensors spelling.
 DTYPE_BITS: Mapping[str, int] = {
@@ -36,10 +36,37 @@ DTYPE_BITS: Mapping[str, int] = {
     "U64": 64,
 }
 
+#: The same types by their names in torch (``torch.float32`` without its module).
+TORCH_NAMES: Mapping[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "complex64": "C64",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One checkpoint tensor: row-major, contiguous, at ``offset`` (bytes) of file number ``file``."""
+    """One checkpoint tensor, whose first element is at ``offset`` (bytes) of file number ``file``.
+
+    ``strides`` are in elements, None for row-major and contiguous as a safetensors file stores all tensors.
+    ``nbytes`` are the bytes of its elements, which with strides are not one run of the file.
+    """
 
     name: str
     dtype: str
@@ -47,6 +74,7 @@ class TensorEntry:
     file: int
     offset: int
     nbytes: int
+    strides: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:

@@ -10,12 +10,12 @@ compared with the true size first.
 from __future__ import annotations
 
 import os
-import stat
 from typing import NoReturn
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TensorEntry
+from zerostart.checkpoint.files import open_regular, read_at
 from zerostart.checkpoint.strict_json import DAMAGED, MAX_JSON_BYTES, load_json, shown
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
+from zerostart.errors import CheckpointError, ReadError
 
 __all__ = ["parse_header", "read_header"]
 
@@ -35,25 +35,13 @@ def read_header(
     right in every field, ReadError if reading fails.
     """
     name = os.fspath(path)
-    try:
-        # Without O_NONBLOCK, opening a FIFO would wait for a writer before its type can be looked at.
-        handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{name}: there is no such file") from error
-    except OSError as error:
-        raise ReadError(f"{name}: cannot be opened: {error.strerror}") from error
-    try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{name}: not a regular file, so it cannot be a safetensors checkpoint")
-        length = _header_length(_pread(handle, _PREFIX_BYTES, 0, name), status.st_size, name)
-        raw = _pread(handle, length, _PREFIX_BYTES, name)
-    finally:
-        os.close(handle)
+    with open_regular(name, "safetensors") as (handle, size):
+        length = _header_length(read_at(handle, _PREFIX_BYTES, 0, name), size, name)
+        raw = read_at(handle, length, _PREFIX_BYTES, name)
     if len(raw) != length:
         raise ReadError(f"{name}: the file shrank while its header was read; is another process writing it?")
-    entries, metadata = parse_header(raw, status.st_size, name, file_index)
-    return entries, metadata, status.st_size
+    entries, metadata = parse_header(raw, size, name, file_index)
+    return entries, metadata, size
 
 
 def parse_header(
@@ -73,21 +61,6 @@ def parse_header(
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes, entry.name))
     _check_cover(entries, data_start, file_size, path)
     return entries, metadata
-
-
-def _pread(handle: int, length: int, offset: int, path: str) -> bytes:
-    chunks = []
-    while length:
-        try:
-            chunk = os.pread(handle, length, offset)
-        except OSError as error:
-            raise ReadError(f"{path}: reading the header failed: {error.strerror}") from error
-        if not chunk:
-            break
-        chunks.append(chunk)
-        length -= len(chunk)
-        offset += len(chunk)
-    return b"".join(chunks)
 
 
 def _header_length(prefix: bytes, file_size: int, path: str) -> int:

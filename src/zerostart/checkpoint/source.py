@@ -9,43 +9,55 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NoReturn
+from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.safetensors import read_header
 from zerostart.checkpoint.strict_json import DAMAGED, read_json, shown
+from zerostart.checkpoint.torch_zip import read_torch_file
 from zerostart.errors import CheckpointError, CheckpointNotFoundError
 
 __all__ = ["config_path", "open_catalog", "read_config", "resolve_source"]
 
 SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
-#: The names that transformers and diffusers look for, in their order.
-STANDARD_STEMS = ("model", "diffusion_pytorch_model")
-PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+INDEX_SUFFIX = ".index.json"
+#: Suffixes of files that torch.save writes; an index is written for the first kind only.
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+#: The names that transformers and diffusers look for, in their order: safetensors before torch files.
+STANDARD_NAMES = tuple(
+    f"{stem}{suffix}{index}"
+    for stem, suffix in (
+        ("model", SUFFIX),
+        ("diffusion_pytorch_model", SUFFIX),
+        ("pytorch_model", ".bin"),
+        ("diffusion_pytorch_model", ".bin"),
+    )
+    for index in ("", INDEX_SUFFIX)
+)
+#: What training leaves beside weights, by the names of transformers' Trainer.
+NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 CONFIG_NAME = "config.json"
 #: Headers are small and parsing holds the interpreter lock: threads hide the latency of opening only.
 HEADER_THREADS = 8
 
 
 def open_catalog(source: str | os.PathLike[str]) -> Catalog:
-    """Catalog of the safetensors checkpoint at ``source``, every header checked.
+    """Catalog of the checkpoint at ``source``, every header checked.
 
-    ``source`` is a ``.safetensors`` file, an index file, a directory with the names of transformers or
-    diffusers or with one single ``.safetensors`` file or index, or a hub id, optionally
-    ``id@revision``, that lies in the local cache. Tensors are in the order of files, then of offsets.
-    A tensor in a listed shard belongs to the checkpoint even if the index does not list it, because
-    transformers too loads all that the listed files hold.
+    ``source`` is a ``.safetensors`` file, a file of torch.save (``.bin``, ``.pt``, ``.pth``, ``.ckpt``), an
+    index file of either kind, a directory with the names of transformers or diffusers or with one single
+    such file or index, or a hub id, optionally ``id@revision``, that lies in the local cache. Where a
+    directory has both kinds, safetensors are taken. Tensors are in the order of files, then of offsets (in a
+    torch file, of its state dict). A tensor in a listed shard belongs to the checkpoint even if the index
+    does not list it, because transformers too loads all that the listed files hold.
 
     Raises CheckpointNotFoundError if nothing is there or a listed file is absent, CheckpointError if a
     file is malformed or contradicts the index, ReadError if reading fails.
     """
     path = resolve_source(source)
     weights = _weights_in(path) if path.is_dir() else path
-    if weights.name.endswith(INDEX_SUFFIX):
+    if weights.name.endswith((f"{SUFFIX}{INDEX_SUFFIX}", f".bin{INDEX_SUFFIX}")):
         return _open_index(weights)
-    if weights.name.endswith(PICKLED):
-        _refuse_pickled(weights, [weights.name])
     return _catalog(weights.parent, [weights], wanted=None)
 
 
@@ -110,12 +122,11 @@ def _cached_snapshot(name: str, looked_for: Path) -> Path:
 
 def _weights_in(directory: Path) -> Path:
     """The one weights or index file of a directory, by the rules of transformers and diffusers."""
-    for stem in STANDARD_STEMS:
-        for suffix in (SUFFIX, INDEX_SUFFIX):
-            if (directory / f"{stem}{suffix}").exists():
-                return directory / f"{stem}{suffix}"
-    names = sorted(entry.name for entry in directory.iterdir())
-    for suffix in (INDEX_SUFFIX, SUFFIX):
+    for name in STANDARD_NAMES:
+        if (directory / name).exists():
+            return directory / name
+    names = sorted(entry.name for entry in directory.iterdir() if entry.name not in NO_WEIGHTS)
+    for suffix in (f"{SUFFIX}{INDEX_SUFFIX}", SUFFIX, f".bin{INDEX_SUFFIX}", TORCH_SUFFIXES):
         found = [name for name in names if name.endswith(suffix)]
         if len(found) == 1:
             return directory / found[0]
@@ -124,20 +135,9 @@ def _weights_in(directory: Path) -> Path:
                 f"{directory}: which checkpoint is meant? It holds {', '.join(map(shown, found[:8]))}"
                 f"{' and more' if len(found) > 8 else ''}; name one file, or add an index"
             )
-    pickled = [name for name in names if name.endswith(PICKLED)]
-    if pickled:
-        _refuse_pickled(directory, pickled)
-    looked_for = [f"{stem}{suffix}" for stem in STANDARD_STEMS for suffix in (SUFFIX, INDEX_SUFFIX)]
     raise CheckpointNotFoundError(
-        f"{directory}: no checkpoint here; looked for {', '.join(looked_for)} and any other *{SUFFIX}"
-    )
-
-
-def _refuse_pickled(place: Path, names: Sequence[str]) -> NoReturn:
-    raise CheckpointError(
-        f"{place}: the weights are pickled ({', '.join(map(shown, names[:4]))}); this version reads only "
-        "safetensors, a later one pickled files too. Convert them once: "
-        "AutoModel.from_pretrained(directory).save_pretrained(new_directory) writes safetensors"
+        f"{directory}: no checkpoint here; looked for {', '.join(STANDARD_NAMES)}, any other *{SUFFIX}, and "
+        f"{', '.join(f'*{suffix}' for suffix in TORCH_SUFFIXES)}"
     )
 
 
@@ -171,10 +171,16 @@ def _check_shard_name(index: Path, name: str, file: object) -> None:
             f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, outside the checkpoint's "
             "directory; do not load this checkpoint"
         )
-    if not file.endswith(SUFFIX):
+    suffix = PurePosixPath(index.name.removesuffix(INDEX_SUFFIX)).suffix
+    if not file.endswith(suffix):
         raise CheckpointError(
-            f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, which is not a {SUFFIX} file"
+            f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, which is not a {suffix} file"
         )
+
+
+def _read_file(path: str, number: int) -> tuple[list[TensorEntry], dict[str, str], int]:
+    """Entries, metadata and size of one file, by its suffix."""
+    return (read_torch_file if path.endswith(TORCH_SUFFIXES) else read_header)(path, number)
 
 
 def _catalog(
@@ -183,7 +189,7 @@ def _catalog(
     """Parse all headers and join them; ``wanted`` maps each name that an index lists to its file."""
     paths = [str(file) for file in files]
     with ThreadPoolExecutor(min(HEADER_THREADS, len(paths))) as pool:
-        headers = list(pool.map(read_header, paths, range(len(paths))))
+        headers = list(pool.map(_read_file, paths, range(len(paths))))
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
     for (entries, own, _), path in zip(headers, paths, strict=True):

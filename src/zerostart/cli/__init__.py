@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import sys
 import traceback
@@ -42,9 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     app.callback()(_global_options)
     for name in _COMMANDS:
-        if importlib.util.find_spec(f"zerostart.cli.{name}") is not None:
-            module = importlib.import_module(f"zerostart.cli.{name}")
-            app.command(name)(_guarded(module.command))
+        module = importlib.import_module(f"zerostart.cli.{name}")
+        app.command(name)(_guarded(module.command))
     app(None if argv is None else list(argv))
 
 

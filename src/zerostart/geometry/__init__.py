@@ -1,7 +1,7 @@
 """Pure integers: boxes, row-major ranges, strided pieces and the copies between them."""
 
 from zerostart.geometry.boxes import Box, row_major_boxes, row_major_strides
-from zerostart.geometry.copies import Copy, copies_between
+from zerostart.geometry.copies import Copy, copies_between, merge_runs
 from zerostart.geometry.digits import Digit, Digits, cut, extent, simplify, split_at
 from zerostart.geometry.pieces import (
     Piece,
@@ -30,6 +30,7 @@ __all__ = [
     "extent",
     "insert_axis",
     "join_runs",
+    "merge_runs",
     "permute",
     "reshape",
     "row_major_boxes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -11,7 +11,7 @@ from zerostart.geometry.boxes import Box
 from zerostart.geometry.digits import cut, extent
 from zerostart.geometry.pieces import Piece
 
-__all__ = ["Copy", "copies_between"]
+__all__ = ["Copy", "copies_between", "merge_runs"]
 
 #: ``(size, source stride, destination stride)`` of one loop.
 Loop = tuple[int, int, int]
@@ -44,6 +44,24 @@ class Copy:
     def span(self) -> int:
         """Elements from the first to the last one read, both included."""
         return 1 + sum((size - 1) * stride for size, stride, _ in self.loops)
+
+
+def merge_runs(copies: Iterable[Copy]) -> list[Copy]:
+    """Join unbroken runs that continue each other on both sides; sorted by source and address."""
+    out: list[Copy] = []
+    for copy in sorted(copies, key=lambda c: (str(c.source), c.start)):
+        last = out[-1] if out else None
+        if (
+            last is not None
+            and last.source == copy.source
+            and last.contiguous
+            and copy.contiguous
+            and (last.start + last.numel, last.to + last.numel) == (copy.start, copy.to)
+        ):
+            out[-1] = Copy(last.source, last.start, last.to, ((last.numel + copy.numel, 1, 1),))
+        else:
+            out.append(copy)
+    return out
 
 
 def copies_between(piece: Piece, box: Box, to: int, strides: Sequence[int]) -> Iterator[Copy]:

@@ -36,7 +36,7 @@ class Piece:
     """The box at ``origin`` whose axes are ``axes``, filled from ``source`` starting at ``offset``.
 
     ``source`` is a run of equally sized tensors, one after the other in one address space; ``unit`` is the
-    number of elements of each. Addresses and strides are in elements.
+    number of addresses of each, from its first element to its last. Addresses and strides are in elements.
     """
 
     origin: tuple[int, ...]
@@ -56,14 +56,15 @@ class Piece:
         return prod(self.extent)
 
 
-def whole(source: Hashable, shape: Sequence[int]) -> tuple[Piece, ...]:
-    """A source tensor of ``shape`` as it is."""
-    numel = prod(shape)
-    if numel == 0:
+def whole(source: Hashable, shape: Sequence[int], strides: Sequence[int] | None = None) -> tuple[Piece, ...]:
+    """A source tensor of ``shape`` as it is stored: row-major, or with ``strides`` (elements)."""
+    if prod(shape) == 0:
         return ()
-    strides = row_major_strides(shape)
+    if strides is None:
+        strides = row_major_strides(shape)
     axes = tuple(simplify(((size, stride),)) for size, stride in zip(shape, strides, strict=True))
-    return (Piece((0,) * len(shape), axes, (source,), numel, 0),)
+    unit = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return (Piece((0,) * len(shape), axes, (source,), unit, 0),)
 
 
 def crop(pieces: Sequence[Piece], dim: int, start: int, stop: int, step: int = 1) -> tuple[Piece, ...]:

@@ -19,6 +19,8 @@ from zerostart.models.tensors import (
     is_persistent,
     owner_of,
     plain_tensors,
+    recast,
+    replace_plain_tensors,
     replace_tensor,
     state_names,
 )
@@ -64,10 +66,12 @@ def tie_names(model: nn.Module, recipes: Recipes, equal: Equal) -> Coverage:
         missing = {name for name, _, _ in state_names(model)} - present.keys()
         tie(model, missing)
     supplied = {id(tensor) for name, tensor, _ in state_names(model) if name in present}
-    lacking = tuple(
-        name for name, tensor, _ in state_names(model) if name not in present and id(tensor) not in supplied
-    )
     before = recipes.coverage
+    lacking = tuple(
+        name
+        for name, tensor, _ in state_names(model)
+        if name not in present and name not in before.mismatched and id(tensor) not in supplied
+    )
     coverage = Coverage(lacking, before.unexpected, before.mismatched)
     return coverage.ignoring(*ignorable(model)) if is_pretrained(model) else coverage
 
@@ -88,6 +92,7 @@ def initialise_rest(built: Built, recipes: Recipes) -> Settled:
     Raises BuildError, with the names, where a value cannot be had.
     """
     model = built.model
+    _keep_dtypes(model, recipes)
     sources: dict[int, Recipe] = {}
     for name, tensor, _ in state_names(model):
         if name in recipes.by_name:
@@ -108,6 +113,18 @@ def initialise_rest(built: Built, recipes: Recipes) -> Settled:
         *(n for n, _, buffer in state_names(model) if buffer and n not in loaded_buffers),
     )
     return Settled(parameters, loaded_buffers, initialised)
+
+
+def _keep_dtypes(model: nn.Module, recipes: Recipes) -> None:
+    """Give loaded parameters the dtype that the model keeps them in; transformers leaves missing ones."""
+    casts: dict[int, torch.Tensor] = {}
+    for name, tensor, buffer in list(state_names(model)):
+        recipe = recipes.by_name.get(name)
+        if not buffer and recipe is not None and recipe.target.dtype != tensor.dtype:
+            casts.setdefault(id(tensor), recast(tensor, recipe.target.dtype))
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) in casts:
+            replace_tensor(model, name, casts[id(parameter)])
 
 
 def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
@@ -172,5 +189,5 @@ def _fill_plain_tensors(built: Built) -> None:
             ". Pass model= as a class or a callable, so that they can be computed"
         )
     values = built.log.values([t for _, t in waiting], torch.device("cpu"))
-    for (name, _), value in zip(waiting, values, strict=True):
-        replace_tensor(built.model, name, value)
+    old = [t for _, t in waiting]
+    replace_plain_tensors(built.model, {id(t): value for t, value in zip(old, values, strict=True)})

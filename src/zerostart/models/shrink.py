@@ -80,6 +80,7 @@ def tiny(config: Mapping[str, Any]) -> dict[str, Any]:
     _set_layers(config, result, {key: result[key] for key in _LAYERS if _is_size(config.get(key))})
     _clip_token_ids(result)
     _shrink_rotary_sections(result)
+    _shrink_outputs(config, result)
     return result
 
 
@@ -197,3 +198,16 @@ def _shrink_rotary_sections(config: dict[str, Any]) -> None:
             half = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
             side = half // 4
             config[key] = {**rope, "mrope_section": [half - 2 * side, side, side]}
+
+
+def _shrink_outputs(config: Mapping[str, Any], result: dict[str, Any]) -> None:
+    """A backbone gives out some of its stages, named and numbered; with fewer, it gives out the last ones."""
+    stages, chosen = config.get("stage_names"), config.get("out_indices")
+    layers = next((result[key] for key in _LAYERS if _is_size(result.get(key))), None)
+    if not isinstance(stages, list) or not isinstance(chosen, list | tuple) or layers is None:
+        return
+    if len(stages) == layers + 1:
+        return
+    del result["stage_names"]  # the library makes them from the number of layers
+    result["out_features"] = None
+    result["out_indices"] = list(range(max(1, layers + 1 - len(chosen)), layers + 1))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 from zerostart.models.build import Built
 from zerostart.recipe import Target
@@ -17,6 +18,8 @@ __all__ = [
     "is_persistent",
     "owner_of",
     "plain_tensors",
+    "recast",
+    "replace_plain_tensors",
     "replace_tensor",
     "set_dtypes",
     "state_names",
@@ -37,7 +40,7 @@ def replace_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     elif leaf in owner._buffers:
         owner._buffers[leaf] = tensor
     else:
-        owner.__dict__[leaf] = tensor
+        raise KeyError(name)
 
 
 def is_persistent(model: nn.Module, name: str) -> bool:
@@ -58,12 +61,29 @@ def state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
                 yield start + leaf, buffer, True
 
 
+#: What every module has of its own; the rest of its attributes is the author's.
+_MODULE_STATE = frozenset(vars(nn.Module()))
+
+
 def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that a module keeps as plain attributes, which no state dict and no ``to`` sees."""
+    """Tensors that a module keeps as plain attributes, or in lists, tuples and dictionaries that are such.
+
+    No state dict and no ``to`` sees them.
+    """
     for prefix, module in model.named_modules():
         for leaf, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{prefix}.{leaf}" if prefix else leaf, value
+            if leaf not in _MODULE_STATE:
+                for path, found in tree_leaves_with_path(value):
+                    if isinstance(found, torch.Tensor):
+                        yield f"{prefix}.{leaf}{keystr(path)}" if prefix else leaf + keystr(path), found
+
+
+def replace_plain_tensors(model: nn.Module, new: dict[int, torch.Tensor]) -> None:
+    """Put new tensors in the place of plain attributes, by the old one's ``id``."""
+    for module in model.modules():
+        for leaf, value in vars(module).items():
+            if leaf not in _MODULE_STATE and any(id(found) in new for found in tree_leaves(value)):
+                vars(module)[leaf] = tree_map(lambda old: new.get(id(old), old), value)
 
 
 def expectations(built: Built) -> dict[str, Target]:
@@ -96,11 +116,12 @@ def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
         if want == tensor.dtype or tensor.device.type != "meta":
             continue
         if id(tensor) not in changed:
-            changed[id(tensor)] = _recast(tensor, want)
+            changed[id(tensor)] = recast(tensor, want)
         replace_tensor(model, name, changed[id(tensor)])
 
 
-def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A meta tensor in another dtype; a parameter stays one, with its marks."""
     cast = torch.empty(tensor.shape, dtype=dtype, device="meta")
     if not isinstance(tensor, nn.Parameter):
         return cast

@@ -1,6 +1,7 @@
 """The plan: catalog x recipe x layout, as the reads that one rank makes and where their bytes go."""
 
+from zerostart.planning.census import Count, Share, count_reads
 from zerostart.planning.join import PlanOptions, join
 from zerostart.planning.plan import Destination, Part, Plan, Read
 
-__all__ = ["Destination", "Part", "Plan", "PlanOptions", "Read", "join"]
+__all__ = ["Count", "Destination", "Part", "Plan", "PlanOptions", "Read", "Share", "count_reads", "join"]

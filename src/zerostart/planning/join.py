@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
-from zerostart.geometry import Copy, copies_between
+from zerostart.geometry import Copy, copies_between, merge_runs
 from zerostart.layout import Layout
 from zerostart.planning.plan import Destination, Part, Plan, Read
 from zerostart.recipe import Recipe, torch_dtype
@@ -33,6 +33,10 @@ class PlanOptions:
     chunk_size: int = 8 * MiB
     gap_share: float = 0.04
     gap_floor: int = 512
+
+    def reads_through(self, gap: int, run: int) -> bool:
+        """Whether a gap of ``gap`` bytes after a run of ``run`` bytes is read along with it."""
+        return gap <= self.gap_share * run or gap + run <= self.gap_floor
 
 
 #: (file, offset, bytes, part relative to offset)
@@ -63,10 +67,14 @@ def join(
     )
 
 
-def _pull_back(recipe: Recipe, layout: Layout) -> Iterator[Copy]:
-    for placed in layout.boxes:
-        for piece in recipe.pieces:
-            yield from copies_between(piece, placed.box, placed.to, placed.strides)
+def _pull_back(recipe: Recipe, layout: Layout) -> list[Copy]:
+    # A run of the row-major order is several boxes: where their bytes follow each other, they are one again.
+    return merge_runs(
+        copy
+        for placed in layout.boxes
+        for piece in recipe.pieces
+        for copy in copies_between(piece, placed.box, placed.to, placed.strides)
+    )
 
 
 def _segments(
@@ -101,9 +109,7 @@ def _dense(loops: Sequence[Loop], width: int, options: PlanOptions) -> tuple[lis
     outer = list(loops)
     while outer:
         size, stride, _ = outer[-1]
-        gap = max(0, stride - span) * width
-        run = span * width
-        if gap > options.gap_share * run and gap + run > options.gap_floor:
+        if not options.reads_through(max(0, stride - span) * width, span * width):
             break
         span += (size - 1) * stride
         inner.insert(0, outer.pop())
@@ -151,9 +157,7 @@ def _joins(group: Sequence[Segment], end: int, segment: Segment, options: PlanOp
         return False
     if part.direct:
         return offset == end
-    gap = max(0, offset - end)
-    run = end - first[1]
-    return gap <= options.gap_share * run or gap + run <= options.gap_floor
+    return options.reads_through(max(0, offset - end), end - first[1])
 
 
 def _read(group: Sequence[Segment], end: int) -> Read:

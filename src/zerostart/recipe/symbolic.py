@@ -47,9 +47,11 @@ class SymbolicTensor(torch.Tensor):
         return self
 
     @classmethod
-    def of(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymbolicTensor:
-        """The checkpoint tensor ``name`` as it is stored."""
-        return cls(geometry.whole(name, shape), shape, dtype)
+    def of(
+        cls, name: str, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
+    ) -> SymbolicTensor:
+        """The checkpoint tensor ``name`` as it is stored (``strides`` in elements, None for row-major)."""
+        return cls(geometry.whole(name, shape, strides), shape, dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]  # no contents to show
         return f"SymbolicTensor(shape={tuple(self.shape)}, dtype={self.dtype}, pieces={len(self.pieces)})"

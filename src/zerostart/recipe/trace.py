@@ -33,7 +33,7 @@ def trace(
     for a conversion that fails or is no index map.
     """
     symbols = {
-        name: SymbolicTensor.of(name, entry.shape, torch_dtype(entry.dtype, name))
+        name: SymbolicTensor.of(name, entry.shape, torch_dtype(entry.dtype, name), entry.strides)
         for name, entry in catalog.tensors.items()
     }
     if callable(converter):

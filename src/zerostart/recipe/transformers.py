@@ -7,6 +7,7 @@ name; a fresh converter for each target.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -103,8 +104,27 @@ def _run(converter: Any, first: str, model: Any) -> Mapping[str, Any]:
         operations = ", ".join(type(op).__name__ for op in converter.operations)
         sources = [key for keys in converter.layer_targets.values() for key in sorted(keys)]
         shown = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
+        lost = _absent_siblings(sources)
         raise ConversionError(
             f"{first}: the conversion {operations} of {shown} failed: {error}. "
-            "The checkpoint's shapes do not fit the conversion that transformers registers for this model"
+            + (
+                f"The checkpoint lacks {', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}"
+                if lost
+                else "The checkpoint's shapes do not fit the conversion registered for this model"
+            )
         ) from error
     return result
+
+
+def _absent_siblings(names: Sequence[str]) -> list[str]:
+    """Names that others of the group suggest: where there is an ``up_proj`` 7, there is a ``gate_proj`` 7."""
+    by_template: dict[str, set[tuple[str, ...]]] = {}
+    for name in names:
+        by_template.setdefault(re.sub(r"\d+", "{}", name), set()).add(tuple(re.findall(r"\d+", name)))
+    everywhere = set().union(*by_template.values())
+    return [
+        template.format(*numbers)
+        for template, there in by_template.items()
+        for numbers in sorted(everywhere - there)
+        if template.count("{}") == len(numbers)
+    ]

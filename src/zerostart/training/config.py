@@ -34,6 +34,16 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
+# The schedules of ``transformers.get_scheduler`` that need no further arguments.
+Schedule = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+]
 # YAML reads a bare `no` as false.
 Precision = Annotated[
     Literal["no", "bf16", "fp16"], BeforeValidator(lambda value: "no" if value is False else value)
@@ -100,7 +110,7 @@ class TrainingConfig(_Section):
     """The optimisation: ``steps`` optimizer steps of AdamW.
 
     A step sees ``batch_size`` sequences a rank, ``accumulation`` times over. ``warmup_steps`` and
-    ``schedule`` (a name known to ``transformers.get_scheduler``) shape the learning rate;
+    ``schedule`` (as ``transformers.get_scheduler`` knows it) shape the learning rate;
     ``max_grad_norm`` 0 turns clipping off. ``evaluate_every`` 0 evaluates at the start and the end only.
     """
 
@@ -110,7 +120,7 @@ class TrainingConfig(_Section):
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-5
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
-    schedule: str = "linear"
+    schedule: Schedule = "linear"
     warmup_steps: Count = 0
     max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
     mixed_precision: Precision = "no"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import zerostart
 from zerostart.checkpoint.shards import plan_shards
@@ -25,6 +26,9 @@ def export_model(model: nn.Module, tokenizer: Any, directory: Path, max_shard_si
     Raises :class:`WriteError` on every rank when writing fails on rank 0.
     """
     world = current_world()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward without a backward leaves parameters gathered, in the compute type
     with world.phase("saving the configuration"):
         if world.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,14 @@ from typing import Any
 import torch
 
 import zerostart
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, PeerError
 from zerostart.training.config import TrainConfig
 from zerostart.training.data import Sequences, iter_documents, split_held_out, tokenize
 from zerostart.training.engine_config import engine_config
 from zerostart.training.evaluate import HeldOut, held_out_batches
 from zerostart.training.export import export_model
 from zerostart.training.progress import Display, Metrics, peak_memory_bytes
-from zerostart.training.session import Session, open_session
+from zerostart.training.session import Session, check_surroundings, open_session
 from zerostart.training.stop import StopSignal
 from zerostart.training.tasks import load_tokenizer, make_collator, model_builder, read_settings
 from zerostart.world import World, current_world
@@ -57,6 +59,7 @@ def train(config: TrainConfig) -> TrainResult:
     saved as it is then. Raises :class:`ZerostartError`, with the same text on every rank where all fail.
     """
     world = current_world()
+    check_surroundings(config)
     directory = _claim_directory(config, world)
     settings = read_settings(config)
     tokenizer = load_tokenizer(config)
@@ -65,6 +68,7 @@ def train(config: TrainConfig) -> TrainResult:
     sequences, held_out = split_held_out(tokenize(documents, tokenizer, config.data), config.data.held_out)
 
     engine_settings = engine_config(config, world.size, getattr(settings, "hidden_size", None))
+    torch.manual_seed(config.train.seed)  # for parameters that the checkpoint lacks; the same on every rank
     model = zerostart.load(
         config.model.source,
         model=model_builder(config.task, settings),
@@ -83,13 +87,29 @@ def train(config: TrainConfig) -> TrainResult:
         collator = make_collator(config.task, tokenizer, seed=config.train.seed + world.rank)
         session = open_session(config, model, sequences, collator, engine_settings)
         run = _Run(config, session, _held_out(config, tokenizer, held_out, world), display, stop)
-        run.to_the_end()
+        with _peers_named():
+            run.to_the_end()
         display.say("saving the model")
         export_model(model, tokenizer, directory, config.output.max_shard_size)
         result = run.result(directory)
         display.say(str(result))
     session.accelerator.end_training()
     return result
+
+
+@contextmanager
+def _peers_named() -> Iterator[None]:
+    """Turn what a collective raises when another rank has gone into an error that says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has no exception type of its own, but its errors name the source file they come from.
+        if isinstance(error, torch.distributed.DistBackendError) or "gloo/" in str(error):
+            raise PeerError(
+                "another rank died or stopped answering during training; its own output, or the system log "
+                "where memory ran out, tells why. Nothing was saved"
+            ) from error
+        raise
 
 
 def _claim_directory(config: TrainConfig, world: World) -> Path:

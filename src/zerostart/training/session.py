@@ -23,7 +23,7 @@ from zerostart.training.config import TrainConfig
 from zerostart.training.data import Sequences
 from zerostart.training.tasks import Collator
 
-__all__ = ["Session", "open_session"]
+__all__ = ["Session", "check_surroundings", "open_session"]
 
 
 @dataclass
@@ -84,14 +84,35 @@ class Session:
         return summed
 
 
+def check_surroundings(config: TrainConfig) -> None:
+    """Find out before the load whether accelerate will be able to do its part.
+
+    Raises :class:`ConfigError` for a tracker that is unknown or not installed, :class:`EngineError` when
+    ``accelerate launch`` has set up another engine, which would wrap the sharded model a second time.
+    """
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    installed = {str(tracker) for tracker in get_available_trackers()}
+    for name in config.tracking.trackers:
+        if name not in installed:
+            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            what = "is not installed" if name in LOGGER_TYPE_TO_CLASS else f"is unknown; known are {known}"
+            raise ConfigError(f"tracking.trackers: {name} {what}")
+    for variable, wanted in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", None)):
+        if os.environ.get(variable, "false").lower() == "true" and config.engine.name != wanted:
+            raise EngineError(
+                f"{variable}=true, but this run shards with {config.engine.name} by itself; start it with a "
+                "plain multi-process accelerate configuration, with torchrun, or with --nproc"
+            )
+
+
 def open_session(
     config: TrainConfig, model: nn.Module, sequences: Sequences, collator: Collator, settings: dict[str, Any]
 ) -> Session:
     """Make the optimizer, schedule and loader for ``model`` and let accelerate prepare them.
 
     ``settings`` is the engine configuration that the model was loaded with. Raises :class:`ConfigError`
-    for data that does not fill one step or an unknown schedule, :class:`EngineError` when the environment
-    has been set up for another engine.
+    for data that does not fill one step.
     """
     from transformers import get_scheduler
 
@@ -120,11 +141,8 @@ def open_session(
         # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
         # for a module that is sharded already it has nothing to do.
         prepared, loader = accelerator.prepare(optimizer, loader)
-    try:
-        # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
-        scheduler = get_scheduler(train.schedule, optimizer, train.warmup_steps, train.steps)
-    except ValueError as error:
-        raise ConfigError(f"train.schedule {train.schedule}: {error}") from error
+    # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
+    scheduler = get_scheduler(train.schedule, optimizer, train.warmup_steps, train.steps)
     if config.tracking.trackers:
         accelerator.init_trackers(config.tracking.project, config={"train": train.model_dump_json()})
     return Session(accelerator, model, prepared, scheduler, loader, options)
@@ -137,9 +155,9 @@ def _accelerator(config: TrainConfig, settings: dict[str, Any]) -> Any:
         DeepSpeedPlugin,
         GradientAccumulationPlugin,
         InitProcessGroupKwargs,
+        patch_environment,
     )
 
-    _check_environment(config.engine.name)
     common: dict[str, Any] = {
         "log_with": config.tracking.trackers or None,
         "project_dir": config.output.directory,
@@ -155,28 +173,19 @@ def _accelerator(config: TrainConfig, settings: dict[str, Any]) -> Any:
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         # Precision "no": the sharding itself casts (its MixedPrecisionPolicy), autocast would do so again.
         return Accelerator(mixed_precision="no", cpu=on_cpu, **common)
-    # cpu=True makes accelerate forget DeepSpeed; a CPU backend that is named makes it use it.
     handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu else None
-    # zero3_init_flag would make transformers partition models that are loaded later in this process.
     # DeepSpeed calls collectives by names that torch is about to rename; nobody here can change that.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # zero3_init_flag would make transformers partition models that are loaded later in this process.
     plugin = DeepSpeedPlugin(hf_ds_config=copy.deepcopy(settings), zero3_init_flag=False)
-    return Accelerator(
-        mixed_precision=config.train.mixed_precision,
-        deepspeed_plugins=plugin,
-        kwargs_handlers=handlers,
-        **common,
-    )
-
-
-def _check_environment(engine: str) -> None:
-    """Refuse what ``accelerate launch`` set up for another engine: it would wrap the model a second time."""
-    for name, wanted in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", None)):
-        if os.environ.get(name, "false").lower() == "true" and engine != wanted:
-            raise EngineError(
-                f"{name}=true, but this run shards with {engine} by itself; start it with a plain "
-                "multi-process accelerate configuration, with torchrun, or with --nproc"
-            )
+    # cpu=True, or the variable, makes accelerate forget DeepSpeed; a CPU backend that is named does not.
+    with patch_environment(ACCELERATE_USE_CPU="false"):
+        return Accelerator(
+            mixed_precision=config.train.mixed_precision,
+            deepspeed_plugins=plugin,
+            kwargs_handlers=handlers,
+            **common,
+        )
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -36,11 +36,11 @@ def read_settings(config: TrainConfig) -> Any:
     """
     from transformers import AutoConfig
 
-    source = config.model.source
+    directory = _directory_of(config.model.source)
     try:
-        return AutoConfig.from_pretrained(_directory_of(source))
+        return AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"model.source {source}: no readable configuration: {error}") from error
+        raise CheckpointError(f"{directory}: no readable model configuration: {error}") from error
 
 
 def model_builder(task: TaskConfig, settings: Any) -> Callable[[], nn.Module]:
@@ -64,14 +64,19 @@ def model_builder(task: TaskConfig, settings: Any) -> Callable[[], nn.Module]:
 
 
 def load_tokenizer(config: TrainConfig) -> Any:
-    """The transformers tokenizer that the data or the model names; raises :class:`ConfigError`."""
+    """The transformers tokenizer that the data or the model names.
+
+    Raises :class:`CheckpointNotFoundError` or :class:`ConfigError` when there is none.
+    """
     from transformers import AutoTokenizer
 
-    source = config.data.tokenizer or config.model.source
+    directory = _directory_of(config.data.tokenizer or config.model.source)
     try:
-        return AutoTokenizer.from_pretrained(_directory_of(source))
+        return AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer at {source} (data.tokenizer can name another): {error}") from error
+        raise ConfigError(
+            f"no tokenizer at {directory} (data.tokenizer can name another): {error}"
+        ) from error
 
 
 def _directory_of(source: str) -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +14,14 @@ __all__ = ["Arena", "PeakMeter"]
 
 #: Alignment of each tensor in an arena: a cache line, and more than any vector unit or dtype asks for.
 ALIGNMENT = 64
-HUGE_PAGE = 2 << 20
 
 
 class Arena:
-    """One buffer for many shards of a device.
+    """One buffer for many shards of a device, so that they lie as closely as they are read.
 
-    Fresh host memory costs more to fault in, page by page, than to fill; one buffer can ask for huge pages,
-    hundreds of small tensors cannot. Sizes are reserved first and handed out after ``allocate``.
+    Room is reserved first; the buffer is allocated when the first tensor is taken. It is left to the kernel to
+    back host memory with pages: where a virtual machine gives free memory back to its host, asking for huge
+    ones (``MADV_HUGEPAGE``) was seen to cost three times what it saves elsewhere.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,29 +38,8 @@ class Arena:
     def take(self, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The reserved tensor: 1-D, ``numel`` elements of ``dtype``, uninitialised."""
         if self._buffer is None:
-            self._buffer = _fresh(self._size, self.device)
+            self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self.device)
         return self._buffer[place : place + numel * dtype.itemsize].view(dtype)
-
-
-def _fresh(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Uninitialised bytes, aligned to ``ALIGNMENT``, on huge pages where the host gives them on request."""
-    buffer = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
-    skip = -buffer.data_ptr() % ALIGNMENT
-    if device.type == "cpu" and nbytes >= HUGE_PAGE:
-        _advise_huge_pages(buffer)
-    return buffer[skip : skip + nbytes]
-
-
-def _advise_huge_pages(buffer: torch.Tensor) -> None:
-    """A request, not a demand: a kernel without transparent huge pages declines, and small pages serve."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
-    page = mmap.PAGESIZE
-    start = -(-buffer.data_ptr() // page) * page
-    stop = (buffer.data_ptr() + buffer.numel()) // page * page
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    libc.madvise(start, stop - start, mmap.MADV_HUGEPAGE)
 
 
 class PeakMeter:

@@ -1,8 +1,8 @@
 """Private parts of torch: FSDP2's references to local tensors, and an initialiser that skips meta tensors.
 
 Known for the versions in ``SUPPORTED``. Used of it: ``FSDPModule._apply``, which resets the references that
-the parameter groups keep, as it does after any ``Module.to``; and ``nn.init._no_grad_trunc_normal_``, which
-samples by rejection, looks at values, and therefore does nothing on meta.
+the parameter groups keep, as it does after any ``Module.to``; ``DTensor._local_tensor``; and
+``nn.init._no_grad_trunc_normal_``, which samples by rejection, looks at values, and so does nothing on meta.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
 
-__all__ = ["SUPPORTED", "adopt_local_tensors", "require", "truncated_normal_goes_to"]
+__all__ = ["SUPPORTED", "adopt_local_tensors", "hide_padding", "require", "truncated_normal_goes_to"]
 
 #: First known and first unknown version.
 SUPPORTED = ((2, 11), (2, 14))
@@ -41,6 +41,18 @@ def adopt_local_tensors(model: nn.Module) -> None:
     """Make FSDP2's parameter groups look at the parameters that the modules now hold."""
     require()
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def hide_padding(parameter: nn.Parameter, owned: int) -> None:
+    """Narrow the local tensor of a ``Shard(0)`` parameter to its real rows, ``owned`` elements.
+
+    FSDP2 keeps storage for a full chunk on every rank, and shows the rows that are real: gradients come in
+    that shape. ``FSDPParam._init_sharded_param`` does the same.
+    """
+    sharded: Any = parameter
+    local = sharded._local_tensor
+    below = max(1, local[:1].numel())
+    sharded._local_tensor = local.narrow(0, 0, owned // below)
 
 
 @contextlib.contextmanager

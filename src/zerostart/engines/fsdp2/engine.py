@@ -20,7 +20,7 @@ from zerostart.engines.fsdp2.layouts import parameter_layout
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import ConfigError, EngineError
 from zerostart.transfer import Arena
-from zerostart.upstream.torch import adopt_local_tensors
+from zerostart.upstream.torch import adopt_local_tensors, hide_padding
 from zerostart.world import World, default_device
 
 __all__ = ["FSDP2Shards", "blocks_of", "current_shards"]
@@ -84,6 +84,8 @@ class FSDP2Shards:
             shards.append(Shard(name, layout, storage))
         replace_everywhere(model, new)
         adopt_local_tensors(model)
+        for name, layout, _ in placed:
+            hide_padding(new[id(parameters[name])], layout.owned)
         return shards
 
     def finish(self, model: nn.Module) -> None:

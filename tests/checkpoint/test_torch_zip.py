@@ -1,0 +1,518 @@
+"""Files of torch.save as catalogs, with torch.load(weights_only=True) as the oracle, and files that lie."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from zerostart.checkpoint import torch_zip, weights_pickle, zip_index
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.source import open_catalog
+from zerostart.errors import CheckpointError, CheckpointNotFoundError
+from zerostart.layout import flat_partition
+from zerostart.planning import Destination, PlanOptions, join
+from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
+from zerostart.transfer import Progress, execute
+
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.complex64,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+def values(catalog: Catalog, name: str, world: int = 1, chunk: int = 1 << 20) -> torch.Tensor:
+    """The tensor, read shard by shard through plans."""
+    entry = catalog.tensors[name]
+    dtype = torch_dtype(entry.dtype)
+    symbolic = SymbolicTensor.of(name, entry.shape, dtype, entry.strides)
+    recipe = Recipe(Target(name, entry.shape, dtype), symbolic.pieces)
+    shards = []
+    for rank in range(world):
+        layout = flat_partition(entry.shape, rank, world)
+        destination = Destination(name, layout.numel, layout.owned, dtype, direct=True)
+        plan = join(catalog, [(recipe, layout, destination)], PlanOptions(chunk_size=chunk))
+        storage = torch.empty(layout.numel, dtype=dtype)
+        assert execute(plan, [storage], Progress(plan.read_bytes, shown=False), 2) == plan.read_bytes
+        shards.append(storage)
+    return torch.cat(shards)[: entry.numel].view(entry.shape)
+
+
+def raw(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def assert_same(path: Path, **how: int) -> Catalog:
+    """What the catalog of ``path`` leads to is what torch loads."""
+    catalog = open_catalog(path)
+    loaded = torch.load(path, weights_only=True)
+    assert list(catalog.tensors) == list(loaded)
+    for name, tensor in loaded.items():
+        assert raw(values(catalog, name, **how)) == raw(tensor), name
+    return catalog
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    tensor = torch.arange(60).remainder(7).to(dtype).view(5, 12)
+    torch.save({"w": tensor, "scalar": tensor[2, 3], "empty": tensor[:0], "rows": tensor[1:3]}, path)
+    catalog = assert_same(path)
+    assert open_catalog(tmp_path) == catalog
+    assert catalog.tensors["w"].nbytes == 60 * dtype.itemsize
+    assert catalog.sizes == (path.stat().st_size,)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_views_are_strides_and_not_copies(world: int, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    base = torch.arange(210.0).view(5, 6, 7)
+    tensors = {
+        "transposed": base.permute(2, 0, 1),
+        "sliced": base[1:4, ::2, 3:],
+        "expanded": base[:, :1, :].expand(5, 4, 7),
+        "one": torch.ones(()).expand(3, 5),
+        "windows": base.reshape(-1).unfold(0, 8, 3),
+        "plain": base,
+        "column": base[:, 2, 3],
+        "parameter": torch.nn.Parameter(base[2].t()),
+        "size one": base.as_strided((1, 7), (999, 1), 7),
+    }
+    torch.save(tensors, path)
+    catalog = assert_same(path, world=world, chunk=64)
+    assert_same(path, world=world)
+    assert catalog.tensors["plain"].strides is None
+    assert catalog.tensors["size one"].strides is None
+    assert catalog.tensors["transposed"].strides == (1, 42, 7)
+    assert catalog.tensors["expanded"].strides == (42, 0, 1)
+    assert path.stat().st_size < 5000
+
+
+def test_conversions_start_from_the_strides() -> None:
+    stored = torch.arange(24.0).view(4, 6)
+    symbolic = SymbolicTensor.of("w", (6, 4), torch.float32, stored.t().stride())
+    again = symbolic.transpose(0, 1)
+    assert again.pieces == SymbolicTensor.of("w", (4, 6), torch.float32).pieces
+    chunk = torch.chunk(symbolic, 2)[1]
+    assert chunk.pieces[0].offset == 3
+    stacked = torch.stack([SymbolicTensor.of(f"e{i}", (6, 4), torch.float32, (1, 6)) for i in range(3)])
+    assert len(stacked.pieces) == 1
+    assert stacked.pieces[0].unit == 24
+
+
+def test_a_state_dict_of_a_module_with_ties_and_attributes(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    state = model.state_dict()
+    state["attributed"] = torch.nn.Parameter(torch.ones(2))
+    state["attributed"].note = {"tp": True}
+    state["plain attributed"] = torch.zeros(3)
+    state["plain attributed"].note = [1]
+    path = tmp_path / "x.ckpt"
+    torch.save(state, path)
+    catalog = assert_same(path)
+    assert catalog.tensors["0.weight"].offset == catalog.tensors["2.weight"].offset
+
+
+def test_shards_with_an_index(tmp_path: Path) -> None:
+    shards = {f"pytorch_model-0000{i}-of-00002.bin": {f"a{i}": torch.randn(3), f"b{i}": torch.randn(2, 2)} for i in (1, 2)}
+    for name, tensors in shards.items():
+        torch.save(tensors, tmp_path / name)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {k: f for f, t in shards.items() for k in t}}))
+    catalog = open_catalog(tmp_path)
+    assert catalog == open_catalog(index)
+    for tensors in shards.values():
+        for name, tensor in tensors.items():
+            assert torch.equal(values(catalog, name), tensor)
+    (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="00002"):
+        open_catalog(tmp_path)
+
+
+def test_an_index_names_only_its_own_kind(tmp_path: Path) -> None:
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"not a \.bin file"):
+        open_catalog(tmp_path)
+
+
+def test_safetensors_come_first(tmp_path: Path) -> None:
+    torch.save({"t": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    torch.save({"o": torch.ones(1)}, tmp_path / "training_args.bin")
+    assert list(open_catalog(tmp_path).tensors) == ["t"]
+    save_file({"s": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert list(open_catalog(tmp_path).tensors) == ["s"]
+
+
+@pytest.mark.parametrize("key", torch_zip.WRAPPERS)
+def test_one_conventional_level_is_unwrapped(key: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    path = tmp_path / "last.ckpt"
+    torch.save({key: model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "name": "x"}, path)
+    catalog = open_catalog(path)
+    assert list(catalog.tensors) == ["weight", "bias"]
+    assert torch.equal(values(catalog, "weight"), model.weight)
+    assert catalog.metadata == {"format": "pt", "state_dict": key, "ignored": "optimizer, epoch, name"}
+
+
+def test_two_wrapped_state_dicts_are_not_guessed(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(1)}, "module": {"a": torch.ones(1)}}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="model and module"):
+        open_catalog(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ([torch.ones(1)], "list"),
+        (torch.ones(1), "tensor"),
+        ({"epoch": 1, "inner": {"deep": {"w": torch.ones(1)}}}, "epoch, inner"),
+        ({1: torch.ones(1)}, "int"),
+        ({"w": torch.ones(2, dtype=torch.complex64).conj()}, "resolve_conj"),
+        ({"w": torch.ones(2, dtype=torch.complex128)}, "complex128"),
+        ({"w": torch.ones(2, 2).to_sparse()}, "_rebuild_sparse_tensor"),
+        ({"w": torch.ones(2, device="meta")}, "_rebuild_meta_tensor_no_storage"),
+        ({"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, "_rebuild_qtensor"),
+    ],
+)  # fmt: skip
+def test_what_is_no_state_dict_of_plain_tensors(value: Any, what: str, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=what) as caught:
+        open_catalog(tmp_path)
+    assert "x.pt" in str(caught.value)
+
+
+def test_harmless_values_beside_the_weights(tmp_path: Path) -> None:
+    extra = [torch.Size((1, 2)), torch.float32, torch.device("cpu"), b"raw", {1, 2}, 1j, 2**70, None, 0.5, "s"]
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(2), "extra": extra, "od": OrderedDict(a=1), "t": (1, (2, (3, 4)), [])}, path)
+    assert list(open_catalog(path).tensors) == ["w"]
+    assert open_catalog(path).metadata["ignored"] == "extra, od, t"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_views_equal_what_torch_loads(tmp_path: Path, data: st.DataObject) -> None:
+    base = torch.arange(360, dtype=data.draw(st.sampled_from([torch.float32, torch.int16, torch.bfloat16])))
+    tensors = {}
+    for i in range(data.draw(st.integers(1, 3))):
+        shape = data.draw(st.lists(st.integers(0, 4), max_size=4))
+        strides = [data.draw(st.integers(0, 20)) for _ in shape]
+        reach = sum(max(0, n - 1) * s for n, s in zip(shape, strides, strict=True))
+        tensors[f"t{i}"] = base.as_strided(shape, strides, data.draw(st.integers(0, 359 - reach)))
+    path = tmp_path / "x.bin"
+    torch.save(tensors, path)
+    world = data.draw(st.integers(1, 3))
+    assert_same(path, world=world, chunk=data.draw(st.sampled_from([16, 64, 1 << 20])))
+
+
+# Files that lie.
+
+
+def rewrite(path: Path, edit: Callable[[dict[str, bytes]], None], method: int = 0, **info: Any) -> Path:
+    """The archive once more, with its records edited."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    edit(records)
+    with zipfile.ZipFile(path, "w", method, **info) as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.save({"w": torch.arange(12.0).view(3, 4), "v": torch.ones(5)}, tmp_path / "x.bin")
+    return tmp_path / "x.bin"
+
+
+def with_pickle(path: Path, content: bytes) -> Path:
+    return rewrite(path, lambda records: records.update({"x/data.pkl": content}))
+
+
+def refused(path: Path, match: str) -> str:
+    with pytest.raises(CheckpointError, match=match) as caught:
+        open_catalog(path)
+    assert path.name in str(caught.value)
+    return str(caught.value)
+
+
+class Evil:
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (os.system, ("touch {}",)),
+        (eval, ("open('{}', 'w')",)),
+        (getattr, (torch, "load")),
+        (torch.load, ("{}",)),
+        (torch.hub.load, ("{}",)),
+        (pickle.loads, (b"",)),
+        (io.open, ("{}", "w")),
+    ],
+)
+def test_code_is_named_and_never_run(function: Any, arguments: tuple[Any, ...], saved: Path) -> None:
+    trace = saved.with_name("ran")
+    arguments = tuple(a.format(trace) if isinstance(a, str) else a for a in arguments)
+    for content in (Evil(function, *arguments), {"w": Evil(function, *arguments)}, [Evil(function, *arguments)]):
+        text = refused(with_pickle(saved, pickle.dumps(content, protocol=2)), "which is code")
+        assert function.__name__ in text
+        assert "safetensors" in text
+    assert not trace.exists()
+
+
+STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x0ctQ"
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"\x80\x02" + STORAGE + b")R.", "calls a Storage"),
+        (b"\x80\x02" + STORAGE + b"}b.", "state of a Storage"),
+        (b"\x80\x02X\x01\x00\x00\x00a)R.", "calls a str"),
+        (b"\x80\x02ctorch\nFloatStorage\n)R.", "calls 'torch.FloatStorage'"),
+        (b"\x80\x02ctorch\nTensor\n)\x81.", "instruction"),  # NEWOBJ
+        (b"\x80\x02(ios\nsystem\n.", "instruction"),  # INST
+        (b"\x80\x02(cos\nsystem\no.", "'os.system'"),  # OBJ
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "instruction"),  # STACK_GLOBAL
+        (b"\x80\x02\x82\x01.", "instruction"),  # EXT1
+        (b"\x80\x02cbuiltins\ngetattr\n.", "'builtins.getattr'"),
+        (b"\x80\x02ctorch\nload\n.", "'torch.load'"),
+        (b"\x80\x02c__main__\nx\n.", "'__main__.x'"),
+        (b"\x80\x02c" + b"a" * 5000, "damaged"),
+        (b"\x80\x02Pxyz\n.", "instruction"),  # PERSID
+        (b"\x80\x02K\x01Q.", "not a storage"),
+        (b"\x80\x02(X\x06\x00\x00\x00moduleK\x01tQ.", "not a storage"),
+        (b"\x80\x02}]K\x01s.", "list for a key"),
+        (b"\x80\x02" + STORAGE + b"K\x01K\x01s.", "items of a Storage"),
+        (b"\x80\x02" + STORAGE + b"K\x01a.", "appends to a Storage"),
+        (b"\x80\x02]K\x01\x85b.", "state of a list"),
+        (b"\x80\x02X\xff\xff\xff\x7fa.", "damaged"),
+        (b"\x80\x02\x8a\xff\x01.", "damaged"),
+        (b"\x80\x02X\x01\x00\x00\x00\xff.", "damaged"),
+        (b"\x80\x02h\x07.", "damaged"),
+        (b"\x80\x02t.", "damaged"),
+        (b"\x80\x02.", "damaged"),
+        (b"\x80\x02a.", "damaged"),
+        (b"\x80\x02\x86.", "damaged"),
+        (b"", "damaged"),
+        (b"\x80\x02}", "damaged"),
+        (b"\x80\x02}r\xff\xff\xff\xff.", None),  # a memo index of 4 G takes no memory
+        (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(K\x01K\x01K\x01K\x01K\x01K\x01tR.", "something other"),
+        (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.", "from 0 values"),
+        (b"\x80\x02ctorch._utils\n_rebuild_parameter\n)R.", "something other"),
+        (b"\x80\x02ctorch\nSize\nN\x85R.", "torch.Size"),
+        (b"\x80\x02ccollections\nOrderedDict\n]N\x61\x85R.", "pairs"),
+        (b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(ctorch.device\n\n)tR.", "code"),
+    ],
+)  # fmt: skip
+def test_pickles_that_do_what_torch_does_not(content: bytes, what: str | None, saved: Path) -> None:
+    with_pickle(saved, content)
+    if what is None:
+        assert open_catalog(saved).tensors == {}
+    else:
+        refused(saved, what)
+
+
+@pytest.mark.parametrize("code", [b"]\x85", b"\x85", b"]a"])
+def test_depth_costs_nothing(code: bytes, saved: Path) -> None:
+    depth = 200_000
+    content = b"\x80\x02}K\x01" + (b"N" + b"\x85" * depth if code == b"\x85" else (b"]" * depth + b"a" * (depth - 1))) + b"s."
+    refused(with_pickle(saved, content), "no tensors")
+    key = b"\x80\x02}N" + b"\x85" * depth + b"K\x01s."
+    refused(with_pickle(saved, key), "tuple for a key")
+    refused(with_pickle(saved, b"\x80\x02" + b"(" * depth), "damaged")
+
+
+def test_a_thousand_copies_of_a_copy_are_not_walked(saved: Path) -> None:
+    content = b"\x80\x02]q\x00" + b"(h\x00h\x00h\x00h\x00lq\x00".replace(b"l", b"t") * 200 + b"."
+    refused(with_pickle(saved, content), "tuple and not a state dict")
+
+
+def test_limits(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, value, what in (
+        (weights_pickle, "MAX_INSTRUCTIONS", 10, "instructions"),
+        (torch_zip, "MAX_PICKLE_BYTES", 10, "beyond the limit"),
+        (zip_index, "MAX_DIRECTORY_BYTES", 10, "beyond the limit"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            refused(saved, what)
+
+
+def test_every_truncation_is_refused(saved: Path) -> None:
+    content = saved.read_bytes()
+    for length in [*range(0, len(content), 7), len(content) - 1]:
+        saved.write_bytes(content[:length])
+        refused(saved, "truncated|no zip")
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_flipped_bytes_raise_nothing_else(saved: Path, data: st.DataObject) -> None:
+    original = saved.with_name("original")
+    if not original.exists():
+        original.write_bytes(saved.read_bytes())
+    content = bytearray(original.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    saved.write_bytes(content)
+    try:
+        catalog = open_catalog(saved)
+    except CheckpointError:
+        return
+    for entry in catalog.tensors.values():
+        assert 0 <= entry.offset <= entry.offset + entry.nbytes <= len(content) or entry.strides
+
+
+def test_compressed(saved: Path) -> None:
+    refused(rewrite(saved, lambda records: None, zipfile.ZIP_DEFLATED), "compressed")
+
+
+def test_encrypted(saved: Path) -> None:
+    content = bytearray(saved.read_bytes())
+    content[content.index(b"PK\1\2") + 8] |= 1
+    saved.write_bytes(content)
+    refused(saved, "encrypted")
+
+
+@pytest.mark.parametrize("name", ["x/../y", "../x", "/x/a", "x\\a"])
+def test_names_that_lead_elsewhere(name: str, saved: Path) -> None:
+    refused(rewrite(saved, lambda records: records.update({name: b""})), "leads elsewhere")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_duplicate_records(saved: Path) -> None:
+    with zipfile.ZipFile(saved, "a") as archive:
+        archive.writestr("x/data/0", b"\0" * 48)
+    refused(saved, "twice")
+
+
+def test_overlapping_records(saved: Path) -> None:
+    content = bytearray(saved.read_bytes())
+    first = content.index(b"PK\1\2")
+    offsets = []
+    at = first
+    while content[at : at + 4] == b"PK\1\2":
+        offsets.append(at + 42)
+        at += 46 + sum(struct.unpack_from("<3H", content, at + 28))
+    content[offsets[1] : offsets[1] + 4] = content[offsets[0] : offsets[0] + 4]
+    saved.write_bytes(content)
+    refused(saved, "in one place")
+
+
+@pytest.mark.parametrize(
+    ("records", "what"),
+    [
+        ({"x/byteorder": b"big"}, "big-endian"),
+        ({"x/data/0": b"\0" * 44}, "storage of 44 bytes"),
+        ({"x/data/0": b"\0" * 400}, "storage of 400 bytes"),
+        ({"x/constants.pkl": b""}, "TorchScript"),
+        ({"y/data.pkl": b""}, "no data.pkl"),
+    ],
+)
+def test_records_that_contradict_the_pickle(records: dict[str, bytes], what: str, saved: Path) -> None:
+    refused(rewrite(saved, lambda all_: all_.update(records)), what)
+
+
+def test_missing_records(saved: Path) -> None:
+    refused(rewrite(saved, lambda records: records.pop("x/data/1") and None), "does not have")
+    refused(rewrite(saved, lambda records: records.pop("x/data.pkl") and None), "no data.pkl")
+
+
+def view_of(shape: str, strides: str, offset: str) -> bytes:
+    """A pickle of one tensor whose numbers are given as instructions."""
+    tensor = f"ctorch._utils\n_rebuild_tensor\n(§{offset}{shape}{strides}tR".encode("latin1")
+    return b"\x80\x02}X\x01\x00\x00\x00w" + tensor.replace("§".encode("latin1"), STORAGE) + b"s."
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset", "what"),
+    [
+        ("K\x0d\x85", "K\x01\x85", "K\x00", "beyond its storage"),
+        ("K\x0c\x85", "K\x01\x85", "K\x01", "beyond its storage"),
+        ("K\x02\x85", "K\x0c\x85", "K\x00", "beyond its storage"),
+        ("K\x02\x85", "J\xff\xff\xff\xff\x85", "K\x00", "something other"),
+        ("K\x02\x85", "K\x01\x85", "J\xff\xff\xff\xff", "something other"),
+        ("K\x02\x85", "K\x01K\x01\x86", "K\x00", "something other"),
+        ("\x88\x85", "K\x01\x85", "K\x00", "something other"),
+        ("\x8a\x08" + "\xff" * 7 + "\x7f\x85", "K\x00\x85", "K\x00", "overflows"),
+        ("\x8a\x09" + "\xff" * 8 + "\x7f\x85", "K\x00\x85", "K\x00", "something other"),
+    ],
+)
+def test_views_outside_their_storage(shape: str, strides: str, offset: str, what: str, saved: Path) -> None:
+    refused(with_pickle(saved, view_of(shape, strides, offset)), what)
+
+
+def test_a_legacy_tensor_call_is_read(saved: Path) -> None:
+    with_pickle(saved, view_of("K\x04K\x03\x86", "K\x01K\x04\x86", "K\x00"))
+    assert torch.equal(values(open_catalog(saved), "w"), torch.arange(12.0).view(3, 4).t())
+
+
+def test_zip64(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's writer, told that 100 bytes are large, makes the structures of an archive beyond 4 GiB."""
+    with zipfile.ZipFile(saved) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 20)
+    monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 2)
+    with zipfile.ZipFile(saved, "w") as archive:
+        for name, content in records.items():
+            with archive.open(name, "w", force_zip64=True) as out:
+                out.write(content)
+    monkeypatch.undo()
+    content = bytearray(saved.read_bytes())
+    content[-14:-2] = b"\xff" * 12  # at sizes as small as these, Python leaves the numbers in
+    saved.write_bytes(content)
+    assert b"PK\6\6" in content
+    catalog = assert_same(saved)
+    assert torch.equal(values(catalog, "w"), torch.arange(12.0).view(3, 4))
+    content = bytearray(saved.read_bytes())
+    content[content.index(b"PK\6\7")] = 0
+    saved.write_bytes(content)
+    refused(saved, "64-bit end record")
+
+
+def test_formats_that_are_no_zip(tmp_path: Path) -> None:
+    path = tmp_path / "old.bin"
+    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    text = refused(path, r"before version 1\.6")
+    assert "torch.load" in text
+    assert "safetensors" in text
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n")
+    refused(path, "git lfs pull")
+    path.write_bytes(b"\0" * 257 + b"ustar" + b"\0" * 300)
+    refused(path, "tar")
+    path.write_bytes(b"hello")
+    refused(path, "no zip archive")
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2)), path)
+    refused(path, "TorchScript")
+
+
+def test_another_pickle_protocol_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.bin", pickle_protocol=4)
+    assert "torch.load" in refused(tmp_path / "x.bin", "instruction")

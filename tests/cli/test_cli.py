@@ -1,0 +1,88 @@
+"""The command as a whole: help, version, exit codes, and one clear line for an error."""
+
+import subprocess
+import sys
+
+import pytest
+
+import zerostart.cli
+from zerostart.cli import main
+from zerostart.errors import CoverageError
+
+
+def run(capsys, *argv):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    captured = capsys.readouterr()
+    return exit_.value.code, captured.out, captured.err
+
+
+def test_help_lists_the_commands_and_imports_no_torch():
+    check = (
+        "import sys; from zerostart.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "[]"
+    listed = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")]
+    assert listed[-5:] == ["inspect", "plan", "load", "train", "synth"]
+
+
+def test_version(capsys):
+    code, out, _ = run(capsys, "--version")
+    assert (code, out.split()[0]) == (0, "zerostart")
+
+
+@pytest.mark.parametrize(
+    "argv", [["nonsense"], ["--nonsense"], ["train"], ["train", "a.yaml", "--nproc", "0"]]
+)
+def test_usage_errors_exit_2(capsys, argv):
+    code, _, err = run(capsys, *argv)
+    assert code == 2
+    assert "Usage" in err
+
+
+def failing_command() -> None:
+    """A command that fails on purpose."""
+    raise CoverageError("a.weight is missing\n  from the checkpoint")
+
+
+def interrupted_command() -> None:
+    """A command that is interrupted."""
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    monkeypatch.delenv("ZEROSTART_TRACEBACK", raising=False)
+    module = type("module", (), {})
+    monkeypatch.setattr(zerostart.cli.importlib, "import_module", lambda name: module)
+
+    def use(function):
+        module.command = staticmethod(function)
+
+    return use
+
+
+def test_an_error_is_one_line_and_exit_code_1(capsys, commands):
+    commands(failing_command)
+    code, out, err = run(capsys, "load")
+    assert (code, out, err) == (1, "", "error: a.weight is missing from the checkpoint\n")
+
+
+def test_traceback_when_asked_for(capsys, commands, monkeypatch):
+    commands(failing_command)
+    monkeypatch.setenv("ZEROSTART_TRACEBACK", "")  # restored after the test, whatever main sets
+    code, _, err = run(capsys, "--traceback", "load")
+    assert code == 1
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("error: ")
+
+
+def test_an_interrupt_is_exit_code_130(capsys, commands):
+    commands(interrupted_command)
+    code, _, err = run(capsys, "load")
+    assert (code, err) == (130, "interrupted\n")

@@ -1,0 +1,154 @@
+"""``zerostart train`` from the outside: its own local ranks, ranks of another launcher, Ctrl-C, mistakes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tiny import minilm_path
+
+ZEROSTART = [sys.executable, "-c", "from zerostart.cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A BERT without a head, as MiniLM is one, but tiny; with MiniLM's tokenizer."""
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    path = tmp_path_factory.mktemp("bert")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=30522, **sizes)).save_pretrained(path)
+    AutoTokenizer.from_pretrained(minilm_path()).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def config(checkpoint, tmp_path):
+    """A masked-LM run, as small as it can be."""
+    values = {
+        "model": {"source": str(checkpoint), "strict": False},
+        "data": {"source": "stdlib-docstrings", "documents": 30, "sequence_length": 16, "held_out": 0.02},
+        "task": {"name": "masked-lm"},
+        "train": {"steps": 2, "batch_size": 1},
+        "output": {"directory": str(tmp_path / "out")},
+        "logging": {"every": 1},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def start(*argv, **environment):
+    clean = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    return subprocess.Popen(
+        [*ZEROSTART, *map(str, argv)],
+        env={**clean, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.usefixtures("deepspeed_op")
+def test_two_local_ranks_from_checkpoint_to_checkpoint(config, tmp_path):
+    process = start("train", config, "--nproc", 2, "train.accumulation=2")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    for text in ("initialised", "held-out loss after step 0", "step 2/2  loss", "model saved in"):
+        assert text in out, text
+    entries = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["tokens"] for entry in entries if "tokens" in entry] == [2 * 2 * 16] * 2
+    saved = {path.name for path in (tmp_path / "out").iterdir()}
+    assert saved >= {"config.json", "model.safetensors", "tokenizer.json", "metrics.jsonl"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
+
+
+def test_joins_the_ranks_of_another_launcher_and_stops_cleanly(config, tmp_path):
+    """As torchrun would start it; one Ctrl-C ends the run after a step, saves, and the exit code is 0."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    process = start(
+        "train", config, "engine.name=fsdp2", "train.steps=1000", **environment, MASTER_PORT=str(port)
+    )
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step 2/"):
+            process.send_signal(signal.SIGINT)
+    process.wait(timeout=60)
+    assert process.returncode == 0, process.stderr.read()
+    assert any(line.startswith("stopped after") for line in lines), lines
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_rank_that_dies_ends_the_run_with_one_line(config, tmp_path):
+    process = start("train", config, "--nproc", 2, "engine.name=fsdp2", "train.steps=1000")
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            os.kill(rank_one(process.pid), signal.SIGKILL)
+            break
+    began = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "error: rank 1 was killed by signal 9 (SIGKILL" in err
+    assert "surviving ranks report: PeerError: another rank died" in err
+    assert "Traceback" not in err
+    assert time.monotonic() - began < 30
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def rank_one(launcher):
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            environment = dict(part.split("=", 1) for part in path.read_text().split("\0") if "=" in part)
+        except (OSError, UnicodeDecodeError):  # gone, or not ours to read
+            continue
+        if environment.get("ZEROSTART_LAUNCHER_PID") == str(launcher) and environment.get("RANK") == "1":
+            return int(path.parent.name)
+    raise AssertionError("no rank 1")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train.stepz=3"], "unknown key train.stepz; did you mean train.steps?"),
+        (["model.source=/nowhere/at/all"], "error: /nowhere/at/all"),
+    ],
+)
+def test_a_mistake_is_one_line(config, argv, message):
+    process = start("train", config, *argv)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("deepspeed_op")
+def test_a_new_head_starts_alike_on_every_engine_and_number_of_ranks(config, tmp_path):
+    """From train.seed: without it each process would start torch's generator somewhere else."""
+    first = []
+    for name, nproc in (("deepspeed", 2), ("fsdp2", 1)):
+        directory = tmp_path / name
+        process = start(
+            "train",
+            config,
+            "--nproc",
+            nproc,
+            f"engine.name={name}",
+            f"output.directory={directory}",
+            "train.steps=1",
+        )
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        first.append(json.loads((directory / "metrics.jsonl").read_text().splitlines()[0])["held_out_loss"])
+    assert first[0] == pytest.approx(first[1], rel=1e-5)

@@ -1,0 +1,203 @@
+"""A load of a checkpoint into every shard of a world, in one process, compared with ``from_pretrained``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.identity.snapshots import Snapshot, same_bits, ties_of
+from torch import nn
+
+from zerostart import models
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.source import open_catalog
+from zerostart.equality import equal_in
+from zerostart.layout import Layout, dimension_shard, flat_partition, replicated
+from zerostart.models import Built, Program, Settled
+from zerostart.planning import Destination, PlanOptions, join
+from zerostart.planning.plan import Plan
+from zerostart.recipe import Coverage, Recipe, Recipes, torch_dtype, trace
+from zerostart.transfer import Progress, execute
+from zerostart.world import World
+
+__all__ = ["Reference", "SEED", "compare", "reference"]
+
+WORLDS = (2, 3)
+SEED = 7
+#: Most bytes read for each byte owned, where reads are never joined over a gap for being small.
+READ_SHARE = 1.05
+#: With the default options, a read may also take in one gap that is cheaper to read than a call of its own.
+EXACT, DEFAULT = PlanOptions(gap_floor=0), PlanOptions()
+
+
+@dataclass
+class Reference:
+    """What transformers makes of the checkpoint: the model, and its report."""
+
+    model: Any
+    missing: list[str]
+    unexpected: list[str]
+    used: list[Any]
+
+
+def reference(kind: Any, path: Path) -> Reference:
+    """Transformers' own load, which also initialises what is missing."""
+    torch.manual_seed(SEED)
+    model, info = kind.from_pretrained(path, dtype="auto", output_loading_info=True)
+    assert not info["mismatched_keys"], info["mismatched_keys"]
+    return Reference(
+        model, sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), list(model._weight_conversions)
+    )
+
+
+@dataclass
+class _Loaded:
+    """A model with its recipes, ready to be cut."""
+
+    catalog: Catalog
+    built: Built
+    recipes: Recipes
+    coverage: Coverage
+    settled: Settled
+    names: dict[str, list[str]]  # all names of each parameter, by the first
+
+
+def compare(kind: Any, path: Path, expected: Reference) -> tuple[list[str], int]:
+    """One line for each thing in which the sharded load differs, and the number of tensors compared."""
+    loaded = _prepare(kind, path)
+    found = [] if loaded.coverage.mismatched == {} else [f"mismatched: {loaded.coverage.mismatched}"]
+    if sorted(loaded.coverage.missing) != expected.missing:
+        found.append(f"missing is {sorted(loaded.coverage.missing)[:6]}, not {expected.missing[:6]}")
+    if sorted(loaded.coverage.unexpected) != expected.unexpected:
+        found.append(f"unexpected is {sorted(loaded.coverage.unexpected)[:6]}, not {expected.unexpected[:6]}")
+    if ties_of(loaded.built.model) != ties_of(expected.model):
+        found.append(f"ties are {ties_of(loaded.built.model)}, not {ties_of(expected.model)}")
+    want = Snapshot.of(expected.model)
+    if list(loaded.settled.parameters) != list(want.parameters):
+        return [*found, "the models have not the same parameters"], 0
+    for number, (world, flat) in enumerate((world, flat) for world in WORLDS for flat in (True, False)):
+        where = f"world {world}, {'flat' if flat else 'Shard(0)'}"
+        options = EXACT if number in (1, 2) else DEFAULT
+        found += [f"{where}: {line}" for line in _compare_world(loaded, world, flat, options, want)]
+    found += _compare_buffers(loaded, want)
+    return found, len(want.state) + len(want.unsaved) + len(want.attributes)
+
+
+def _prepare(kind: Any, path: Path) -> _Loaded:
+    catalog = open_catalog(path)
+    stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
+    first = next((dtype for dtype in stored.values() if dtype.is_floating_point), None)
+    built = models.build(kind, catalog.root, None, first)
+    models.set_dtypes(built, stored)
+    recipes = trace(catalog, built.model, models.expectations(built))
+    coverage = models.tie_names(built.model, recipes, equal_in(catalog, World(0, 1, None)))
+    names: dict[int, list[str]] = {}
+    for name, parameter in built.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    settled = models.initialise_rest(built, recipes)
+    return _Loaded(catalog, built, recipes, coverage, settled, {own[0]: own for own in names.values()})
+
+
+def _layout(shape: tuple[int, ...], flat: bool, rank: int, world: int) -> Layout:
+    if flat or not shape:
+        return flat_partition(shape, rank, world)
+    return dimension_shard(shape, 0, rank, world)
+
+
+def _compare_world(
+    loaded: _Loaded, world: int, flat: bool, options: PlanOptions, want: Snapshot
+) -> Iterator[str]:
+    dtypes = {name: p.dtype for name, p in loaded.built.model.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in loaded.built.model.named_parameters()}
+    whole = {name: torch.empty(p.numel(), dtype=p.dtype) for name, p in loaded.built.model.named_parameters()}
+    for rank in range(world):
+        layouts = {name: _layout(shape, flat, rank, world) for name, shape in shapes.items()}
+        shards = {name: torch.empty(layout.numel, dtype=dtypes[name]) for name, layout in layouts.items()}
+        yield from (f"rank {rank}: {line}" for line in _fill(loaded, layouts, shards, options))
+        for name, layout in layouts.items():
+            for first, count, to in layout.runs():
+                whole[name][first : first + count] = shards[name][to : to + count]
+    for name, values in whole.items():
+        for alias in loaded.names[name]:
+            yield from _unlike(alias, values.view(shapes[name]), want.state[alias])
+
+
+def _fill(
+    loaded: _Loaded, layouts: dict[str, Layout], shards: dict[str, torch.Tensor], options: PlanOptions
+) -> Iterator[str]:
+    """Read and initialise one rank's shards; yields a line if the reads take too many bytes."""
+    origins = loaded.settled.parameters
+    wanted = []
+    owned = 0
+    for name, layout in layouts.items():
+        recipe = origins[name]
+        if isinstance(recipe, Recipe):
+            shard = shards[name]
+            destination = Destination(name, layout.numel, layout.owned, shard.dtype, direct=True)
+            wanted.append((recipe, layout, destination))
+            owned += layout.owned * _width(loaded.catalog, recipe)
+    plan = join(loaded.catalog, wanted, options)
+    _execute(plan, [shards[destination.name] for _, _, destination in wanted])
+    allowance = options.gap_floor * len(plan.reads)
+    if plan.read_bytes > READ_SHARE * owned + allowance:
+        yield f"{plan.read_bytes} bytes are read for {owned} owned"
+    torch.manual_seed(SEED)
+    for name, layout in layouts.items():
+        program = origins[name]
+        if isinstance(program, Program):
+            program.fill(layout, shards[name])
+
+
+def _width(catalog: Catalog, recipe: Recipe) -> int:
+    """Bytes of an element of the recipe's sources."""
+    sources = {str(name) for piece in recipe.pieces for name in piece.source}
+    return max((torch_dtype(catalog.tensors[name].dtype).itemsize for name in sources), default=0)
+
+
+def _execute(plan: Plan, storages: list[torch.Tensor]) -> None:
+    done = execute(plan, storages, Progress(plan.read_bytes, shown=False), threads=1)
+    assert done == plan.read_bytes
+
+
+def _compare_buffers(loaded: _Loaded, want: Snapshot) -> Iterator[str]:
+    model = loaded.built.model
+    for name, recipe in loaded.settled.buffers.items():
+        buffer = torch.empty(recipe.target.shape, dtype=recipe.target.dtype)
+        destination = Destination(name, buffer.numel(), buffer.numel(), buffer.dtype, direct=True)
+        plan = join(loaded.catalog, [(recipe, replicated(buffer.shape), destination)], EXACT)
+        if plan.read_bytes > READ_SHARE * buffer.numel() * _width(loaded.catalog, recipe):
+            yield f"buffer {name}: {plan.read_bytes} bytes are read"
+        _execute(plan, [buffer.view(-1)])
+        models.replace_tensor(model, name, buffer)
+    found = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
+    persistent = {name: tensor for name, tensor in want.state.items() if name in found}
+    for name, tensor in {**persistent, **want.unsaved}.items():
+        if name not in found:
+            yield f"buffer {name} is lacking"
+        else:
+            yield from _unlike(f"buffer {name}", found[name], tensor)
+    for name in found.keys() - persistent.keys() - want.unsaved.keys():
+        yield f"buffer {name} is not in the reference"
+    attributes = Snapshot.of(_Attributes(model)).attributes
+    for name, tensor in want.attributes.items():
+        if name not in attributes:
+            yield f"attribute {name} is lacking"
+        else:
+            yield from _unlike(f"attribute {name}", attributes[name], tensor)
+
+
+def _Attributes(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _unlike(name: str, got: torch.Tensor, want: torch.Tensor) -> Iterator[str]:
+    if got.dtype != want.dtype or got.shape != want.shape or got.device != want.device:
+        yield (
+            f"{name} is {got.dtype} {tuple(got.shape)} on {got.device}, "
+            f"not {want.dtype} {tuple(want.shape)} on {want.device}"
+        )
+    elif not same_bits(got, want):
+        yield f"{name} has {int((got != want).sum())} of {want.numel()} elements wrong"
