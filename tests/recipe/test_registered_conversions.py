@@ -14,7 +14,14 @@ from zerostart.upstream.transformers import registered_conversions
 
 def test_a_lost_expert_is_named() -> None:
     config = AutoConfig.for_model(
-        "qwen3_moe", num_hidden_layers=1, num_experts=3, hidden_size=8, moe_intermediate_size=4, vocab_size=9
+        "qwen3_moe",
+        num_hidden_layers=1,
+        num_experts=3,
+        hidden_size=8,
+        moe_intermediate_size=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=9,
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
