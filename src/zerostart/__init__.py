@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zerostart.forecast import WorldPlan
     from zerostart.reporting import Report
 
-    Source = str | os.PathLike[str]
+    Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
     ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | None
     Converter = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | Sequence[Any] | None
 
@@ -54,7 +54,10 @@ def load(
     or a plain FSDP2 loop. Like ``from_pretrained`` it is in evaluation mode.
 
     Args:
-        source: a directory, a ``.safetensors`` file, or a hub id in the local cache.
+        source: a directory, a ``.safetensors`` file, a file of ``torch.save`` (weights are read as data, no
+            code in it is run), a hub id in the local cache, or a mapping of name to tensor. A mapping needs
+            ``model``, and is held by every rank or, with the others passing None, by one; it must not change
+            during the load.
         model: a module on the meta device, a class, or a callable that builds one; without it, the class that
             the checkpoint's configuration names.
         engine: ``"deepspeed"`` or ``"fsdp2"``.

@@ -30,11 +30,17 @@ def equal_in(catalog: Catalog, world: World) -> Callable[[Recipe, Recipe], bool]
         steps = -(-total // STEP)
         same = all(
             _equal_part(catalog, a, b, flat_partition(a.target.shape, step, steps))
-            for step in range(world.rank, steps, world.size)
+            for step in _share(catalog, world, steps)
         )
         return all(world.exchange(same, "comparing tied weights"))
 
     return equal
+
+
+def _share(catalog: Catalog, world: World, steps: int) -> range:
+    """The steps of this rank: each has its part, of tensors in memory each rank that holds them."""
+    readers = range(world.size) if catalog.memory is None else catalog.memory.holders
+    return range(readers.index(world.rank), steps, len(readers)) if world.rank in readers else range(0)
 
 
 def _equal_part(catalog: Catalog, a: Recipe, b: Recipe, layout: Layout) -> bool:

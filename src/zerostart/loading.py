@@ -15,7 +15,6 @@ from torch import nn
 
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.source import open_catalog
 from zerostart.engines import Engine, Shard
 from zerostart.equality import equal_in
 from zerostart.errors import ConfigError, ReadError
@@ -25,7 +24,9 @@ from zerostart.models import Built, Program, Settled
 from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, Recipes, torch_dtype, trace
 from zerostart.reporting import Clock, Report, keep
-from zerostart.transfer import PeakMeter, Progress, execute, reader_threads
+from zerostart.serving import execute_together
+from zerostart.sources import check_model, described, open_source
+from zerostart.transfer import PeakMeter, Progress, reader_threads
 from zerostart.world import World, current_world, default_device
 
 __all__ = ["Request", "forecast", "run"]
@@ -99,8 +100,9 @@ def _load(request: Request, clock: Clock) -> nn.Module:
         request.check()
     with PeakMeter(default_device()) as meter:
         with clock.phase("plan"):
-            catalog = world.share(lambda: open_catalog(request.source), "reading the checkpoint's headers")
+            catalog = open_source(request.source, world)
         with clock.phase("build"), world.phase("building the model"):
+            check_model(request.model, catalog)
             with meter.paused():
                 engines.require(request.engine)
                 models.require(request.model, catalog.root)
@@ -108,7 +110,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
         with clock.phase("plan"), world.phase("planning"):
             recipes = trace(catalog, built.model, models.expectations(built), request.converter)
             coverage = models.tie_names(built.model, recipes, equal_in(catalog, world))
-            coverage.check(str(request.source), type(built.model).__name__, request.strict)
+            coverage.check(described(request.source, catalog), type(built.model).__name__, request.strict)
         with clock.phase("build"), world.phase("sharding the model"):
             settled = models.initialise_rest(built, recipes)
             engine = engines.make_engine(request.engine, world, built.dtype, request.engine_config)
@@ -119,7 +121,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             plan = join(catalog, _wanted(settled, shards, buffers), request.options(threads))
         with clock.phase("read"), world.phase("reading"):
             read_bytes = _transfer(
-                plan, settled, shards, buffers, threads, request.progress and world.rank == 0
+                plan, settled, shards, buffers, threads, request.progress and world.rank == 0, world
             )
         with clock.phase("build"), world.phase("handing over"):
             engine.finish(built.model)
@@ -153,11 +155,13 @@ def forecast(request: Request, world_size: int) -> WorldPlan:
     request.check()
     if world_size < 1:
         raise ConfigError(f"world_size={world_size} must be at least 1")
-    catalog = open_catalog(request.source)
+    alone = World(0, 1, None)
+    catalog = open_source(request.source, alone)
+    check_model(request.model, catalog)
     built = _build(request, catalog)
     recipes = trace(catalog, built.model, models.expectations(built), request.converter)
-    coverage = models.tie_names(built.model, recipes, equal_in(catalog, World(0, 1, None)))
-    coverage.check(str(request.source), type(built.model).__name__, strict=False)
+    coverage = models.tie_names(built.model, recipes, equal_in(catalog, alone))
+    coverage.check(described(request.source, catalog), type(built.model).__name__, strict=False)
     settled = models.initialise_rest(built, recipes)
     threads = reader_threads()
     ranks = forecast_ranks(
@@ -241,11 +245,17 @@ def _destination(name: str, storage: torch.Tensor, owned: int) -> Destination:
 
 
 def _transfer(
-    plan: Plan, settled: Settled, shards: list[Shard], buffers: Placed, threads: int, shown: bool
+    plan: Plan,
+    settled: Settled,
+    shards: list[Shard],
+    buffers: Placed,
+    threads: int,
+    shown: bool,
+    world: World,
 ) -> int:
     """Read what the checkpoint has, then initialise what it lacks; returns the bytes read."""
     storages = _storages(settled, shards, buffers)
-    done = execute(plan, storages, Progress(plan.read_bytes, shown), threads)
+    done = execute_together(plan, storages, Progress(plan.read_bytes, shown), threads, world)
     if done != plan.read_bytes:
         raise ReadError(
             f"{done} bytes were read where the plan has {plan.read_bytes}; this is a bug in zerostart"
@@ -266,4 +276,5 @@ def _finish(built: Built, recipes: Recipes, request: Request, catalog: Catalog) 
     model: Any = built.model
     model.eval()
     if models.is_pretrained(model):
-        models.finish_pretrained(model, recipes, str(request.source), catalog.root, built.dtype)
+        name = str(request.source) if catalog.memory is None else model.config.name_or_path
+        models.finish_pretrained(model, recipes, name, catalog.root, built.dtype)

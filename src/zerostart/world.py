@@ -81,22 +81,22 @@ class World:
             ) from error
         return values
 
-    def share(self, make: Callable[[], T], during: str) -> T:
-        """What ``make`` gives on rank 0, or its error, on every rank."""
+    def share(self, make: Callable[[], T], during: str, source: int = 0) -> T:
+        """What ``make`` gives on rank ``source``, or its error, on every rank."""
         if self.size == 1:
             return make()
         made: list[Any] = [None]
         failure: BaseException | None = None
-        if self.rank == 0:
+        if self.rank == source:
             try:
                 made = [make()]
             except Exception as error:
                 failure = error
         self.agree(failure, during)
         try:
-            dist.broadcast_object_list(made, src=0, group=self.group)
+            dist.broadcast_object_list(made, src=source, group=self.group)
         except (RuntimeError, dist.DistBackendError) as error:
-            raise PeerError(f"rank 0 died during '{during}'; start all ranks again") from error
+            raise PeerError(f"rank {source} died during '{during}'; start all ranks again") from error
         value: T = made[0]
         return value
 

@@ -9,10 +9,19 @@ from typing import Any
 import torch
 from tests.conformance.configs import small_config
 from tests.conformance.registry import Unavailable, candidates, claims
+from tests.tiny import edit_tensors
 
 from zerostart.upstream.transformers import without_weights
 
-__all__ = ["choose", "randomise", "save"]
+__all__ = [
+    "changes_prefixes",
+    "choose",
+    "keep_prefixes",
+    "mapping_of",
+    "randomise",
+    "save",
+    "transpose_checked",
+]
 
 #: Largest model that counts as small.
 MOST_PARAMETERS = 8_000_000
@@ -63,11 +72,56 @@ def randomise(model: torch.nn.Module) -> None:
 def save(
     kind: Any, config: Any, path: Path, dtype: torch.dtype, prepare: Callable[[Any], None] | None = None
 ) -> Any:
-    """Build a random model, write it by ``save_pretrained`` and return it."""
+    """Build a random model, write it by ``save_pretrained`` in several files, and return it."""
     torch.manual_seed(3)
     model = kind._from_config(config, dtype=dtype)
     randomise(model)
     if prepare is not None:
         prepare(model)
-    model.save_pretrained(path)
+    model.save_pretrained(path, max_shard_size="300KB")
     return model
+
+
+def keep_prefixes(model: Any) -> None:
+    """Have ``save_pretrained`` revert changes of prefixes as well, which it leaves out for a new model."""
+    model._weight_conversions = mapping_of(model)
+
+
+def changes_prefixes(model: Any) -> bool:
+    """Whether a prefix is among the conversions of ``model``."""
+    return any(type(entry).__name__ == "PrefixChange" for entry in mapping_of(model))
+
+
+def mapping_of(model: Any) -> list[Any]:
+    """The conversions of ``model`` without the ones for names of old releases."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    mapping: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
+    return mapping
+
+
+def transpose_checked(model: Any, path: Path) -> int:
+    """Turn tensors round that the hub has transposed; ``save_pretrained`` leaves them as the model has them.
+
+    They are those of a ``Transpose`` that looks at the shape to see whether there is anything to do.
+    """
+    checked = [
+        entry
+        for entry in mapping_of(model)
+        for operation in getattr(entry, "operations", ())
+        if getattr(operation, "check_dims", False)
+    ]
+    turned = 0
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        nonlocal turned
+        for name, tensor in tensors.items():
+            for entry in checked:
+                if entry.rename_source_key(name)[1] is not None:
+                    (operation,) = entry.operations
+                    tensors[name] = tensor.transpose(operation.dim0, operation.dim1).contiguous()
+                    turned += 1
+
+    if checked:
+        edit_tensors(path, edit)
+    return turned

@@ -36,21 +36,43 @@ _DPT: Fields = {
 }
 _AUDIO: Fields = {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
 _SAPIENS_HEAD: Fields = {"upsample_out_channels": [16, 8], "conv_out_channels": [8, 8]}
-_SAPIENS_DEEP: Fields = {"head_config": {**_SAPIENS_HEAD, "upsample_kernel_sizes": [4, 4], "conv_kernel_sizes": [1, 1]}}
+_SAPIENS_DEEP: Fields = {
+    "head_config": {**_SAPIENS_HEAD, "upsample_kernel_sizes": [4, 4], "conv_kernel_sizes": [1, 1]}
+}
 
 #: Fields set after shrinking, wherever a configuration of the model type stands, or by the identifier.
 #: A nested mapping is merged, one with another model type takes the place of what was there.
 OVERRIDES: Mapping[str, Fields] = {
-    "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "out_features": None},
+    "BeitForSemanticSegmentation": {
+        "num_hidden_layers": 4,
+        "out_indices": [1, 2, 3, 4],
+        "out_features": None,
+    },
     "conditional_detr": _DETR,
     "detr": _DETR,
+    "ConditionalDetrForSegmentation": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
+    "DetrForSegmentation": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "dinov3_convnext": {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 2, 1]},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
     "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64},
     "emu3": {"vocabulary_map": {"<image>": 5}},
-    "emu3_vqgan": {"codebook_size": 32, "base_channels": 32, "num_res_blocks": 1, "channel_multiplier": [1, 1]},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 16]},
+    "emu3_vqgan": {
+        "codebook_size": 32,
+        "base_channels": 32,
+        "num_res_blocks": 1,
+        "channel_multiplier": [1, 1],
+    },
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [24, 16],
+        "rope_parameters": {"mrope_section": [3, 3, 2]},
+    },
     "esm": {"vocab_size": 33},
     "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 64}},
     "granite_speech_encoder": {"hidden_dim": 64, "dim_head": 16},
@@ -64,12 +86,19 @@ OVERRIDES: Mapping[str, Fields] = {
     "mimi_decoder": {"upsample_groups": 32, "num_filters": 4},
     "mistral_large4_text": {"kv_source_layers": [0, 1]},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "nemotron3_diarization": {"head_config": {"audio_hidden_size": 64}},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "moe_shared_expert_intermediate_size": 48},
+    "nemotron_h_omni": {"projector_hidden_size": 48, "vision_hidden_size": 64},
+    "qwen3_omni_moe": {
+        "talker_config": {"spatial_merge_size": 2, "thinker_hidden_size": 64},
+        "code2wav_config": {"decoder_dim": 32, "codebook_size": 16},
+    },
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 24},
     # Not square, or a transposed tensor would have the shape that the model expects.
     "qwen3_vl_moe_text": {"moe_intermediate_size": 24},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
-        "indexer_kv_heads": 2,
+        "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 16,
         "indexer_compress_ratio": 2,
@@ -82,6 +111,15 @@ OVERRIDES: Mapping[str, Fields] = {
     "Sapiens2ForPointmapEstimation": _SAPIENS_DEEP,
     "Sapiens2ForPoseEstimation": _SAPIENS_DEEP,
     "Sapiens2ForSemanticSegmentation": _SAPIENS_DEEP,
+    "sam3_tracker_video": {
+        "memory_attention_hidden_size": 64,
+        "memory_attention_feed_forward_hidden_size": 128,
+        "memory_encoder_hidden_size": 64,
+        "mask_downsampler_embed_dim": 64,
+        "memory_fuser_embed_dim": 64,
+    },
+    "sam3_vision_model": {"fpn_hidden_size": 64},
+    "t5gemma2_text": {"dropout_rate": 0.0},
     "tipsv2_dpt": _DPT,
     "vibevoice_acoustic_tokenizer_encoder": _AUDIO,
     "vibevoice_semantic_tokenizer_encoder": _AUDIO,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Unavailable", "candidates", "claims", "identifiers", "operations"]
+__all__ = ["Unavailable", "candidates", "claims", "entries", "identifiers", "operations"]
 
 #: Mappings from configuration to class that are asked first; the others follow, the headless one last.
 _PREFERRED = (
@@ -34,18 +34,29 @@ def _registry() -> dict[str, list[Any]]:
     return built
 
 
+#: Types without conversions of their own that the suite has nevertheless: their experts are stored stacked.
+ALSO = ("gpt_oss", "llama4")
+
+
 def identifiers() -> list[str]:
-    """Every name in the registry, in alphabetical order."""
-    return sorted(_registry())
+    """Every name in the registry and of ``ALSO``, in alphabetical order."""
+    return sorted({*_registry(), *ALSO})
+
+
+def entries(identifier: str) -> list[Any]:
+    """The identifier's renamings and converters, in order; none for one of ``ALSO``."""
+    return _registry().get(identifier, [])
 
 
 def operations(identifier: str) -> str:
     """The operations of the identifier's converters, or the kinds of its renamings."""
-    converters = [entry for entry in _registry()[identifier] if hasattr(entry, "operations")]
+    if not entries(identifier):
+        return "none"
+    converters = [entry for entry in entries(identifier) if hasattr(entry, "operations")]
     if converters:
         chains = (" > ".join(type(op).__name__ for op in entry.operations) for entry in converters)
         return ", ".join(dict.fromkeys(chains))
-    kinds = {type(entry).__name__ for entry in _registry()[identifier]} - {"WeightRenaming"}
+    kinds = {type(entry).__name__ for entry in entries(identifier)} - {"WeightRenaming"}
     return ", ".join(["renames", *sorted(kinds)])
 
 
@@ -102,9 +113,9 @@ def _in_module(name: str, config: type) -> Iterator[type]:
     except ModuleNotFoundError:
         return
     for kind in vars(module).values():
-        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.__module__ == name:
-            if kind.config_class is config and not kind.__name__.endswith("PreTrainedModel"):
-                yield kind
+        ours = isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.__module__ == name
+        if ours and kind.config_class is config and "PreTrainedModel" not in kind.__name__:
+            yield kind
 
 
 def model_class(name: str) -> type | None:
@@ -126,7 +137,7 @@ def _defined_in() -> dict[str, str]:
 
     root = Path(transformers.__file__).parent
     defined = {}
-    for path in sorted((root / "models").glob("*/modeling_*.py")):
+    for path in (root / "modeling_layers.py", *sorted((root / "models").glob("*/modeling_*.py"))):
         module = ".".join(("transformers", *path.relative_to(root).with_suffix("").parts))
         for name in re.findall(r"^class (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
             defined.setdefault(name, module)

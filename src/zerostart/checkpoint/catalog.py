@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zerostart.checkpoint.memory import Memory
 
 __all__ = ["DTYPE_BITS", "TORCH_NAMES", "Catalog", "TensorEntry"]
 
@@ -90,7 +94,8 @@ class Catalog:
     """All tensors of a checkpoint and the files that hold them.
 
     ``files`` are absolute paths and ``sizes`` their lengths in bytes; ``tensors`` maps a name to its
-    entry; ``root`` is the directory in which the checkpoint's configuration is looked for.
+    entry; ``root`` is the directory in which the checkpoint's configuration is looked for. For tensors in
+    ``memory`` the files are their storages, under names that serve messages, and ``root`` is empty.
     """
 
     root: str
@@ -98,6 +103,7 @@ class Catalog:
     sizes: tuple[int, ...]
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    memory: Memory | None = field(default=None, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:

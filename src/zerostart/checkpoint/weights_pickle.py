@@ -201,8 +201,14 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if type(target) is not dict or len(items) % 2:
+        if type(target) is not dict:
             self.refuse(f"sets items of a {type(target).__name__}")
+        self.fill(target, items)
+
+    def fill(self, target: dict[Any, Any], items: list[Any]) -> None:
+        """Set keys and values that follow each other in ``items``."""
+        if len(items) % 2:
+            self.refuse("has a dictionary with a key without a value")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) not in _KEY_TYPES:
                 self.refuse(f"has a dictionary with a {type(key).__name__} for a key")
@@ -249,14 +255,12 @@ class _Machine:
 
 def _ordered(machine: _Machine, arguments: tuple[Any, ...]) -> dict[Any, Any]:
     """OrderedDict, empty or of a list of pairs as Python 2 wrote it."""
-    made = _Machine(b"", machine._path)
-    made.push({})
+    made: dict[Any, Any] = {}
     for pair in arguments[0] if len(arguments) == 1 and type(arguments[0]) is list else arguments:
         if type(pair) not in (list, tuple) or len(pair) != 2:
             machine.refuse("makes an OrderedDict of something other than pairs")
-        made.set_items(list(pair))
-    result: dict[Any, Any] = made._stack[0]
-    return result
+        machine.fill(made, list(pair))
+    return made
 
 
 def _size(machine: _Machine, arguments: tuple[Any, ...]) -> tuple[int, ...]:

@@ -64,6 +64,7 @@ def join(
         destinations=tuple(destinations),
         reads=tuple(_coalesce(segments, options)),
         chunk_size=options.chunk_size,
+        memory=catalog.memory,
     )
 
 

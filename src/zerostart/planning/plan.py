@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from zerostart.checkpoint.memory import Memory
 
 __all__ = ["Destination", "Part", "Plan", "Read"]
 
@@ -68,13 +70,14 @@ class Read:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that one rank reads, from which files, into which storage."""
+    """Everything that one rank reads, from which files (or from which ``memory``), into which storage."""
 
     files: tuple[str, ...]
     sizes: tuple[int, ...]
     destinations: tuple[Destination, ...]
     reads: Sequence[Read]
     chunk_size: int
+    memory: Memory | None = field(default=None, compare=False, repr=False)
 
     @property
     def read_bytes(self) -> int:

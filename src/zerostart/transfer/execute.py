@@ -11,23 +11,28 @@ import torch
 
 from zerostart.planning import Destination, Part, Plan, Read
 from zerostart.transfer.progress import Progress
-from zerostart.transfer.reader import FileReader
+from zerostart.transfer.reader import FileReader, MemoryReader, Reader
 
-__all__ = ["execute", "reader_threads"]
+__all__ = ["bytes_view", "execute", "reader_threads"]
 
 
 def execute(
-    plan: Plan, storages: Sequence[torch.Tensor], progress: Progress, threads: int | None = None
+    plan: Plan,
+    storages: Sequence[torch.Tensor],
+    progress: Progress,
+    threads: int | None = None,
+    reader: Reader | None = None,
 ) -> int:
     """Fill ``storages`` (1-D, one for each of the plan's destinations) and zero their padding.
 
-    Returns the bytes read. The first error of any thread stops the others and is raised here; the storages
-    are then partly filled and of no use.
+    Returns the bytes read. ``reader`` replaces the one that the plan calls for, of its files or its memory.
+    The first error of any thread stops the others and is raised here; the storages are then partly filled
+    and of no use.
     """
     _zero_padding(plan.destinations, storages)
     threads = min(threads or reader_threads(), max(1, len(plan.reads)))
-    with FileReader(plan.files, plan.sizes) as reader, progress:
-        pool = _Pool(plan, storages, reader, progress)
+    with reader or _reader(plan) as source, progress:
+        pool = _Pool(plan, storages, source, progress)
         workers = [
             threading.Thread(target=pool.work, name=f"zerostart-reader-{i}", daemon=True)
             for i in range(threads - 1)
@@ -40,6 +45,10 @@ def execute(
         if pool.error is not None:
             raise pool.error
     return progress.done
+
+
+def _reader(plan: Plan) -> Reader:
+    return FileReader(plan.files, plan.sizes) if plan.memory is None else MemoryReader(plan.memory.buffers)
 
 
 def reader_threads() -> int:
@@ -55,7 +64,7 @@ def _zero_padding(destinations: Sequence[Destination], storages: Sequence[torch.
             storage[destination.owned :].zero_()
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_view(tensor: torch.Tensor) -> memoryview:
     """A writable view of a contiguous host tensor's bytes."""
     array: Any = tensor.view(torch.uint8).numpy()
     return memoryview(array)
@@ -65,7 +74,7 @@ class _Pool:
     """State that the reading threads share."""
 
     def __init__(
-        self, plan: Plan, storages: Sequence[torch.Tensor], reader: FileReader, progress: Progress
+        self, plan: Plan, storages: Sequence[torch.Tensor], reader: Reader, progress: Progress
     ) -> None:
         self.error: BaseException | None = None
         self._plan = plan
@@ -75,7 +84,7 @@ class _Pool:
         self._reads = iter(plan.reads)
         self._lock = threading.Lock()
         self._views = [
-            _bytes_of(storage) if destination.direct and storage.numel() else None
+            bytes_view(storage) if destination.direct and storage.numel() else None
             for destination, storage in zip(plan.destinations, storages, strict=True)
         ]
 
@@ -116,7 +125,7 @@ class _Staging:
     def __init__(self, nbytes: int, storages: Sequence[torch.Tensor]) -> None:
         pinned = any(storage.device.type != "cpu" for storage in storages)
         self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self.view = _bytes_of(self._buffer)
+        self.view = bytes_view(self._buffer)
 
     def deliver(self, part: Part, storage: torch.Tensor) -> None:
         """Copy, permute and cast one part from the buffer to its destination."""

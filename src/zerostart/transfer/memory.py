@@ -19,9 +19,9 @@ ALIGNMENT = 64
 class Arena:
     """One buffer for many shards of a device, so that they lie as closely as they are read.
 
-    Room is reserved first; the buffer is allocated when the first tensor is taken. Which pages back host memory
-    is left to the kernel: where a virtual machine gives free memory back to its host, asking for huge ones
-    (``MADV_HUGEPAGE``) was seen to cost three times what it saves elsewhere.
+    Room is reserved first; the buffer is allocated when the first tensor is taken. Which pages back host
+    memory is left to the kernel: where a virtual machine gives free memory back to its host, asking for huge
+    ones (``MADV_HUGEPAGE``) was seen to cost three times what it saves elsewhere.
     """
 
     def __init__(self, device: torch.device) -> None:

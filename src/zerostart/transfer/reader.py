@@ -1,4 +1,4 @@
-"""Positioned reads from a checkpoint's files."""
+"""Positioned reads from a checkpoint's files, or from tensors in memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,52 @@ import os
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Protocol
+
+import torch
 
 from zerostart.errors import CheckpointNotFoundError, ReadError
 
-__all__ = ["FileReader"]
+__all__ = ["FileReader", "MemoryReader", "Reader"]
+
+
+class Reader(Protocol):
+    """What a plan's reads are made with."""
+
+    def __enter__(self) -> Reader: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers``, one after the other, from ``offset`` of file number ``file`` on."""
+        ...
+
+
+class MemoryReader:
+    """Copies ranges of tensors in memory, on the host or on a device; safe to share between threads."""
+
+    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
+        self._sources = sources
+
+    def __enter__(self) -> MemoryReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to close."""
+
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers`` from the bytes of source number ``file``; raises ReadError beyond its end."""
+        source = self._sources[file]
+        for buffer in buffers:
+            part = source[offset : offset + len(buffer)]
+            if len(part) != len(buffer):
+                raise ReadError(f"the storage of tensor number {file} in memory shrank during the load")
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
+            offset += len(buffer)
 
 
 class FileReader:

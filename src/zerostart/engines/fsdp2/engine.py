@@ -151,7 +151,13 @@ def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
 
 
 def current_shards(model: nn.Module) -> dict[str, Shard]:
-    """The FSDP2 shards of ``model`` as they are now."""
+    """The FSDP2 shards of ``model`` as they are now; parameters that a forward left gathered are resharded.
+
+    Else a root that is kept gathered would show its copy in the compute dtype, and not what is trained.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     shards = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor):

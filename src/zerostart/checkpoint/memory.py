@@ -1,0 +1,113 @@
+"""A mapping of tensors held in memory, as a catalog: its files are the tensors' storages.
+
+Nothing is copied: an entry points into the storage that its tensor is a view of, with the tensor's strides,
+on the host or on a device. The tensors must not change until the load is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerostart.checkpoint.catalog import TORCH_NAMES, Catalog, TensorEntry
+from zerostart.checkpoint.strict_json import shown
+from zerostart.checkpoint.torch_zip import contiguous_strides
+from zerostart.errors import ConfigError
+
+__all__ = ["Memory", "memory_catalog", "signature"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The storages behind a catalog of tensors in memory.
+
+    ``holders`` are the ranks that hold them; ``buffers`` are this rank's own, 1-D and of bytes, numbered as
+    the catalog's files, () on a rank that holds none. Only ``holders`` travels to another process.
+    """
+
+    holders: tuple[int, ...]
+    buffers: tuple[torch.Tensor, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Memory, (self.holders,)
+
+
+def memory_catalog(tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...] = (0,)) -> Catalog:
+    """Catalog of the tensors of a mapping, in its order; ``holders`` are the ranks that have it.
+
+    Raises ConfigError, naming the key, for a value whose bytes cannot be addressed.
+    """
+    numbers: dict[tuple[torch.device, int, int], int] = {}
+    files: list[str] = []
+    buffers: list[torch.Tensor] = []
+    entries: dict[str, TensorEntry] = {}
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+        storage = tensor.untyped_storage()
+        key = (tensor.device, storage.data_ptr(), storage.nbytes())
+        if key not in numbers:
+            numbers[key] = len(files)
+            files.append(f"the tensor {shown(name)} in memory")
+            buffers.append(_bytes_of(tensor))
+        entries[name] = _entry(name, tensor, numbers[key])
+    for device in {buffer.device for buffer in buffers if buffer.device.type != "cpu"}:
+        # What computes the values may still run, in a stream that the reading threads know nothing of.
+        torch.accelerator.synchronize(device)
+    sizes = tuple(buffer.numel() for buffer in buffers)
+    return Catalog("", tuple(files), sizes, entries, memory=Memory(holders, tuple(buffers)))
+
+
+def signature(catalog: Catalog) -> str:
+    """A digest of names, types and shapes, in their order: what ranks that load together must agree on."""
+    digest = hashlib.sha256()
+    for entry in catalog.tensors.values():
+        digest.update(repr((entry.name, entry.dtype, entry.shape)).encode())
+    return digest.hexdigest()
+
+
+def _entry(name: str, tensor: torch.Tensor, file: int) -> TensorEntry:
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    width = tensor.dtype.itemsize
+    return TensorEntry(
+        name,
+        TORCH_NAMES[str(tensor.dtype).removeprefix("torch.")],
+        shape,
+        file,
+        int(tensor.storage_offset()) * width,
+        tensor.numel() * width,
+        None if contiguous_strides(shape, strides) else strides,
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage, as a view."""
+    storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _check(name: object, tensor: object) -> None:
+    """Refuse what is no plain tensor with data."""
+    if not isinstance(name, str):
+        raise ConfigError(f"source: the mapping has a key of type {type(name).__name__}; names are strings")
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(
+            f"source[{name!r}] is a {type(tensor).__name__}, and not a tensor; leave it out of the mapping"
+        )
+    reason = None
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        reason = f"is {tensor.layout} {tensor.dtype}; make it a plain dense tensor"
+    elif type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
+        reason = f"is a {type(tensor).__name__}, which keeps its data elsewhere; pass a plain tensor of it"
+    elif tensor.device.type == "meta":
+        reason = "is on the meta device and has no data"
+    elif tensor.is_conj() or tensor.is_neg():
+        reason = "is a lazy conjugate or negative; pass tensor.resolve_conj().resolve_neg()"
+    elif str(tensor.dtype).removeprefix("torch.") not in TORCH_NAMES:
+        reason = f"has the dtype {tensor.dtype}, which this version does not read"
+    if reason is not None:
+        raise ConfigError(f"source[{name!r}] {reason}")

@@ -1,0 +1,89 @@
+"""From the ``source`` argument, which the ranks may pass differently, to one catalog on all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zerostart import models
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.memory import memory_catalog, signature
+from zerostart.checkpoint.source import open_catalog
+from zerostart.errors import ConfigError
+from zerostart.world import World
+
+__all__ = ["check_model", "described", "open_source"]
+
+
+def open_source(source: Any, world: World) -> Catalog:
+    """The catalog of ``source``; collective.
+
+    A path or hub id is the same on every rank, and rank 0 parses the headers for all. A mapping of tensors is
+    held by every rank, or by some while the others pass None. Raises ConfigError on every rank otherwise.
+    """
+    kinds = world.exchange(_kind(source), "arguments")
+    holders = _holders(kinds)
+    if not holders:
+        return world.share(lambda: open_catalog(source), "reading the checkpoint's headers")
+    own: Catalog | None = None
+    with world.phase("looking at the mapping"):
+        if source is not None:
+            own = memory_catalog(source, holders)
+    signatures = world.exchange(own and signature(own), "looking at the mapping")
+    for rank in holders:
+        if signatures[rank] != signatures[holders[0]]:
+            raise ConfigError(
+                f"source: the mappings of ranks {holders[0]} and {rank} differ in names, order, dtypes or "
+                "shapes; pass the same on each, or pass None on all ranks but one"
+            )
+    if len(holders) < world.size:
+        shared = world.share(lambda: own, "looking at the mapping", holders[0])
+        own = own or shared
+    assert own is not None, "a rank without a mapping gets the first holder's catalog"
+    return own
+
+
+def check_model(model: Any, catalog: Catalog) -> None:
+    """Raise ConfigError if ``model`` needs a configuration file, which a mapping does not have."""
+    if catalog.memory is None:
+        return
+    if model is None or (
+        isinstance(model, type) and (models.is_pretrained(model) or hasattr(model, "load_config"))
+    ):
+        what = "without model=" if model is None else f"for model={model.__name__}"
+        raise ConfigError(
+            f"source is a mapping of tensors, which has no config.json to build from {what}; pass a model "
+            "built on the meta device, or a callable that builds it: model=lambda: Class(config)"
+        )
+
+
+def described(source: Any, catalog: Catalog) -> str:
+    """What to call the source in messages; the same on every rank."""
+    return str(source) if catalog.memory is None else f"the mapping of {len(catalog.tensors)} tensors"
+
+
+def _kind(source: Any) -> str:
+    if source is None:
+        return "None"
+    if isinstance(source, Mapping):
+        return "mapping"
+    return "path" if isinstance(source, (str, os.PathLike)) else type(source).__name__
+
+
+def _holders(kinds: Sequence[str]) -> tuple[int, ...]:
+    """Ranks that pass a mapping; none where all pass a path. Raises ConfigError for any other mixture."""
+    for rank, kind in enumerate(kinds):
+        if kind not in ("None", "mapping", "path"):
+            raise ConfigError(
+                f"source is a {kind} (rank {rank}), and neither a path, a hub id nor a mapping of tensors"
+            )
+    found = set(kinds)
+    if found == {"None"}:
+        raise ConfigError("source is None on every rank; pass a path, a hub id or a mapping of tensors")
+    if "path" in found and len(found) > 1:
+        raise ConfigError(
+            f"source is {', '.join(kinds)} on ranks 0 to {len(kinds) - 1}; pass a path on every rank, or a "
+            "mapping on every rank or on one"
+        )
+    return tuple(rank for rank, kind in enumerate(kinds) if kind == "mapping")
