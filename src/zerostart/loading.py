@@ -123,6 +123,8 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             read_bytes = _transfer(
                 plan, settled, shards, buffers, threads, request.progress and world.rank == 0, world
             )
+        with clock.phase("read"), world.phase("initialising"):
+            _initialise(world, settled, shards)
         with clock.phase("build"), world.phase("handing over"):
             engine.finish(built.model)
             _finish(built, recipes, request, catalog)
@@ -253,18 +255,34 @@ def _transfer(
     shown: bool,
     world: World,
 ) -> int:
-    """Read what the checkpoint has, then initialise what it lacks; returns the bytes read."""
+    """Read what the checkpoint has; returns the bytes read."""
     storages = _storages(settled, shards, buffers)
     done = execute_together(plan, storages, Progress(plan.read_bytes, shown), threads, world)
     if done != plan.read_bytes:
         raise ReadError(
             f"{done} bytes were read where the plan has {plan.read_bytes}; this is a bug in zerostart"
         )
-    for shard in shards:
-        program = settled.parameters[shard.name]
-        if isinstance(program, Program):
-            program.fill(shard.layout, shard.storage)
     return done
+
+
+def _initialise(world: World, settled: Settled, shards: list[Shard]) -> None:
+    """Fill what the checkpoint lacks, from rank 0's random stream.
+
+    Every rank's shard has to come from one stream, and nothing says that the ranks were seeded alike. On
+    rank 0 the generator goes on as after ``from_pretrained``; so it does on ranks that were seeded like it.
+    """
+    programs = [(s, p) for s in shards if isinstance(p := settled.parameters[s.name], Program)]
+    if not programs:
+        return
+    own = torch.get_rng_state()
+    shared = world.share(torch.get_rng_state, "sharing the random stream")
+    torch.set_rng_state(shared)
+    try:
+        for shard, program in programs:
+            program.fill(shard.layout, shard.storage)
+    finally:
+        if not torch.equal(own, shared):
+            torch.set_rng_state(own)
 
 
 def _whole(settled: Settled) -> tuple[str, ...]:

@@ -1,0 +1,372 @@
+"""A mapping of tensors as the source: held by every rank, or by some that serve the others."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import zerostart
+from ranks import Outcome, rank_outcomes, run_ranks
+from tiny import TinyCheckpoints
+from zerostart import errors, serving
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.memory import memory_catalog, signature
+from zerostart.layout import flat_partition
+from zerostart.planning import Destination, PlanOptions, join
+from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
+from zerostart.serving import _batches
+from zerostart.transfer import MemoryReader, Progress, execute
+from zerostart.world import World
+
+ENGINES = ("deepspeed", "fsdp2")
+
+
+def shard(catalog: Catalog, name: str, rank: int, world: int, chunk: int) -> torch.Tensor:
+    entry = catalog.tensors[name]
+    dtype = torch_dtype(entry.dtype)
+    symbolic = SymbolicTensor.of(name, entry.shape, dtype, entry.strides)
+    layout = flat_partition(entry.shape, rank, world)
+    destination = Destination(name, layout.numel, layout.owned, dtype, direct=True)
+    recipe = Recipe(Target(name, entry.shape, dtype), symbolic.pieces)
+    plan = join(catalog, [(recipe, layout, destination)], PlanOptions(chunk_size=chunk))
+    storage = torch.empty(layout.numel, dtype=dtype)
+    assert execute(plan, [storage], Progress(plan.read_bytes, shown=False), 2) == plan.read_bytes
+    return storage
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_random_views_are_read_as_they_are(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bool, torch.bfloat16, torch.int64]))
+    base = torch.arange(360).remainder(5).to(dtype)
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=4))
+    strides = [data.draw(st.integers(0, 20)) for _ in shape]
+    reach = sum(max(0, n - 1) * s for n, s in zip(shape, strides, strict=True))
+    tensor = base.as_strided(shape, strides, data.draw(st.integers(0, 359 - reach)))
+    catalog = memory_catalog({"other": base[:7], "w": tensor})
+    assert len(catalog.files) == 1
+    world = data.draw(st.integers(1, 3))
+    chunk = data.draw(st.sampled_from([16, 64, 1 << 20]))
+    parts = [shard(catalog, "w", rank, world, chunk) for rank in range(world)]
+    assert torch.equal(torch.cat(parts)[: tensor.numel()].view(shape), tensor)
+
+
+def test_a_catalog_travels_without_its_tensors() -> None:
+    catalog = memory_catalog({"w": torch.zeros(1 << 20), "v": nn.Parameter(torch.ones(3))}, holders=(1,))
+    sent = pickle.dumps(catalog)
+    assert len(sent) < 2000
+    received: Catalog = pickle.loads(sent)
+    assert received == catalog
+    assert received.memory is not None
+    assert received.memory.holders == (1,)
+    assert received.memory.buffers == ()
+    assert signature(received) == signature(catalog)
+
+
+class Wrapped(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+    @staticmethod
+    def __new__(cls) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, (2,))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (3, "is a int"),
+        (None, "is a NoneType"),
+        ([1.0], "is a list"),
+        (torch.ones(2, device="meta"), "meta"),
+        (torch.eye(2).to_sparse(), "sparse"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "resolve_conj"),
+        (torch.ones(2, dtype=torch.complex128), "complex128"),
+        (Wrapped(), "is a Wrapped"),
+    ],
+)
+def test_values_that_are_no_plain_tensors(value: Any, what: str) -> None:
+    for call in (zerostart.plan, lambda source, model: zerostart.load(source, model)):
+        with pytest.raises(errors.ConfigError, match=what) as caught:
+            call({"fine": torch.ones(1), "bad.weight": value}, model=plain)
+        assert "'bad.weight'" in str(caught.value)
+
+
+def test_keys_that_are_no_names() -> None:
+    with pytest.raises(errors.ConfigError, match="type int"):
+        memory_catalog({1: torch.ones(1)})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("source", [["a"], 3, b"path"])
+def test_sources_that_are_none(source: Any) -> None:
+    with pytest.raises(errors.ConfigError, match="neither a path"):
+        zerostart.plan(source, model=plain)
+
+
+@given(sizes=st.lists(st.integers(1, 30), max_size=20), limit=st.integers(1, 40))
+def test_batches_cover_all_reads_within_the_limit(sizes: list[int], limit: int) -> None:
+    at = 0
+    for first, stop, total in _batches(sizes, limit):
+        assert first == at < stop
+        assert total == sum(sizes[first:stop])
+        assert total <= limit or stop == first + 1
+        at = stop
+    assert at == len(sizes)
+
+
+# Models that need no configuration file.
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3, bias=False))
+
+
+def large() -> nn.Module:
+    return nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.Linear(2048, 1024), nn.Linear(1024, 1023))
+
+
+def loaded(
+    source: Any, model: Any, engine: str, **options: Any
+) -> tuple[dict[str, torch.Tensor], zerostart.reporting.Report]:
+    made = zerostart.load(source, model, engine=engine, progress=False, **options)
+    return dict(zerostart.full_tensors(made, rank=None)), zerostart.report(made)
+
+
+def differing(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    assert list(found) == list(wanted)
+    return [
+        name for name, t in wanted.items() if found[name].dtype != t.dtype or not torch.equal(found[name], t)
+    ]
+
+
+def holds(holders: tuple[int, ...] | None) -> bool:
+    return holders is None or dist.get_rank() in holders
+
+
+HOLDERS = [None, (0,), (1,), (0, 1)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_loaded_from_every_holder(
+    engine: str, world: int, checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    """A registered conversion, a tied model in another dtype, a plain model with views and a converter."""
+    sources = [checkpoints("qwen3_moe"), checkpoints("qwen3")]
+    for lines in run_ranks(load_all, world, engine, sources):
+        assert lines == []
+
+
+def load_all(engine: str, sources: list[Path]) -> list[str]:
+    import transformers
+    from safetensors.torch import load_file
+
+    lines = []
+    for holders in HOLDERS:
+        for path, dtype in zip(sources, (None, torch.bfloat16), strict=True):
+            config = transformers.AutoConfig.from_pretrained(path)
+            kind = getattr(transformers, config.architectures[0])
+            wanted = kind.from_pretrained(path, dtype=dtype or "auto").state_dict()
+            tensors = load_file(path / "model.safetensors") if holds(holders) else None
+            found, report = loaded(tensors, lambda k=kind, c=config: k(c), engine, dtype=dtype)
+            lines += [f"{holders} {path.name} {name}" for name in differing(found, wanted)]
+            assert report.read_bytes == report.planned_bytes
+        lines += [f"{holders} plain {name}" for name in load_views(holders, engine)]
+    return lines
+
+
+def load_views(holders: tuple[int, ...] | None, engine: str) -> list[str]:
+    """Views of one buffer under other names, through a converter, in reads of many messages."""
+    wanted = large().state_dict()
+    stored = {f"net.{name}": (t.t().contiguous().t() if t.dim() == 2 else t) for name, t in wanted.items()}
+
+    def converter(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name.removeprefix("net."): tensor for name, tensor in state.items()}
+
+    dist.broadcast_object_list(box := [stored])
+    stored = box[0]
+    wanted = {name.removeprefix("net."): t.contiguous() for name, t in stored.items()}
+    source = MappingProxyType(stored) if holds(holders) else None
+    found, _ = loaded(source, large, engine, converter=converter, chunk_size=1 << 16)
+    return differing(found, wanted)
+
+
+def test_what_is_served_is_bounded(deepspeed_op: None) -> None:
+    """20 MiB of weights: a rank without them never has much more than its own third."""
+    for rank, (found, own) in enumerate(run_ranks(load_measured, 3)):
+        assert own == pytest.approx(20 << 20, rel=0.01)
+        if rank:
+            assert found < own / 3 + (6 << 20)
+
+
+def load_measured() -> tuple[int, int]:
+    tensors = (
+        {n: torch.ones_like(t) for n, t in large().state_dict().items()} if dist.get_rank() == 0 else None
+    )
+    model = zerostart.load(tensors, large, engine="fsdp2", progress=False, chunk_size=1 << 20)
+    size = sum(p.numel() * 4 for p in model.parameters())
+    return zerostart.report(model).peak_host_bytes, size
+
+
+def test_both_names_of_a_tie_are_compared_by_those_who_hold_them(
+    checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    path = checkpoints("qwen3")
+    for outcome in run_ranks(load_ties, 3, path):
+        assert outcome == [True, False]
+
+
+def load_ties(path: Path) -> list[bool]:
+    """Whether the two are one parameter, where their values agree and where they do not."""
+    import transformers
+    from safetensors.torch import load_file
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    tied = []
+    for different in (False, True):
+        tensors = load_file(path / "model.safetensors")
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[-1, -1] += different
+        source = {**tensors, "lm_head.weight": head} if dist.get_rank() == 1 else None
+        model = zerostart.load(
+            source,
+            lambda: transformers.Qwen3ForCausalLM(config),
+            engine="fsdp2",
+            progress=False,
+            strict=False,
+        )
+        tied.append(model.lm_head.weight is model.model.embed_tokens.weight)
+    return tied
+
+
+def test_the_plan_of_a_mapping(checkpoints: TinyCheckpoints) -> None:
+    tensors = plain().state_dict()
+    plan = zerostart.plan(tensors, world_size=3, engine="fsdp2", model=plain)
+    assert plan.checkpoint_bytes == sum(t.numel() * t.itemsize for t in tensors.values())
+    assert not plan.missing
+    assert not plan.unexpected
+    assert [rank.rank for rank in plan.ranks] == [0, 1, 2]
+    assert sum(rank.read_bytes for rank in plan.ranks) >= 4 * (35 + 5 + 15)
+
+
+def test_a_mapping_brings_no_configuration(checkpoints: TinyCheckpoints) -> None:
+    import transformers
+
+    for model in (None, transformers.Qwen3ForCausalLM):
+        with pytest.raises(errors.ConfigError, match=r"config\.json.*model="):
+            zerostart.plan({"w": torch.ones(1)}, model=model)
+    with pytest.raises(errors.ConfigError, match="None on every rank"):
+        zerostart.plan(None, model=plain)
+
+
+def same_error(outcomes: list[Outcome], kind: type[errors.ZerostartError], *words: str) -> None:
+    report = "\n".join(outcome.describe() for outcome in outcomes)
+    for outcome in outcomes:
+        assert f"{kind.__module__}.{kind.__qualname__}" in outcome.mro, report
+        assert all(word in outcome.message for word in words), report
+        assert outcome.seconds < 30, report
+    assert len({outcome.message for outcome in outcomes}) == 1, report
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("nobody", ["None on every rank"]),
+        ("path on one", ["path, None", "every rank"]),
+        ("mixed", ["path, mapping"]),
+        ("not a tensor on one", ["rank 1", "'0.weight'", "str"]),
+        ("different shapes", ["ranks 0 and 1 differ"]),
+        ("no model", ["config.json"]),
+        ("missing", ["mapping of 4 tensors", "2.weight"]),
+    ],
+)
+def test_arguments_that_ranks_cannot_agree_on(what: str, words: list[str], tmp_path: Path) -> None:
+    kind = errors.CoverageError if what == "missing" else errors.ConfigError
+    same_error(rank_outcomes(load_odd, 2, what, tmp_path), kind, *words)
+
+
+def load_odd(what: str, path: Path) -> None:
+    rank = dist.get_rank()
+    tensors = plain().state_dict()
+    model: Any = plain
+    source: Any = tensors if rank == 0 else None
+    if what == "nobody":
+        source = None
+    elif what == "path on one":
+        source = path if rank == 0 else None
+    elif what == "mixed":
+        source = path if rank == 0 else tensors
+    elif what == "not a tensor on one":
+        source = tensors if rank == 0 else {**tensors, "0.weight": "x"}
+    elif what == "different shapes":
+        source = tensors if rank == 0 else {**tensors, "0.weight": torch.ones(2)}
+    elif what == "no model":
+        model = None
+    elif what == "missing":
+        tensors.pop("2.weight")
+        tensors.pop("0.bias")
+        tensors.pop("1.bias")
+        source = tensors if rank == 0 else None
+    zerostart.load(source, model, engine="fsdp2", progress=False)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_fails_half_way_keeps_nobody_waiting(victim: int) -> None:
+    outcomes = rank_outcomes(load_failing, 3, victim)
+    same_error(outcomes, errors.ZerostartError, f"rank {victim}", "no room")
+
+
+def load_failing(victim: int) -> None:
+    """After the third message, the victim cannot copy any more; the group is whole afterwards."""
+    count = 0
+
+    def failing(self: Any, file: int, offset: int, buffers: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 3:
+            raise MemoryError("no room")
+        original(self, file, offset, buffers)
+
+    reader: Any = MemoryReader if victim == 0 else serving._RemoteReader
+    original = reader.read
+    tensors = large().state_dict() if dist.get_rank() == 0 else None
+    if dist.get_rank() == victim:
+        reader.read = failing
+    try:
+        zerostart.load(tensors, large, engine="fsdp2", progress=False, chunk_size=1 << 16)
+    finally:
+        reader.read = original
+        everyone = World(dist.get_rank(), 3, dist.group.WORLD).exchange(dist.get_rank(), "after")
+        assert everyone == [0, 1, 2]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_is_noticed(victim: int) -> None:
+    outcomes = rank_outcomes(load_dying, 3, victim)
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert outcome.error == "zerostart.errors.PeerError", outcome.describe()
+            assert outcome.seconds < 30
+
+
+def load_dying(victim: int) -> None:
+    if dist.get_rank() == victim:
+        reader: Any = MemoryReader if victim == 0 else serving._RemoteReader
+        reader.read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    tensors = large().state_dict() if dist.get_rank() == 0 else None
+    zerostart.load(tensors, large, engine="fsdp2", progress=False, chunk_size=1 << 16)
