@@ -291,7 +291,7 @@ def same_error(outcomes: list[Outcome], kind: type[errors.ZerostartError], *word
         ("not a tensor on one", ["rank 1", "'0.weight'", "str"]),
         ("different shapes", ["ranks 0 and 1 differ"]),
         ("no model", ["config.json"]),
-        ("missing", ["mapping of 4 tensors", "2.weight"]),
+        ("missing", ["mapping of 5 tensors", "2.weight"]),
     ],
 )
 def test_arguments_that_ranks_cannot_agree_on(what: str, words: list[str], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import struct
 import zipfile
 from collections import OrderedDict
@@ -17,8 +18,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+import zerostart
+from ranks import run_ranks
+from tiny import TinyCheckpoints
 from zerostart.checkpoint import torch_zip, weights_pickle, zip_index
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import open_catalog
@@ -238,6 +242,32 @@ def test_random_views_equal_what_torch_loads(tmp_path: Path, data: st.DataObject
     torch.save(tensors, path)
     world = data.draw(st.integers(1, 3))
     assert_same(path, world=world, chunk=data.draw(st.sampled_from([16, 64, 1 << 20])))
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_a_model_from_torch_shards(
+    engine: str, checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
+) -> None:
+    """As transformers once saved it: two shards and an index, here with some weights stored transposed."""
+    source = checkpoints("qwen3_moe", torch.bfloat16)
+    shutil.copy(source / "config.json", tmp_path)
+    shards: tuple[dict[str, torch.Tensor], ...] = ({}, {})
+    for i, (name, tensor) in enumerate(load_file(source / "model.safetensors").items()):
+        shards[i % 2][name] = tensor.t().contiguous().t() if i % 3 == 0 and tensor.dim() == 2 else tensor
+    names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    for name, shard in zip(names, shards, strict=True):
+        torch.save(shard, tmp_path / name)
+    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for different in run_ranks(load_both, 2, engine, [source, tmp_path]):
+        assert different == []
+
+
+def load_both(engine: str, sources: list[Path]) -> list[str]:
+    models = [zerostart.load(path, engine=engine, progress=False) for path in sources]
+    wanted, found = (dict(zerostart.full_tensors(model, rank=None)) for model in models)
+    assert list(wanted) == list(found)
+    return [name for name in wanted if not torch.equal(wanted[name], found[name])]
 
 
 # Files that lie.

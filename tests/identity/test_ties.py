@@ -67,5 +67,5 @@ def load_and_fail_on_one(path: Path) -> None:
 def test_a_rank_that_fails_to_compare_fails_all(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path = with_head(checkpoints, tmp_path / "both", 0.0)
     for outcome in rank_outcomes(load_and_fail_on_one, 2, path):
-        assert outcome.error == "ReadError"
+        assert outcome.error == "zerostart.errors.ReadError"
         assert "rank 0: the disk has a bad day" in outcome.message

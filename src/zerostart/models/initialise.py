@@ -58,12 +58,15 @@ class Program:
     """How a missing tensor gets its values.
 
     ``steps`` is None where the calls are not element by element: then the whole tensor is made, once, and
-    ``whole`` says so in the report.
+    ``whole`` says so in the report. ``place`` orders the programs of a model as its initialiser drew, and
+    ``discarded`` are the draws, with their places, that a later call overwrote: they too move the generator on.
     """
 
     meta: torch.Tensor
     log: OpLog
     steps: tuple[Op, ...] | None
+    place: tuple[bool, int] = (False, 0)
+    discarded: tuple[tuple[int, Op], ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -96,20 +99,51 @@ class Program:
             start += count
 
 
-def program_of(meta: torch.Tensor, log: OpLog) -> Program | None:
-    """The program of a meta tensor, None where nothing in the log gave it a value."""
+def fill_missing(missing: Iterable[tuple[Program, Layout, torch.Tensor]]) -> None:
+    """Run the programs for this rank's shares of the storages, in the order in which the initialiser drew."""
+    draws: list[tuple[tuple[bool, int], Callable[[], None]]] = []
+    for program, layout, storage in missing:
+        draws.append((program.place, functools.partial(program.fill, layout, storage)))
+        draws += [((False, at), functools.partial(_discard, op)) for at, op in program.discarded]
+    for _, draw in sorted(draws, key=lambda entry: entry[0]):
+        draw()
+
+
+def program_of(meta: torch.Tensor, log: OpLog, start: int = 0) -> Program | None:
+    """The program of a meta tensor, None where nothing in the log gave it a value.
+
+    ``start`` is the first call of the initialiser. Draws before it, in constructors, happen on meta in
+    transformers and leave the generator alone; a tensor that has only such comes last.
+    """
     steps: list[Op] = []
+    drawn: list[tuple[int, Op]] = []
+    discarded: list[tuple[int, Op]] = []
     chunked = True
-    for op in log.writers(meta):
+    for at, op in log.writers(meta):
         steps.append(op)
         if op.func in _FACTORIES or op.overwritten is not None:
             steps, chunked = [op], op.func in _FACTORIES or _in_chunks(op)
+            discarded += [entry for entry in drawn if entry[0] >= start]
+            drawn = []
         elif not _by_element(op, meta):
             chunked = False
+        if op.opaque or op.func in _RANDOM:
+            drawn.append((at, op))
     if not any(op.func not in (aten.empty.memory_format, aten.empty_like.default) for op in steps):
         return None
     draws = sum(op.func in _RANDOM or op.func in (aten.randn.default, aten.rand.default) for op in steps)
-    return Program(meta, log, tuple(steps) if chunked and draws <= 1 else None)
+    first = drawn[0][0] if drawn else start
+    return Program(
+        meta, log, tuple(steps) if chunked and draws <= 1 else None, (first < start, first), tuple(discarded)
+    )
+
+
+def _discard(op: Op) -> None:
+    """Draw what ``op`` drew, chunk by chunk where that is the same, and forget it."""
+    written = op.args[0]
+    program = Program(written, op_log_of(op), (op,) if op.func in _RANDOM else None)
+    for _ in program._chunks():
+        pass
 
 
 def _covers(tensor: torch.Tensor, meta: torch.Tensor) -> bool:
