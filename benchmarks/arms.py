@@ -94,6 +94,8 @@ def prepare_zerostart_deepspeed(checkpoint: Path) -> Prepared:
     import deepspeed
 
     import zerostart
+    import zerostart.engines.deepspeed.engine
+    import zerostart.loading  # imported by the first load otherwise
 
     model_class(checkpoint)
     deepspeed.init_distributed(dist_backend="gloo")
@@ -103,6 +105,8 @@ def prepare_zerostart_deepspeed(checkpoint: Path) -> Prepared:
 
 def prepare_zerostart_fsdp2(checkpoint: Path) -> Prepared:
     import zerostart
+    import zerostart.engines.fsdp2.engine
+    import zerostart.loading  # imported by the first load otherwise
 
     model_class(checkpoint)
     start_gloo()

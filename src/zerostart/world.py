@@ -1,7 +1,9 @@
 """The ranks of a load: who they are, and agreeing on success.
 
-A load makes no collective call but these: one broadcast of the catalog, and one agreement after each
-phase. Without the agreement a rank that fails leaves the others waiting in the engine's next collective.
+A load makes no collective call but these: one exchange about the source, one broadcast of the catalog, and
+one agreement after each phase (a mapping that only some ranks hold is served to the others besides, see
+``serving``). Without the agreement a rank that fails leaves the others waiting in the engine's next
+collective.
 """
 
 from __future__ import annotations

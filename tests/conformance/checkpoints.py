@@ -70,15 +70,20 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def save(
-    kind: Any, config: Any, path: Path, dtype: torch.dtype, prepare: Callable[[Any], None] | None = None
+    kind: Any,
+    config: Any,
+    path: Path,
+    dtype: torch.dtype,
+    prepare: Callable[[Any], None] | None = None,
+    shard_size: str = "300KB",
 ) -> Any:
-    """Build a random model, write it by ``save_pretrained`` in several files, and return it."""
+    """Build a random model, write it by ``save_pretrained`` and return it."""
     torch.manual_seed(3)
     model = kind._from_config(config, dtype=dtype)
     randomise(model)
     if prepare is not None:
         prepare(model)
-    model.save_pretrained(path, max_shard_size="300KB")
+    model.save_pretrained(path, max_shard_size=shard_size)
     return model
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Unavailable", "candidates", "claims", "entries", "identifiers", "operations"]
+__all__ = ["Unavailable", "candidates", "claims", "entries", "identifiers", "model_class", "operations"]
 
 #: Mappings from configuration to class that are asked first; the others follow, the headless one last.
 _PREFERRED = (

@@ -155,10 +155,8 @@ def _fill(
     if plan.read_bytes > READ_SHARE * owned + allowance:
         yield f"{plan.read_bytes} bytes are read for {owned} owned"
     torch.manual_seed(SEED)
-    for name, layout in layouts.items():
-        program = origins[name]
-        if isinstance(program, Program):
-            program.fill(layout, shards[name])
+    programs = {name: program for name, program in origins.items() if isinstance(program, Program)}
+    models.fill_missing((program, layouts[name], shards[name]) for name, program in programs.items())
 
 
 def _width(catalog: Catalog, recipe: Recipe) -> int:

@@ -19,7 +19,7 @@ from tests.conformance.checkpoints import (
 from tests.conformance.registry import entries, operations
 from tests.conformance.sharded import compare, reference
 
-__all__ = ["NAMED", "Result", "check"]
+__all__ = ["NAMED", "Result", "check", "save_base"]
 
 #: The types that run with the ordinary tests.
 NAMED = (
@@ -84,6 +84,14 @@ def check(identifier: str) -> Result:
         tensors=tensors,
         differences=tuple(differences),
     )
+
+
+def save_base(kind: Any, config: Any, path: Path) -> tuple[Any, Any]:
+    """Write a model into ``head`` and its base into ``base``; returns both, the same where it has none."""
+    head = save(kind, config, path / "head", torch.bfloat16)
+    base = head.base_model
+    base.save_pretrained(path / "base")
+    return head, base
 
 
 def _one(kind: Any, path: Path, made: Any, layout: str, differences: list[str], used: set[str]) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 from zerostart.layout import flat_partition
 from zerostart.models import initialise
-from zerostart.models.initialise import program_of
+from zerostart.models.initialise import fill_missing, program_of
 from zerostart.models.oplog import OpLog
 
 #: What a model does to a parameter, and what of it counts for the values and for the generator.
@@ -73,6 +73,34 @@ def test_shards_equal_the_whole_initialiser(name: str, shape: tuple[int, int], d
         got = torch.cat(parts)
         assert torch.equal(got[: expected.numel()].view(shape), expected)
         assert not got[expected.numel() :].any()
+
+
+def test_programs_draw_in_the_order_of_the_initialiser() -> None:
+    def initialise_both(first: torch.Tensor, second: torch.Tensor) -> None:
+        second.normal_()  # a child's parameter, drawn before its parent's
+        first.uniform_()
+        nn.init.trunc_normal_(first)  # what was drawn before is lost, but the generator has moved on
+        first.normal_(std=2.0)
+
+    shapes = [(9, 20), (31, 7)]
+    expected = [torch.empty(shape) for shape in shapes]
+    torch.manual_seed(5)
+    initialise_both(*expected)
+    log = OpLog()
+    with torch.no_grad(), torch.device("meta"), log:
+        metas = [torch.empty(shape).uniform_() for shape in shapes]  # a constructor draws nothing on meta
+        start = len(log.ops)
+        initialise_both(*metas)
+    missing = []
+    for meta in metas:
+        program = program_of(meta, log, start)
+        assert program is not None
+        layout = flat_partition(meta.shape, 0, 1)
+        missing.append((program, layout, torch.empty(layout.numel)))
+    torch.manual_seed(5)
+    fill_missing(missing)
+    for (_, _, storage), want in zip(missing, expected, strict=True):
+        assert torch.equal(storage.view(want.shape), want)
 
 
 def test_values_of_buffers_come_from_what_made_them() -> None:

@@ -1,7 +1,7 @@
 """Models without their weights: built on meta, every tensor's origin settled before anything is sharded."""
 
 from zerostart.models.build import Built, ModelLike, build, require
-from zerostart.models.initialise import Program
+from zerostart.models.initialise import Program, fill_missing
 from zerostart.models.pretrained import finish_pretrained
 from zerostart.models.settle import Settled, initialise_rest, tie_names
 from zerostart.models.tensors import expectations, replace_tensor, set_dtypes, state_names
@@ -14,6 +14,7 @@ __all__ = [
     "Settled",
     "build",
     "expectations",
+    "fill_missing",
     "finish_pretrained",
     "initialise_rest",
     "is_pretrained",

@@ -126,8 +126,10 @@ def _configured(root: str | None, kind: type[nn.Module] | None) -> tuple[type[nn
             f"the checkpoint in {root} is quantised ({method}); this version of zerostart loads unquantised "
             "checkpoints only. Dequantise it first, with transformers' from_pretrained and save_pretrained"
         )
+    # A class takes its own configuration, which may be a part of the checkpoint's, as from_pretrained does.
+    reader = getattr(kind, "config_class", None) or transformers.AutoConfig
     try:
-        config = transformers.AutoConfig.from_pretrained(root)
+        config = reader.from_pretrained(root)
     except (ValueError, KeyError, OSError) as error:
         raise BuildError(f"{root}/config.json names no model that transformers knows: {error}") from error
     if kind is not None:

@@ -9,7 +9,8 @@ rank draws the whole stream and keeps its own share, so all world sizes agree wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from zerostart.layout import Layout
 from zerostart.models.oplog import Op, OpLog
 
-__all__ = ["CHUNK", "Program", "program_of"]
+__all__ = ["CHUNK", "Program", "fill_missing", "program_of"]
 
 aten = torch.ops.aten
 #: Elements made at a time; a multiple of the generator's block of 16.
@@ -59,7 +60,7 @@ class Program:
 
     ``steps`` is None where the calls are not element by element: then the whole tensor is made, once, and
     ``whole`` says so in the report. ``place`` orders the programs of a model as its initialiser drew, and
-    ``discarded`` are the draws, with their places, that a later call overwrote: they too move the generator on.
+    ``discarded`` are the draws, with places, that a later call overwrote: they too move the generator on.
     """
 
     meta: torch.Tensor
@@ -89,9 +90,7 @@ class Program:
         total = self.meta.numel()
         buffer = torch.empty(min(total, CHUNK + _BLOCK), dtype=self.meta.dtype)
         start = 0
-        while start < total:
-            # The tail joins the last chunk: fewer than 16 elements on their own are drawn differently.
-            count = CHUNK if total - start >= CHUNK + _BLOCK else total - start
+        for count in _counts(total):
             chunk = buffer[:count]
             for op in self.steps:
                 _apply(op, chunk, start)
@@ -141,9 +140,17 @@ def program_of(meta: torch.Tensor, log: OpLog, start: int = 0) -> Program | None
 def _discard(op: Op) -> None:
     """Draw what ``op`` drew, chunk by chunk where that is the same, and forget it."""
     written = op.args[0]
-    program = Program(written, op_log_of(op), (op,) if op.func in _RANDOM else None)
-    for _ in program._chunks():
-        pass
+    counts = list(_counts(written.numel())) if op.func in _RANDOM else [tuple(written.shape)]
+    for count in counts:
+        op.func(torch.empty(count, dtype=written.dtype), *op.args[1:], **op.kwargs)
+
+
+def _counts(total: int) -> Iterator[int]:
+    """Chunks of ``total`` elements; fewer than 16 on their own are drawn differently, and join the last."""
+    while total:
+        count = CHUNK if total >= CHUNK + _BLOCK else total
+        yield count
+        total -= count
 
 
 def _covers(tensor: torch.Tensor, meta: torch.Tensor) -> bool:

@@ -195,10 +195,10 @@ class OpLog(TorchDispatchMode):
             replay.run(op)
         return [replay.real(t) for t in wanted]
 
-    def writers(self, tensor: torch.Tensor) -> Iterator[Op]:
-        """The calls that made or changed the storage of ``tensor``, in order."""
+    def writers(self, tensor: torch.Tensor) -> Iterator[tuple[int, Op]]:
+        """The calls that made or changed the storage of ``tensor``, in order, with places in the log."""
         key = storage_key(tensor)
-        return (op for op in self.ops if any(storage_key(t) == key for t in op.writes))
+        return ((at, op) for at, op in enumerate(self.ops) if any(storage_key(t) == key for t in op.writes))
 
 
 class _Replay:

@@ -102,11 +102,12 @@ def initialise_rest(built: Built, recipes: Recipes) -> Settled:
     for parameter in model.parameters():
         if id(parameter) in sources:
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+    start = len(built.log.ops) if is_pretrained(model) else 0
     _run_initialiser(built, missing)
     parameters: dict[str, Recipe | Program] = {}
     for name, parameter in model.named_parameters():
         recipe = sources.get(id(parameter))
-        parameters[name] = recipe if recipe is not None else _program(built, name, parameter)
+        parameters[name] = recipe if recipe is not None else _program(built, name, parameter, start)
     _fill_plain_tensors(built)
     initialised = (
         *missing,
@@ -168,8 +169,10 @@ def _run_initialiser(built: Built, missing: dict[str, nn.Parameter]) -> None:
                     reset()
 
 
-def _program(built: Built, name: str, parameter: nn.Parameter) -> Program:
-    program = program_of(parameter, built.log)
+def _program(built: Built, name: str, parameter: nn.Parameter, start: int) -> Program:
+    if not parameter.numel():
+        return Program(parameter, built.log, ())
+    program = program_of(parameter, built.log, start)
     if program is None:
         owner = type(owner_of(built.model, name)[0]).__name__
         raise BuildError(

@@ -5,15 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.progress import Progress as Bar
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 __all__ = ["Progress"]
 
@@ -26,16 +21,7 @@ class Progress:
         self._lock = threading.Lock()
         self._bar: Bar | None = None
         if shown and sys.stderr.isatty():
-            from rich.console import Console
-
-            self._bar = Bar(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                DownloadColumn(binary_units=True),
-                TransferSpeedColumn(),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )
+            self._bar = _drawn()
             self._task = self._bar.add_task("Reading the shard of rank 0", total=total)
 
     def __enter__(self) -> Progress:
@@ -55,3 +41,18 @@ class Progress:
             self.done += nbytes
         if self._bar is not None:
             self._bar.advance(self._task, nbytes)
+
+
+def _drawn() -> Bar:
+    # Imported here: most ranks of most loads draw nothing, and the import takes as long as their planning.
+    from rich import progress
+    from rich.console import Console
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )

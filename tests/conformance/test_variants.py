@@ -1,0 +1,108 @@
+"""Checkpoints under other names than those of the model: a base model's, a head's, an old release's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conformance.checkpoints import choose, save
+from tests.conformance.configs import small_config
+from tests.conformance.exclusions import excluded
+from tests.conformance.registry import identifiers, model_class
+from tests.conformance.sharded import compare, reference
+from tests.conformance.suite import save_base
+from tests.tiny import edit_tensors
+
+#: Types whose base model goes into the head model and the other way around with the ordinary tests.
+SOME = (
+    "nomic_bert",
+    "qwen3_moe",
+    "mixtral",
+    "UltraVBertForMaskedLM",
+    "Sapiens2ForPoseEstimation",
+    "colqwen2",
+)
+#: A base checkpoint whose own configuration is not that of the head: the library refuses it too.
+NOT_BACK = (
+    "Tipsv2DptForDepthEstimation",
+    "Tipsv2DptForNormalEstimation",
+    "Tipsv2DptForSemanticSegmentation",
+    "colqwen2",
+    "tipsv2_dpt",
+)
+
+
+def _check_base_and_head(identifier: str, path: Path) -> None:
+    """A head model's checkpoint in the base class, with its head unexpected; and back, with it missing."""
+    kind, config = choose(identifier)
+    head, base = save_base(kind, config, path)
+    if base is head:
+        return
+    differences, _ = compare(type(base), path / "head", reference(type(base), path / "head"), base)
+    if identifier not in NOT_BACK:
+        back, _ = compare(kind, path / "base", reference(kind, path / "base"), head)
+        differences += back
+    assert not differences
+
+
+@pytest.mark.parametrize("identifier", SOME)
+def test_base_and_head_of_some(identifier: str, tmp_path: Path) -> None:
+    _check_base_and_head(identifier, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("identifier", [name for name in identifiers() if excluded(name) is None])
+def test_base_and_head(identifier: str, tmp_path: Path) -> None:
+    _check_base_and_head(identifier, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("identifier", NOT_BACK)
+def test_the_library_refuses_what_is_left_out_here(identifier: str, tmp_path: Path) -> None:
+    kind, config = choose(identifier)
+    save_base(kind, config, tmp_path)
+    with pytest.raises(RuntimeError, match="mismatched"):
+        reference(kind, tmp_path / "base")
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertModel"])
+def test_names_of_old_releases(name: str, tmp_path: Path) -> None:
+    kind = model_class(name)
+    made = _saved_with_old_names(kind, tmp_path)
+    expected = reference(kind, tmp_path)
+    assert not expected.missing
+    assert not expected.unexpected
+    differences, tensors = compare(kind, tmp_path, expected, made)
+    assert not differences
+    assert tensors > 40
+
+
+def test_a_difference_is_found(tmp_path: Path) -> None:
+    kind, config = choose("qwen3_moe")
+    made = save(kind, config, tmp_path, torch.float32)
+    expected = reference(kind, tmp_path)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+    def swap(tensors: dict[str, torch.Tensor]) -> None:
+        if name in tensors:
+            tensors[name][5, 6] += 1
+
+    edit_tensors(tmp_path, swap)
+    differences, _ = compare(kind, tmp_path, expected, made)
+    assert len(differences) == 4  # one for each world and layout
+    assert all("experts.gate_up_proj has 1 of" in line for line in differences)
+
+
+def _saved_with_old_names(kind: type | None, path: Path) -> torch.nn.Module:
+    made: torch.nn.Module = save(kind, small_config(kind, "bert"), path, torch.float32, shard_size="1GB")
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            for new, before in old.items():
+                if name.endswith(new):
+                    tensors[name.replace(new, before)] = tensors.pop(name)
+
+    edit_tensors(path, rename)
+    return made
