@@ -278,7 +278,7 @@ def _initialise(world: World, settled: Settled, shards: list[Shard]) -> None:
     shared = world.share(torch.get_rng_state, "sharing the random stream")
     torch.set_rng_state(shared)
     try:
-        models.fill_missing((program, shard.layout, shard.storage) for shard, program in programs)
+        models.fill_missing([(p, s.layout, s.storage) for s, p in programs], settled.start)
     finally:
         if not torch.equal(own, shared):
             torch.set_rng_state(own)

@@ -156,7 +156,8 @@ def _fill(
         yield f"{plan.read_bytes} bytes are read for {owned} owned"
     torch.manual_seed(SEED)
     programs = {name: program for name, program in origins.items() if isinstance(program, Program)}
-    models.fill_missing((program, layouts[name], shards[name]) for name, program in programs.items())
+    missing = [(program, layouts[name], shards[name]) for name, program in programs.items()]
+    models.fill_missing(missing, loaded.settled.start)
 
 
 def _width(catalog: Catalog, recipe: Recipe) -> int:

@@ -10,10 +10,12 @@ rank draws the whole stream and keeps its own share, so all world sizes agree wi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from zerostart.layout import Layout
 from zerostart.models.oplog import Op, OpLog
@@ -59,15 +61,13 @@ class Program:
     """How a missing tensor gets its values.
 
     ``steps`` is None where the calls are not element by element: then the whole tensor is made, once, and
-    ``whole`` says so in the report. ``place`` orders the programs of a model as its initialiser drew, and
-    ``discarded`` are the draws, with places, that a later call overwrote: they too move the generator on.
+    ``whole`` says so in the report. ``draws`` are the places of its random calls in the log.
     """
 
     meta: torch.Tensor
     log: OpLog
     steps: tuple[Op, ...] | None
-    place: tuple[bool, int] = (False, 0)
-    discarded: tuple[tuple[int, Op], ...] = ()
+    draws: tuple[int, ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -98,51 +98,65 @@ class Program:
             start += count
 
 
-def fill_missing(missing: Iterable[tuple[Program, Layout, torch.Tensor]]) -> None:
-    """Run the programs for this rank's shares of the storages, in the order in which the initialiser drew."""
-    draws: list[tuple[tuple[bool, int], Callable[[], None]]] = []
-    for program, layout, storage in missing:
-        draws.append((program.place, functools.partial(program.fill, layout, storage)))
-        draws += [((False, at), functools.partial(_discard, op)) for at, op in program.discarded]
-    for _, draw in sorted(draws, key=lambda entry: entry[0]):
-        draw()
+def fill_missing(missing: Sequence[tuple[Program, Layout, torch.Tensor]], start: int | None) -> None:
+    """Run the programs for this rank's shares of the storages, in the order in which the initialiser drew.
 
-
-def program_of(meta: torch.Tensor, log: OpLog, start: int = 0) -> Program | None:
-    """The program of a meta tensor, None where nothing in the log gave it a value.
-
-    ``start`` is the first call of the initialiser. Draws before it, in constructors, happen on meta in
-    transformers and leave the generator alone; a tensor that has only such comes last.
+    ``start`` is the initialiser's first call in the log. What it drew for anything else, and overwrote or threw
+    away, is drawn too, since that moves the generator on. Draws before it, in constructors, happen on meta in
+    transformers and leave the generator alone: what has only such comes last. Without ``start`` there is
+    no initialiser but the constructors.
     """
-    steps: list[Op] = []
-    drawn: list[tuple[int, Op]] = []
-    discarded: list[tuple[int, Op]] = []
+    if not missing:
+        return
+    used = {at for program, _, _ in missing for at in program.draws}
+    calls: list[tuple[tuple[bool, int], Callable[[], None]]] = []
+    for program, layout, storage in missing:
+        first = program.draws[0] if program.draws else 0
+        calls.append(((first < (start or 0), first), functools.partial(program.fill, layout, storage)))
+    if start is not None:
+        others = enumerate(missing[0][0].log.ops[start:], start)
+        calls += [
+            ((False, at), functools.partial(_discard, op))
+            for at, op in others
+            if op.random and at not in used
+        ]
+    for _, call in sorted(calls, key=lambda entry: entry[0]):
+        call()
+
+
+def program_of(meta: torch.Tensor, log: OpLog) -> Program | None:
+    """The program of a meta tensor, None where nothing in the log gave it a value."""
+    steps: list[tuple[int, Op]] = []
     chunked = True
     for at, op in log.writers(meta):
-        steps.append(op)
+        steps.append((at, op))
         if op.func in _FACTORIES or op.overwritten is not None:
-            steps, chunked = [op], op.func in _FACTORIES or _in_chunks(op)
-            discarded += [entry for entry in drawn if entry[0] >= start]
-            drawn = []
+            steps, chunked = [(at, op)], op.func in _FACTORIES or _in_chunks(op)
         elif not _by_element(op, meta):
             chunked = False
-        if op.opaque or op.func in _RANDOM:
-            drawn.append((at, op))
-    if not any(op.func not in (aten.empty.memory_format, aten.empty_like.default) for op in steps):
+    if not any(op.func not in (aten.empty.memory_format, aten.empty_like.default) for _, op in steps):
         return None
-    draws = sum(op.func in _RANDOM or op.func in (aten.randn.default, aten.rand.default) for op in steps)
-    first = drawn[0][0] if drawn else start
-    return Program(
-        meta, log, tuple(steps) if chunked and draws <= 1 else None, (first < start, first), tuple(discarded)
-    )
+    draws = tuple(at for at, op in steps if op.random)
+    if chunked and len(draws) <= 1:
+        return Program(meta, log, tuple(op for _, op in steps), draws)
+    return Program(meta, log, None, tuple(log.draws(meta)))
 
 
 def _discard(op: Op) -> None:
     """Draw what ``op`` drew, chunk by chunk where that is the same, and forget it."""
-    written = op.args[0]
-    counts = list(_counts(written.numel())) if op.func in _RANDOM else [tuple(written.shape)]
-    for count in counts:
-        op.func(torch.empty(count, dtype=written.dtype), *op.args[1:], **op.kwargs)
+    if op.func in _RANDOM:
+        for count in _counts(op.args[0].numel()):
+            op.func(torch.empty(count, dtype=op.args[0].dtype), *op.args[1:], **op.kwargs)
+        return
+    args, kwargs = tree_map(_stand_in, (op.args, op.kwargs))
+    op.func(*args, **kwargs)
+
+
+def _stand_in(value: Any) -> Any:
+    """A tensor of any values on the CPU for one on meta: how much is drawn depends on its shape alone."""
+    if isinstance(value, torch.Tensor) and value.device.type == "meta":
+        return torch.zeros(value.shape, dtype=value.dtype)
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _counts(total: int) -> Iterator[int]:

@@ -50,6 +50,11 @@ class Op:
         return not isinstance(self.func, torch._ops.OpOverload)
 
     @property
+    def random(self) -> bool:
+        """Whether the call moves the random generator on."""
+        return self.opaque or torch.Tag.nondeterministic_seeded in self.func.tags
+
+    @property
     def overwritten(self) -> int | None:
         """Key of the storage that the call fills whatever was there before, if it does so."""
         if not (self.opaque or self.func in _OVERWRITING):
@@ -174,14 +179,28 @@ class OpLog(TorchDispatchMode):
 
         Raises BuildError for a tensor that nothing in the log makes.
         """
+        steps, settled = self._leading_to(wanted)
+        replay = _Replay(device)
+        replay.allocate(settled)
+        for _, op in steps:
+            replay.run(op)
+        return [replay.real(t) for t in wanted]
+
+    def draws(self, wanted: torch.Tensor) -> list[int]:
+        """Places of the random calls that lead to a meta tensor."""
+        return [at for at, op in self._leading_to([wanted])[0] if op.random]
+
+    def _leading_to(self, wanted: Sequence[torch.Tensor]) -> tuple[list[tuple[int, Op]], dict[int, int]]:
+        """The calls that decide the values of meta tensors, in order, and the storages they overwrite."""
         needed = {storage_key(t) for t in wanted}
         # Storages whose earlier values do not matter, since a later step overwrites them.
         settled: dict[int, int] = {}
-        steps: list[Op] = []
-        for op in reversed(self.ops):
+        steps: list[tuple[int, Op]] = []
+        for at in reversed(range(len(self.ops))):
+            op = self.ops[at]
             if not any(storage_key(t) in needed and storage_key(t) not in settled for t in op.writes):
                 continue
-            steps.append(op)
+            steps.append((at, op))
             overwritten = op.overwritten
             read = {storage_key(t) for t in op.reads} - {overwritten}
             needed |= read
@@ -189,11 +208,8 @@ class OpLog(TorchDispatchMode):
                 settled[overwritten] = op.args[0].untyped_storage().nbytes()
             for key in read & settled.keys():
                 del settled[key]  # looked at before it was overwritten: what it held then matters again
-        replay = _Replay(device)
-        replay.allocate(settled)
-        for op in reversed(steps):
-            replay.run(op)
-        return [replay.real(t) for t in wanted]
+        steps.reverse()
+        return steps, settled
 
     def writers(self, tensor: torch.Tensor) -> Iterator[tuple[int, Op]]:
         """The calls that made or changed the storage of ``tensor``, in order, with places in the log."""

@@ -38,12 +38,14 @@ class Settled:
     """Where each unique parameter and each loaded buffer gets its values from.
 
     ``parameters`` is in the order of ``named_parameters``; ``buffers`` are those that the checkpoint
-    supplies; the others already have their values, on the CPU.
+    supplies; the others already have their values, on the CPU. ``start`` is the place in the log where the
+    model's own initialiser begins, None where it has none.
     """
 
     parameters: dict[str, Recipe | Program]
     buffers: dict[str, Recipe]
     initialised: tuple[str, ...]
+    start: int | None = None
 
 
 def tie_names(model: nn.Module, recipes: Recipes, equal: Equal) -> Coverage:
@@ -102,18 +104,18 @@ def initialise_rest(built: Built, recipes: Recipes) -> Settled:
     for parameter in model.parameters():
         if id(parameter) in sources:
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
-    start = len(built.log.ops) if is_pretrained(model) else 0
+    start = len(built.log.ops) if is_pretrained(model) else None
     _run_initialiser(built, missing)
     parameters: dict[str, Recipe | Program] = {}
     for name, parameter in model.named_parameters():
         recipe = sources.get(id(parameter))
-        parameters[name] = recipe if recipe is not None else _program(built, name, parameter, start)
+        parameters[name] = recipe if recipe is not None else _program(built, name, parameter)
     _fill_plain_tensors(built)
     initialised = (
         *missing,
         *(n for n, _, buffer in state_names(model) if buffer and n not in loaded_buffers),
     )
-    return Settled(parameters, loaded_buffers, initialised)
+    return Settled(parameters, loaded_buffers, initialised, start)
 
 
 def _keep_dtypes(model: nn.Module, recipes: Recipes) -> None:
@@ -169,10 +171,10 @@ def _run_initialiser(built: Built, missing: dict[str, nn.Parameter]) -> None:
                     reset()
 
 
-def _program(built: Built, name: str, parameter: nn.Parameter, start: int) -> Program:
+def _program(built: Built, name: str, parameter: nn.Parameter) -> Program:
     if not parameter.numel():
         return Program(parameter, built.log, ())
-    program = program_of(parameter, built.log, start)
+    program = program_of(parameter, built.log)
     if program is None:
         owner = type(owner_of(built.model, name)[0]).__name__
         raise BuildError(
