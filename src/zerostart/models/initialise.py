@@ -101,7 +101,7 @@ class Program:
 def fill_missing(missing: Sequence[tuple[Program, Layout, torch.Tensor]], start: int | None) -> None:
     """Run the programs for this rank's shares of the storages, in the order in which the initialiser drew.
 
-    ``start`` is the initialiser's first call in the log. What it drew for anything else, and overwrote or threw
+    ``start`` is the initialiser's first call in the log. What it drew for anything else, overwrote or threw
     away, is drawn too, since that moves the generator on. Draws before it, in constructors, happen on meta in
     transformers and leave the generator alone: what has only such comes last. Without ``start`` there is
     no initialiser but the constructors.
