@@ -14,7 +14,9 @@ from tests.conformance.sharded import compare, reference
 from tests.conformance.suite import save_base
 from tests.tiny import edit_tensors
 
-#: Types whose base model goes into the head model and the other way around with the ordinary tests.
+#: Types whose base model goes into the head model and the other way around with the ordinary tests: two plain
+#: ones; draws that are overwritten, in another order, or thrown away; an empty parameter; a tie that lacks
+#: both its names; a base that takes a part of the configuration.
 SOME = (
     "nomic_bert",
     "qwen3_moe",

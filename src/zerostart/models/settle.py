@@ -6,7 +6,8 @@ the log, so that buffers get their values here and missing parameters a program 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -161,7 +162,7 @@ def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
 def _run_initialiser(built: Built, missing: dict[str, nn.Parameter]) -> None:
     """Run the model's initialiser on meta, under the log; buffers are real and get real values."""
     if is_pretrained(built.model):
-        with built.log:
+        with _aliases_aside(built.model), built.log:
             initialise(built.model)
     elif not built.logged:
         for owner in dict.fromkeys(owner_of(built.model, name)[0] for name in missing):
@@ -169,6 +170,25 @@ def _run_initialiser(built: Built, missing: dict[str, nn.Parameter]) -> None:
             if callable(reset):
                 with torch.no_grad(), built.log:
                     reset()
+
+
+@contextlib.contextmanager
+def _aliases_aside(model: nn.Module) -> Iterator[None]:
+    """Inside, tied names hold marked stand-ins: a tied parameter is initialised under its own name alone."""
+    aside: dict[str, nn.Parameter] = {}
+    for name in tied_names(model):
+        owner, leaf = owner_of(model, name)
+        parameter = owner._parameters.get(leaf)
+        if parameter is not None:
+            aside[name] = parameter
+            stand_in = recast(parameter, parameter.dtype)
+            stand_in._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+            replace_tensor(model, name, stand_in)
+    try:
+        yield
+    finally:
+        for name, parameter in aside.items():
+            replace_tensor(model, name, parameter)
 
 
 def _program(built: Built, name: str, parameter: nn.Parameter) -> Program:
