@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zerostart.recipe import Recipes
+from zerostart.upstream.transformers import keep_conversions
 
 __all__ = ["finish_pretrained"]
 
@@ -23,7 +24,7 @@ def finish_pretrained(
     The conversions that matched (``save_pretrained`` reverses them), the name and dtype in the
     configuration, and the generation configuration that lies beside the weights.
     """
-    model._weight_conversions = list(recipes.conversions)
+    keep_conversions(model, recipes.conversions)
     model.config.name_or_path = source
     if dtype is not None:
         model.config.dtype = dtype

@@ -26,7 +26,14 @@ from zerostart.models.tensors import (
     state_names,
 )
 from zerostart.recipe import Coverage, Recipe, Recipes
-from zerostart.upstream.transformers import ignorable, initialise, is_pretrained, tie, tied_names
+from zerostart.upstream.transformers import (
+    ignorable,
+    initialise,
+    is_pretrained,
+    mark_loaded,
+    tie,
+    tied_names,
+)
 
 __all__ = ["Settled", "initialise_rest", "tie_names"]
 
@@ -104,7 +111,7 @@ def initialise_rest(built: Built, recipes: Recipes) -> Settled:
     missing = {name: p for name, p in model.named_parameters() if id(p) not in sources}
     for parameter in model.parameters():
         if id(parameter) in sources:
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+            mark_loaded(parameter)
     start = len(built.log.ops) if is_pretrained(model) else None
     _run_initialiser(built, missing)
     parameters: dict[str, Recipe | Program] = {}
@@ -144,7 +151,7 @@ def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
         if id(buffer) not in real:
             value = torch.zeros(buffer.shape, dtype=buffer.dtype)
             if name in loaded:
-                value._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+                mark_loaded(value)
             elif built.logged and any(built.log.writers(buffer)):
                 (value,) = built.log.values([buffer], torch.device("cpu"))
             elif not is_pretrained(built.model):
@@ -182,7 +189,7 @@ def _aliases_aside(model: nn.Module) -> Iterator[None]:
         if parameter is not None:
             aside[name] = parameter
             stand_in = recast(parameter, parameter.dtype)
-            stand_in._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+            mark_loaded(stand_in)
             replace_tensor(model, name, stand_in)
     try:
         yield

@@ -3,7 +3,8 @@
 Known for the versions in ``SUPPORTED``. Used of it: ``core_model_loading`` (renaming, the converters, their
 reversal), ``conversion_mapping.get_model_conversion_mapping``, ``initialization.no_tie_weights`` and
 ``meta_device_safe_creation_ops``, and of a model ``all_tied_weights_keys``, ``_get_dtype_plan``,
-``_keys_to_ignore_on_load_missing`` / ``_unexpected``, ``initialize_weights`` and ``tie_weights``.
+``_keys_to_ignore_on_load_missing`` / ``_unexpected``, ``_weight_conversions``, ``initialize_weights``,
+``tie_weights`` and the mark ``_is_hf_initialized`` on tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ __all__ = [
     "ignorable",
     "initialise",
     "is_pretrained",
+    "keep_conversions",
     "loading_core",
+    "mark_loaded",
     "registered_conversions",
     "revert",
     "tie",
@@ -156,6 +159,17 @@ def ignorable(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if any(name.endswith("position_ids") for name in buffers):
         unexpected += (r"(^|\.)position_ids$",)
     return missing, unexpected
+
+
+def mark_loaded(tensor: torch.Tensor) -> None:
+    """Tell the model's initialiser to leave ``tensor`` alone; a plain tensor just carries the mark."""
+    marked: Any = tensor
+    marked._is_hf_initialized = True
+
+
+def keep_conversions(model: Any, conversions: Sequence[object]) -> None:
+    """Leave the conversions that matched where ``save_pretrained`` looks for what to reverse."""
+    model._weight_conversions = list(conversions)
 
 
 def tied_names(model: Any) -> dict[str, str]:
