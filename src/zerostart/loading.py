@@ -108,7 +108,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
                 models.require(request.model, catalog.root)
             built = _build(request, catalog)
         with clock.phase("plan"), world.phase("planning"):
-            recipes = trace(catalog, built.model, models.expectations(built), request.converter)
+            recipes = _recipes(request, catalog, built)
             coverage = models.tie_names(built.model, recipes, equal_in(catalog, world))
             coverage.check(described(request.source, catalog), type(built.model).__name__, request.strict)
         with clock.phase("build"), world.phase("sharding the model"):
@@ -161,7 +161,7 @@ def forecast(request: Request, world_size: int) -> WorldPlan:
     catalog = open_source(request.source, alone)
     check_model(request.model, catalog)
     built = _build(request, catalog)
-    recipes = trace(catalog, built.model, models.expectations(built), request.converter)
+    recipes = _recipes(request, catalog, built)
     coverage = models.tie_names(built.model, recipes, equal_in(catalog, alone))
     coverage.check(described(request.source, catalog), type(built.model).__name__, strict=False)
     settled = models.initialise_rest(built, recipes)
@@ -197,10 +197,15 @@ def _build(request: Request, catalog: Catalog) -> Built:
 
         dtype = configured_dtype(request.engine_config)
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
-    first = next((d for d in stored.values() if d.is_floating_point), None)
+    # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
+    first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     built = models.build(request.model, catalog.root, dtype, first)
     models.set_dtypes(built, stored)
     return built
+
+
+def _recipes(request: Request, catalog: Catalog, built: Built) -> Recipes:
+    return trace(catalog, built.model, models.expectations(built), request.converter, built.quantizer)
 
 
 Placed = dict[str, tuple[Recipe, torch.Tensor]]

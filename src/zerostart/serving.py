@@ -37,7 +37,8 @@ def execute_together(
     if memory is None or len(memory.holders) == world.size:
         return execute(plan, storages, progress, threads)
     server = memory.holders[0]
-    asked = world.exchange((len(plan.reads), plan.chunk_size), "reading")
+    count = sum(1 for _ in plan.all_reads())
+    asked = world.exchange((count, plan.chunk_size), "reading")
     if world.rank == server:
         _serve(memory, asked, world)
     if world.rank in memory.holders:
@@ -104,8 +105,8 @@ class _RemoteReader:
     """Gives the bytes of a plan's reads, which must be asked for in order and by one thread."""
 
     def __init__(self, plan: Plan, server: int, world: World) -> None:
-        self._reads: Sequence[Read] = plan.reads
-        self._batches = _batches([read.nbytes for read in plan.reads], plan.chunk_size)
+        self._reads: Sequence[Read] = tuple(plan.all_reads())
+        self._batches = _batches([read.nbytes for read in self._reads], plan.chunk_size)
         self._server = server
         self._world = world
         self._buffer = torch.empty(0, dtype=torch.uint8)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerostart.errors import ConversionError
-from zerostart.recipe import SymbolicTensor
+from zerostart.recipe import SymbolicTensor, Target
 from zerostart.recipe.transformers import convert
 from zerostart.upstream.transformers import registered_conversions
 
@@ -31,6 +31,6 @@ def test_a_lost_expert_is_named() -> None:
         for projection in ("gate", "up")
         if (name := f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight").count("1.gate") == 0
     }
-    names = frozenset(model.state_dict())
+    targets = {k: Target(k, tuple(v.shape), v.dtype) for k, v in model.state_dict().items()}
     with pytest.raises(ConversionError, match=r"lacks model\.layers\.0\.mlp\.experts\.1\.gate_proj\.weight"):
-        convert(model, registered_conversions(model), symbols, names)
+        convert(model, registered_conversions(model), symbols, targets)

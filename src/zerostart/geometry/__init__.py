@@ -1,7 +1,7 @@
 """Pure integers: boxes, row-major ranges, strided pieces and the copies between them."""
 
 from zerostart.geometry.boxes import Box, row_major_boxes, row_major_strides
-from zerostart.geometry.copies import Copy, copies_between, merge_runs
+from zerostart.geometry.copies import Copy, Loop, copies_between, merge_runs
 from zerostart.geometry.digits import Digit, Digits, cut, extent, simplify, split_at
 from zerostart.geometry.pieces import (
     Piece,
@@ -15,13 +15,16 @@ from zerostart.geometry.pieces import (
     shift,
     whole,
 )
+from zerostart.geometry.regions import Region, regions, split_region
 
 __all__ = [
     "Box",
     "Copy",
     "Digit",
     "Digits",
+    "Loop",
     "Piece",
+    "Region",
     "broadcast",
     "concatenate",
     "copies_between",
@@ -32,11 +35,13 @@ __all__ = [
     "join_runs",
     "merge_runs",
     "permute",
+    "regions",
     "reshape",
     "row_major_boxes",
     "row_major_strides",
     "shift",
     "simplify",
     "split_at",
+    "split_region",
     "whole",
 ]

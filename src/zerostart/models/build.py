@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from zerostart.errors import BuildError, ConfigError
 from zerostart.models.oplog import OpLog
 from zerostart.upstream.transformers import is_pretrained, without_weights
+from zerostart.upstream.transformers_quantizers import dequantizer, prepare
 
 __all__ = ["Built", "ModelLike", "build", "require"]
 
@@ -27,12 +28,14 @@ class Built:
 
     ``dtype`` is the floating dtype that the load gives the model as a whole; None lets each tensor keep the
     dtype that the checkpoint stores. ``logged`` is False for a module that the caller had built before.
+    ``quantizer`` is transformers' own, set to dequantise, for a checkpoint that is quantised.
     """
 
     model: nn.Module
     log: OpLog
     dtype: torch.dtype | None
     logged: bool
+    quantizer: Any = None
 
 
 def build(model: ModelLike, root: str | None, dtype: torch.dtype | None, stored: torch.dtype | None) -> Built:
@@ -42,14 +45,28 @@ def build(model: ModelLike, root: str | None, dtype: torch.dtype | None, stored:
     """
     log = OpLog()
     if isinstance(model, nn.Module):
-        return _given(model, root, dtype, stored, log)
-    if model is None or is_pretrained(model):
+        built = _given(model, root, dtype, stored, log)
+    elif model is None or is_pretrained(model):
         kind, config = _configured(root, model if isinstance(model, type) else None)
         chosen = dtype or _config_dtype(config) or stored or torch.get_default_dtype()
         with without_weights(chosen), log, _explained(kind.__name__):
             made = kind(_with_dtype(config, chosen))
-        return Built(made, log, chosen, True)
-    return _called(model, root, dtype, stored, log)
+        built = Built(made, log, chosen, True)
+    else:
+        built = _called(model, root, dtype, stored, log)
+    return _dequantised(built, root)
+
+
+def _dequantised(built: Built, root: str | None) -> Built:
+    """With the quantizer that the configuration beside the weights calls for."""
+    if root is None or not is_pretrained(built.model) or not (Path(root) / "config.json").is_file():
+        return built
+    quantization = _read_config(root).get("quantization_config")
+    if quantization is None:
+        return built
+    quantizer = dequantizer(quantization, root)
+    prepare(quantizer, built.model, built.dtype or torch.get_default_dtype())
+    return replace(built, quantizer=quantizer)
 
 
 def require(model: ModelLike, root: str | None) -> None:
@@ -119,19 +136,15 @@ def _configured(root: str | None, kind: type[nn.Module] | None) -> tuple[type[nn
     """The transformers class and configuration of a checkpoint directory."""
     import transformers
 
-    raw = _read_config(root)
-    if "quantization_config" in raw:
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise BuildError(
-            f"the checkpoint in {root} is quantised ({method}); this version of zerostart loads unquantised "
-            "checkpoints only. Dequantise it first, with transformers' from_pretrained and save_pretrained"
-        )
+    _read_config(root)
     # A class takes its own configuration, which may be a part of the checkpoint's, as from_pretrained does.
     reader = getattr(kind, "config_class", None) or transformers.AutoConfig
     try:
         config = reader.from_pretrained(root)
     except (ValueError, KeyError, OSError) as error:
         raise BuildError(f"{root}/config.json names no model that transformers knows: {error}") from error
+    # The model is built as if it were not quantised, since it is dequantised on the way.
+    config.__dict__.pop("quantization_config", None)
     if kind is not None:
         return kind, config
     for name in config.architectures or ():

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.geometry import Box, copies_between, merge_runs, row_major_strides
-from zerostart.planning.join import MAX_BUFFERS, PlanOptions
-from zerostart.recipe import Recipe, torch_dtype
+from zerostart.planning.reads import MAX_BUFFERS, PlanOptions
+from zerostart.recipe import Computed, Recipe, torch_dtype
 
 __all__ = ["Count", "Share", "count_reads"]
 
@@ -69,7 +69,7 @@ def _segments(catalog: Catalog, share: Share, direct: bool, chunk: int) -> Numbe
     strides = row_major_strides(shape)
     pieces = share.recipe.pieces
     for copy in merge_runs(copy for piece in pieces for copy in copies_between(piece, box, 0, strides)):
-        if not copy.contiguous:
+        if not copy.contiguous or isinstance(copy.source, Computed):
             return None
         entry = catalog.tensors[str(copy.source)]
         dtype = torch_dtype(entry.dtype, entry.name)

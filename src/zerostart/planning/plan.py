@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from zerostart.checkpoint.memory import Memory
+from zerostart.geometry import Box
+from zerostart.recipe import Computed
 
-__all__ = ["Destination", "Part", "Plan", "Read"]
+__all__ = ["Computation", "Destination", "Part", "Plan", "Read", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,39 @@ class Read:
     direct: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Evaluate ``box`` of ``source`` (of its shape split by ``factors``), and deliver ``parts`` of its bytes.
+
+    ``operands`` are (register, shape of the region that it holds). The result is row-major.
+    """
+
+    source: Computed
+    factors: tuple[tuple[int, ...], ...]
+    box: Box
+    operands: tuple[tuple[int, tuple[int, ...]], ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """What one box of a computed tensor is made from, step by step.
+
+    ``reads`` fill ``registers``, rows of elements in memory of its own; so do all ``steps`` but the last,
+    which delivers to a destination of the plan.
+    """
+
+    registers: tuple[Destination, ...]
+    reads: tuple[Read, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes while it runs: the registers, and the largest result of a step."""
+        largest = max(step.box.numel * step.source.dtype.itemsize for step in self.steps)
+        return largest + sum(register.nbytes for register in self.registers)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that one rank reads, from which files (or from which ``memory``), into which storage."""
@@ -77,12 +112,24 @@ class Plan:
     destinations: tuple[Destination, ...]
     reads: Sequence[Read]
     chunk_size: int
+    computations: Sequence[Computation] = ()
     memory: Memory | None = field(default=None, compare=False, repr=False)
 
     @property
     def read_bytes(self) -> int:
         """Bytes that the rank reads, merged gaps included."""
-        return sum(read.nbytes for read in self.reads)
+        return sum(read.nbytes for read in self.all_reads())
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that the largest computation takes on one thread, beside the staging buffer."""
+        return max((c.nbytes for c in self.computations), default=0)
+
+    def all_reads(self) -> Iterator[Read]:
+        """Every read, in the order in which one thread makes them."""
+        yield from self.reads
+        for computation in self.computations:
+            yield from computation.reads
 
     @property
     def device_bytes(self) -> int:
@@ -92,4 +139,4 @@ class Plan:
     @property
     def staged(self) -> bool:
         """Whether any read needs a staging buffer."""
-        return any(not read.direct for read in self.reads)
+        return any(not read.direct for read in self.all_reads())

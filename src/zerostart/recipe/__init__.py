@@ -1,5 +1,7 @@
 """Recipes: which checkpoint elements make up each model parameter, and what neither side accounts for."""
 
+from zerostart.recipe import operators as _operators  # noqa: F401  # registers the operators
+from zerostart.recipe.computed import Computed, Operand
 from zerostart.recipe.coverage import Coverage
 from zerostart.recipe.dtypes import spelling, torch_dtype
 from zerostart.recipe.recipe import Recipe, Recipes, Target
@@ -7,7 +9,9 @@ from zerostart.recipe.symbolic import SymbolicTensor
 from zerostart.recipe.trace import trace
 
 __all__ = [
+    "Computed",
     "Coverage",
+    "Operand",
     "Recipe",
     "Recipes",
     "SymbolicTensor",

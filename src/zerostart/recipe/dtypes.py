@@ -6,7 +6,7 @@ import torch
 
 from zerostart.errors import CheckpointError
 
-__all__ = ["spelling", "torch_dtype"]
+__all__ = ["holds", "spelling", "torch_dtype"]
 
 _TORCH: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -48,3 +48,24 @@ def torch_dtype(name: str, tensor: str = "") -> torch.dtype:
 def spelling(dtype: torch.dtype) -> str:
     """The safetensors spelling of a torch dtype."""
     return _SPELLING[dtype]
+
+
+def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every value of ``narrow`` has one of its own in ``wide``, so that the cast loses nothing."""
+    if wide == narrow or narrow is torch.bool:
+        return True
+    if wide is torch.bool or narrow.is_complex or wide.is_complex:
+        return wide.is_complex and holds(wide.to_real(), narrow.to_real())
+    if not wide.is_floating_point:
+        if narrow.is_floating_point:
+            return False
+        a, b = torch.iinfo(wide), torch.iinfo(narrow)
+        return bool(a.min <= b.min and b.max <= a.max)
+    mine = torch.finfo(wide)
+    if not narrow.is_floating_point:
+        return bool(2 / mine.eps >= 2 ** torch.iinfo(narrow).bits)
+    theirs = torch.finfo(narrow)
+    smallest = mine.smallest_normal * mine.eps
+    return bool(
+        mine.eps <= theirs.eps and mine.max >= theirs.max and smallest <= theirs.smallest_normal * theirs.eps
+    )

@@ -11,26 +11,34 @@ from typing import Any
 
 import torch
 
+from zerostart import geometry
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.errors import ConversionError
 from zerostart.recipe import transformers as hf
+from zerostart.recipe.computed import Computed
 from zerostart.recipe.coverage import Coverage
 from zerostart.recipe.dtypes import torch_dtype
+from zerostart.recipe.operators import cast
 from zerostart.recipe.recipe import Recipe, Recipes, Target
-from zerostart.recipe.symbolic import SymbolicTensor
+from zerostart.recipe.symbolic import SymbolicTensor, functionalized
 from zerostart.upstream.transformers import is_pretrained, registered_conversions
 
 __all__ = ["trace"]
 
 
 def trace(
-    catalog: Catalog, model: torch.nn.Module, targets: Mapping[str, Target], converter: Any = None
+    catalog: Catalog,
+    model: torch.nn.Module,
+    targets: Mapping[str, Target],
+    converter: Any = None,
+    quantizer: Any = None,
 ) -> Recipes:
     """The recipe of every target that the checkpoint covers, and what is left open.
 
     ``model`` has its true shapes (on meta, before sharding). ``converter`` is None (the registered mapping),
-    a callable from state dict to state dict, or a list of transformers conversions. Raises ConversionError
-    for a conversion that fails or is no index map.
+    a callable from state dict to state dict, or a list of transformers conversions. ``quantizer`` is
+    transformers' own, which adds the dequantisation to the registered mapping. Raises ConversionError
+    for a conversion that fails, is random, or depends on the values of weights.
     """
     symbols = {
         name: SymbolicTensor.of(name, entry.shape, torch_dtype(entry.dtype, name), entry.strides)
@@ -39,8 +47,8 @@ def trace(
     if callable(converter):
         return _from_callable(converter, symbols, targets)
     if is_pretrained(model):
-        mapping = registered_conversions(model) if converter is None else list(converter)
-        result = hf.convert(model, mapping, symbols, frozenset(targets))
+        mapping = registered_conversions(model, quantizer) if converter is None else list(converter)
+        result = hf.convert(model, mapping, symbols, targets)
         return _assemble(targets, result.tensors, result.unexpected, result.converted, result.used)
     unexpected = [name for name in symbols if name not in targets]
     return _assemble(targets, symbols, unexpected, frozenset(), ())
@@ -53,8 +61,14 @@ def _from_callable(
 ) -> Recipes:
     """Run the caller's converter on a state dict of symbolic tensors."""
     name = getattr(converter, "__name__", type(converter).__name__)
+
+    def run(state_dict: dict[str, torch.Tensor]) -> Any:
+        made = converter(state_dict)
+        # A mapping of a class of its own is opened here, where its tensors still are functionalization's.
+        return dict(made) if isinstance(made, Mapping) else made
+
     try:
-        made = converter(dict(symbols))
+        made = functionalized(run)({key: symbol.copied() for key, symbol in symbols.items()})
     except ConversionError:
         raise
     except Exception as error:
@@ -68,9 +82,8 @@ def _from_callable(
             "checkpoint; leave such entries out and pass strict=False to have them initialised"
         )
     tensors = {str(key): value for key, value in made.items() if isinstance(value, SymbolicTensor)}
-    as_stored = {key for key, value in tensors.items() if value is symbols.get(key)}
     unexpected = [key for key in tensors if key not in targets]
-    return _assemble(targets, tensors, unexpected, frozenset(tensors) - as_stored, ())
+    return _assemble(targets, tensors, unexpected, frozenset(tensors), ())
 
 
 def _assemble(
@@ -91,6 +104,16 @@ def _assemble(
         elif tuple(tensor.shape) != target.shape:
             mismatched[name] = (tuple(tensor.shape), target.shape)
         else:
-            by_name[name] = Recipe(target, tensor.pieces, name in converted)
+            changed = name in converted and not _as_stored(tensor)
+            by_name[name] = Recipe(target, cast(tensor, target.dtype).pieces, changed)
     coverage = Coverage(tuple(missing), tuple(unexpected), mismatched)
     return Recipes(by_name, coverage, conversions)
+
+
+def _as_stored(tensor: SymbolicTensor) -> bool:
+    """Whether the tensor is a checkpoint tensor in row-major order, whole and unchanged."""
+    if len(tensor.pieces) != 1:
+        return False
+    (piece,) = tensor.pieces
+    source = piece.source[0]
+    return not isinstance(source, Computed) and geometry.whole(source, tuple(tensor.shape)) == (piece,)

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from zerostart.errors import ConversionError
-from zerostart.recipe.symbolic import SymbolicTensor
+from zerostart.recipe.operators import cast
+from zerostart.recipe.recipe import Target
+from zerostart.recipe.symbolic import Mutation, SymbolicTensor, functionalized
 from zerostart.upstream.transformers import loading_core
 
 __all__ = ["Converted", "convert"]
@@ -36,19 +38,19 @@ def convert(
     model: torch.nn.Module,
     mapping: Sequence[Any],
     symbols: Mapping[str, SymbolicTensor],
-    names: frozenset[str],
+    targets: Mapping[str, Target],
 ) -> Converted:
-    """Run ``mapping`` on ``symbols`` for ``model``, which has the state-dict ``names``.
+    """Run ``mapping`` on ``symbols`` for ``model``, which has the state-dict names of ``targets``.
 
-    Raises ConversionError where an operation fails or does more than move elements.
+    Raises ConversionError where an operation fails.
     """
     core = loading_core()
-    groups, plain, unexpected = _assign(core, model, mapping, symbols, names)
+    groups, plain, unexpected = _assign(core, model, mapping, symbols, targets)
     tensors: dict[str, SymbolicTensor] = {name: symbols[key] for name, key in plain.items()}
     converted: set[str] = set()
     for first, converter in groups.items():
         for name, value in _run(converter, first, model).items():
-            if name in names:
+            if name in targets:
                 tensors[name] = value[0] if isinstance(value, list) else value
                 converted.add(name)
             else:
@@ -62,22 +64,22 @@ def _assign(
     model: Any,
     mapping: Sequence[Any],
     symbols: Mapping[str, SymbolicTensor],
-    names: frozenset[str],
+    targets: Mapping[str, Target],
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Give every checkpoint key to a converter, to a model name as it is, or to the unexpected."""
     renamings = [entry for entry in mapping if isinstance(entry, core.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     # The driver only asks the state dict whether a name is there.
-    present = dict.fromkeys(names, True)
+    present = dict.fromkeys(targets, True)
     groups: dict[str, Any] = {}
     plain: dict[str, str] = {}
     unexpected: list[str] = []
     for key in sorted(symbols, key=core.dot_natural_key):
         name, pattern = core.rename_source_key(key, renamings, converters, model.base_model_prefix, present)
-        if name not in names and key in names:
+        if name not in targets and key in targets:
             name, pattern = core.rename_source_key(key, [], [], model.base_model_prefix, present)
-        if name not in names:
+        if name not in targets:
             if pattern is None:
                 unexpected.append(name)
             else:
@@ -90,14 +92,32 @@ def _assign(
         else:
             if name not in groups:
                 groups[name] = deepcopy(by_pattern[pattern])
-            groups[name].add_tensor(name, key, pattern, symbols[key])
+            symbol = symbols[key] if _reads_stored(groups[name]) else cast(symbols[key], targets[name].dtype)
+            groups[name].add_tensor(name, key, pattern, symbol)
     return groups, plain, list(dict.fromkeys(unexpected))
+
+
+def _reads_stored(converter: Any) -> bool:
+    """Whether a converter takes tensors in the dtype that they are stored in: one that dequantises.
+
+    All others get them in the dtype of the model, and calculate in it.
+    """
+    return any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
 
 
 def _run(converter: Any, first: str, model: Any) -> Mapping[str, Any]:
     """One converter's operations, in its own code; its errors get the name of the parameter."""
+
+    def convert(collected: dict[str, Any]) -> Any:
+        converter.collected_tensors = collected
+        return converter.convert(first, model=model, config=model.config)
+
+    collected = converter.collected_tensors
     try:
-        result: Mapping[str, Any] = converter.convert(first, model=model, config=model.config)
+        try:
+            result: Mapping[str, Any] = convert({key: list(value) for key, value in collected.items()})
+        except Mutation:
+            result = functionalized(convert)({key: list(value) for key, value in collected.items()})
     except ConversionError as error:
         raise ConversionError(f"{first}: {error}") from error
     except Exception as error:

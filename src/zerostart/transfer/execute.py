@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 
-from zerostart.planning import Destination, Part, Plan, Read
+from zerostart.planning import Computation, Destination, Part, Plan, Read
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.reader import FileReader, MemoryReader, Reader
 
@@ -30,7 +32,7 @@ def execute(
     and of no use.
     """
     _zero_padding(plan.destinations, storages)
-    threads = min(threads or reader_threads(), max(1, len(plan.reads)))
+    threads = min(threads or reader_threads(), max(1, len(plan.reads) + len(plan.computations)))
     with reader or _reader(plan) as source, progress:
         pool = _Pool(plan, storages, source, progress)
         workers = [
@@ -78,41 +80,70 @@ class _Pool:
     ) -> None:
         self.error: BaseException | None = None
         self._plan = plan
-        self._storages = storages
+        self._targets = _Targets(plan.destinations, storages)
+        self._pinned = any(storage.device.type != "cpu" for storage in storages)
         self._reader = reader
         self._progress = progress
-        self._reads = iter(plan.reads)
+        self._items = chain[Read | Computation](plan.reads, plan.computations)
         self._lock = threading.Lock()
-        self._views = [
-            bytes_view(storage) if destination.direct and storage.numel() else None
-            for destination, storage in zip(plan.destinations, storages, strict=True)
-        ]
 
     def work(self) -> None:
-        """Take reads until there are none left or one has failed."""
-        staging: _Staging | None = None
+        """Take reads and computations until there are none left or one has failed."""
         try:
-            for read in self._taken():
-                if read.direct:
-                    self._reader.read(read.file, read.offset, [self._place(part) for part in read.parts])
+            staging = _Staging(self._plan.chunk_size, self._pinned)
+            for item in self._taken():
+                if isinstance(item, Read):
+                    self._read(item, self._targets, staging)
                 else:
-                    staging = staging or _Staging(self._plan.chunk_size, self._storages)
-                    self._reader.read(read.file, read.offset, [staging.view[: read.nbytes]])
-                    for part in read.parts:
-                        staging.deliver(part, self._storages[part.target])
-                self._progress.advance(read.nbytes)
+                    self._compute(item, self._targets, staging)
         except BaseException as error:  # whatever it is, it is raised again in the calling thread
             self.error = self.error or error
 
-    def _taken(self) -> Iterator[Read]:
+    def _taken(self) -> Iterator[Read | Computation]:
         while self.error is None:
             with self._lock:
-                read = next(self._reads, None)
-            if read is None:
+                item = next(self._items, None)
+            if item is None:
                 return
-            yield read
+            yield item
 
-    def _place(self, part: Part) -> memoryview:
+    def _read(self, read: Read, targets: _Targets, staging: _Staging) -> None:
+        if read.direct:
+            self._reader.read(read.file, read.offset, [targets.place(part) for part in read.parts])
+        else:
+            self._reader.read(read.file, read.offset, [staging.view(read.nbytes)])
+            for part in read.parts:
+                deliver(part, staging.buffer, targets.storages[part.target])
+        self._progress.advance(read.nbytes)
+
+    def _compute(self, computation: Computation, targets: _Targets, staging: _Staging) -> None:
+        """Fill the registers, run the steps, and deliver the last one's result to ``targets``."""
+        rows = [torch.empty(r.numel, dtype=r.dtype) for r in computation.registers]
+        registers = _Targets(computation.registers, rows)
+        for read in computation.reads:
+            self._read(read, registers, staging)
+        for step in computation.steps:
+            operands = [rows[number].view(extent) for number, extent in step.operands]
+            made = step.source.evaluate(operands, step.box, step.factors).contiguous()
+            # Not ``view(-1)``: a dimension of size 1 may have kept a stride of 0.
+            result = made.as_strided((made.numel(),), (1,)).view(torch.uint8)
+            to = targets if step is computation.steps[-1] else registers
+            for part in step.parts:
+                deliver(part, result, to.storages[part.target])
+
+
+class _Targets:
+    """Storages that reads go to, with the bytes of those that they may land in."""
+
+    def __init__(self, destinations: Sequence[Destination], storages: Sequence[torch.Tensor]) -> None:
+        self.storages = storages
+        self._views = [
+            bytes_view(storage) if destination.direct and storage.numel() else None
+            for destination, storage in zip(destinations, storages, strict=True)
+        ]
+
+    def place(self, part: Part) -> memoryview:
+        """Where the bytes of a direct part belong."""
         view = self._views[part.target]
         assert view is not None, "a direct part has host storage"
         begin = part.to * part.dtype.itemsize
@@ -120,24 +151,33 @@ class _Pool:
 
 
 class _Staging:
-    """One thread's staging buffer: pinned where a device copies out of it."""
+    """One thread's staging buffer, allocated when it is needed: pinned where a device copies out of it."""
 
-    def __init__(self, nbytes: int, storages: Sequence[torch.Tensor]) -> None:
-        pinned = any(storage.device.type != "cpu" for storage in storages)
-        self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self.view = bytes_view(self._buffer)
+    def __init__(self, nbytes: int, pinned: bool) -> None:
+        self._nbytes = nbytes
+        self._pinned = pinned
 
-    def deliver(self, part: Part, storage: torch.Tensor) -> None:
-        """Copy, permute and cast one part from the buffer to its destination."""
-        width = part.dtype.itemsize
-        raw = self._buffer[part.at : part.at + part.nbytes]
-        if part.at % width:
-            # A tensor of a coalesced read may begin at an offset that its dtype cannot be viewed at.
-            raw = raw.clone()
-        source = raw.view(part.dtype)
-        sizes = [size for size, _, _ in part.loops]
-        strided = source.as_strided(sizes, [stride for _, stride, _ in part.loops])
-        with torch.no_grad():
-            storage.as_strided(
-                sizes, [stride for _, _, stride in part.loops], storage.storage_offset() + part.to
-            ).copy_(strided)
+    @cached_property
+    def buffer(self) -> torch.Tensor:
+        """The buffer's bytes."""
+        return torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def view(self, nbytes: int) -> memoryview:
+        """Its first bytes, to be read into."""
+        return bytes_view(self.buffer)[:nbytes]
+
+
+def deliver(part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
+    """Copy, permute and cast one part of the bytes ``data`` to its destination."""
+    width = part.dtype.itemsize
+    raw = data[part.at : part.at + part.nbytes]
+    if (data.storage_offset() + part.at) % width:
+        # A tensor of a coalesced read may begin at an offset that its dtype cannot be viewed at.
+        raw = raw.clone()
+    source = raw.view(part.dtype)
+    sizes = [size for size, _, _ in part.loops]
+    strided = source.as_strided(sizes, [stride for _, stride, _ in part.loops], source.storage_offset())
+    with torch.no_grad():
+        storage.as_strided(
+            sizes, [stride for _, _, stride in part.loops], storage.storage_offset() + part.to
+        ).copy_(strided)

@@ -100,12 +100,12 @@ def loading_core() -> Any:
     return core_model_loading
 
 
-def registered_conversions(model: Any) -> list[Any]:
-    """The ordered renamings and converters registered for ``model``."""
+def registered_conversions(model: Any, quantizer: Any = None) -> list[Any]:
+    """The ordered renamings and converters registered for ``model``, with a quantizer's operations if any."""
     _check()
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    mapping: list[Any] = get_model_conversion_mapping(model)
+    mapping: list[Any] = get_model_conversion_mapping(model, None, quantizer)
     return mapping
 
 

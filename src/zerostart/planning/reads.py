@@ -1,0 +1,133 @@
+"""Copies as reads: dense spans of a file, none longer than a chunk, merged where they lie close together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from zerostart.checkpoint.catalog import TensorEntry
+from zerostart.geometry import Copy, Loop
+from zerostart.planning.plan import Destination, Part, Read
+from zerostart.recipe import torch_dtype
+
+__all__ = ["MAX_BUFFERS", "PlanOptions", "Segment", "merged_reads", "segments"]
+
+MiB = 1 << 20
+#: One preadv call takes at most this many buffers (Linux: UIO_MAXIOV).
+MAX_BUFFERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """How reads are cut and merged.
+
+    ``chunk_size``: most bytes of one read, and the size of a staging buffer. A gap between two wanted runs
+    is read through when it is at most ``gap_share`` of the run before it, or when run and gap together are
+    at most ``gap_floor`` bytes, where a read of its own would cost more than the bytes (a system call takes
+    about as long as copying 16 KiB from the page cache).
+    """
+
+    chunk_size: int = 8 * MiB
+    gap_share: float = 0.04
+    gap_floor: int = 512
+
+    def reads_through(self, gap: int, run: int) -> bool:
+        """Whether a gap of ``gap`` bytes after a run of ``run`` bytes is read along with it."""
+        return gap <= self.gap_share * run or gap + run <= self.gap_floor
+
+
+#: (file, offset, bytes, part relative to offset)
+Segment = tuple[int, int, int, Part]
+
+
+def segments(
+    tensors: Mapping[str, TensorEntry],
+    copy: Copy,
+    target: int,
+    destination: Destination,
+    options: PlanOptions,
+) -> Iterator[Segment]:
+    """A copy as dense spans of its source tensor, none longer than a chunk."""
+    entry = tensors[str(copy.source)]
+    dtype = torch_dtype(entry.dtype, entry.name)
+    width = dtype.itemsize
+    outer, inner = _dense(copy.loops, width, options)
+    for start, to, loops in _bounded(copy.start, copy.to, inner, options.chunk_size // width):
+        direct = (
+            destination.direct
+            and dtype == destination.dtype
+            and (not loops or (len(loops) == 1 and loops[0][1:] == (1, 1)))
+        )
+        for indices in product(*(range(size) for size, _, _ in outer)):
+            source = start + sum(i * loop[1] for i, loop in zip(indices, outer, strict=True))
+            place = to + sum(i * loop[2] for i, loop in zip(indices, outer, strict=True))
+            part = Part(0, dtype, target, place, loops, direct)
+            yield entry.file, entry.offset + source * width, part.nbytes, part
+
+
+def _dense(loops: Sequence[Loop], width: int, options: PlanOptions) -> tuple[list[Loop], tuple[Loop, ...]]:
+    """Split the loops into outer ones, a read for each step, and inner ones that one read spans."""
+    span = 1
+    inner: list[Loop] = []
+    outer = list(loops)
+    while outer:
+        size, stride, _ = outer[-1]
+        if not options.reads_through(max(0, stride - span) * width, span * width):
+            break
+        span += (size - 1) * stride
+        inner.insert(0, outer.pop())
+    return outer, tuple(inner)
+
+
+def _bounded(
+    start: int, to: int, loops: tuple[Loop, ...], limit: int
+) -> Iterator[tuple[int, int, tuple[Loop, ...]]]:
+    """Cut the loops, largest source stride first, until each part spans at most ``limit`` elements."""
+    span = 1 + sum((size - 1) * stride for size, stride, _ in loops)
+    if span <= limit or not loops:
+        yield start, to, loops
+        return
+    (size, source, destination), rest = loops[0], loops[1:]
+    below = 1 + sum((n - 1) * stride for n, stride, _ in rest)
+    steps = max(1, (limit - below) // source + 1) if source and below <= limit else 1
+    for first in range(0, size, steps):
+        count = min(steps, size - first)
+        part = ((count, source, destination), *rest) if count > 1 else rest
+        yield from _bounded(start + first * source, to + first * destination, part, limit)
+
+
+def merged_reads(found: Sequence[Segment], options: PlanOptions) -> Iterator[Read]:
+    """Merge segments, sorted by place, that follow each other closely in a file."""
+    group: list[Segment] = []
+    end = 0
+    for segment in found:
+        _, offset, nbytes, _ = segment
+        if group and not _joins(group, end, segment, options):
+            yield _read(group, end)
+            group = []
+        end = max(end, offset + nbytes) if group else offset + nbytes
+        group.append(segment)
+    if group:
+        yield _read(group, end)
+
+
+def _joins(group: Sequence[Segment], end: int, segment: Segment, options: PlanOptions) -> bool:
+    file, offset, nbytes, part = segment
+    first = group[0]
+    if file != first[0] or len(group) >= MAX_BUFFERS or part.direct != first[3].direct:
+        return False
+    if max(end, offset + nbytes) - first[1] > options.chunk_size:
+        return False
+    if part.direct:
+        return offset == end
+    return options.reads_through(max(0, offset - end), end - first[1])
+
+
+def _read(group: Sequence[Segment], end: int) -> Read:
+    file, begin, _, first = group[0]
+    parts = tuple(
+        Part(offset - begin, part.dtype, part.target, part.to, part.loops, part.direct)
+        for _, offset, _, part in group
+    )
+    return Read(file, begin, end - begin, parts, first.direct)

@@ -1,0 +1,80 @@
+"""Private parts of transformers: its quantizers, used to dequantise a checkpoint while it is read.
+
+Known for the versions that ``upstream.transformers`` supports. Used of it:
+``quantizers.auto.AutoHfQuantizer``; of a quantizer ``quantization_config.dequantize``,
+``get_load_operations``, ``preprocess_model`` and ``remove_quantization_config``; and
+``integrations.finegrained_fp8.Fp8Dequantize._dequantize_one``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zerostart.errors import BuildError
+
+__all__ = ["dequantizer", "prepare"]
+
+
+def dequantizer(quantization: Mapping[str, Any], source: str) -> Any:
+    """The library's quantizer for a ``quantization_config`` (of the checkpoint ``source``), dequantising.
+
+    Raises BuildError for a method that the library cannot dequantise while it loads.
+    """
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    method = quantization.get("quant_method", "unknown")
+    try:
+        quantizer = AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True)
+        operations = dict(quantizer.get_load_operations())
+    except (ImportError, ValueError, TypeError, AttributeError) as error:
+        raise BuildError(f"{source} is quantised ({method}), and transformers refuses it: {error}") from error
+    if "dequantize" not in operations or not hasattr(quantizer.quantization_config, "dequantize"):
+        raise BuildError(
+            f"{source} is quantised ({method}), and transformers has no dequantisation of it that runs while "
+            "it loads; dequantise it first, with from_pretrained, model.dequantize() and save_pretrained"
+        )
+    quantizer.quantization_config.dequantize = True
+    block = getattr(quantizer.quantization_config, "weight_block_size", None)
+    if hasattr(operations["dequantize"], "_dequantize_one") and block is not None:
+        operations["dequantize"] = _with_cut_blocks(operations["dequantize"], tuple(block))
+        quantizer.get_load_operations = lambda: operations
+    return quantizer
+
+
+def prepare(quantizer: Any, model: Any, dtype: torch.dtype) -> None:
+    """What the library does to a model on meta before it dequantises; the configuration is plain after."""
+    quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=None)
+    quantizer.remove_quantization_config(model)
+
+
+def _with_cut_blocks(operation: Any, block: tuple[int, int]) -> Any:
+    """The fp8 dequantisation, for weights too whose last blocks are cut off by the weight's edge.
+
+    DeepSeek-V3 has such a weight in every layer (``kv_a_proj_with_mqa``, 576 rows in blocks of 128). The
+    library takes the rows divided by the number of blocks for the size of a block: it refuses this weight,
+    and would take wrong scales for one of 192 rows. What is multiplied here follows ``weight_dequant_kernel``
+    of the model's own release (inference/kernel.py).
+    """
+
+    class CutBlocks(operation):  # type: ignore[misc]  # the base is untyped
+        def _dequantize_one(
+            self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
+        ) -> torch.Tensor:
+            rows, columns = quantized.shape[-2:]
+            cut = rows % block[0] or columns % block[1]
+            grid = (-(-rows // block[0]), -(-columns // block[1]))
+            if not cut or quantized.element_size() != 1 or tuple(scales.shape[-2:]) != grid:
+                made: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype)
+                return made
+            spread = scales.to(torch.float32).unsqueeze(-1).unsqueeze(-3)
+            spread = spread.expand(*spread.shape[:-4], spread.shape[-4], block[0], spread.shape[-2], block[1])
+            spread = spread.reshape(
+                *scales.shape[:-2], scales.shape[-2] * block[0], scales.shape[-1] * block[1]
+            )
+            spread = spread[..., :rows, :columns]
+            return (quantized.to(torch.float32) * spread).to(output_dtype or scales.dtype)
+
+    return CutBlocks
