@@ -67,12 +67,19 @@ def _from_callable(
         # A mapping of a class of its own is opened here, where its tensors still are functionalization's.
         return dict(made) if isinstance(made, Mapping) else made
 
+    randomness = torch.get_rng_state()
     try:
         made = functionalized(run)({key: symbol.copied() for key, symbol in symbols.items()})
     except ConversionError:
         raise
     except Exception as error:
         raise ConversionError(f"the converter {name} failed: {type(error).__name__}: {error}") from error
+    if not torch.equal(randomness, torch.get_rng_state()):
+        torch.set_rng_state(randomness)
+        raise ConversionError(
+            f"the converter {name} draws random numbers, which would differ from rank to rank; leave out what "
+            "it makes of them and pass strict=False to have it initialised"
+        )
     if not isinstance(made, Mapping):
         raise ConversionError(f"the converter {name} gave a {type(made).__name__}, and not a mapping")
     strange = [key for key, value in made.items() if not isinstance(value, SymbolicTensor)]

@@ -1,0 +1,99 @@
+"""A converter of the caller's that calculates, from files and from a mapping that one rank holds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import zerostart
+from ranks import run_ranks
+
+WIDTH = 96
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Linear(WIDTH, 3 * WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def converter(state: dict[str, torch.Tensor]) -> OrderedDict[str, torch.Tensor]:
+    """What converters do: pop, drop, ask, iterate, rename, fuse, write in place, and calculate."""
+    made: OrderedDict[str, torch.Tensor] = OrderedDict()
+    if "unwanted" in state:
+        del state["unwanted"]
+    heads = 4
+    query = state.pop("attn.q.weight").view(heads, 2, WIDTH // heads // 2, WIDTH).transpose(1, 2)
+    parts = [query.reshape(WIDTH, WIDTH) * 0.5, state.pop("attn.k.weight"), state.pop("attn.v.weight")]
+    made["fused.weight"] = torch.cat(parts)
+    bias = torch.zeros(3 * WIDTH)
+    for number, name in enumerate("qkv"):
+        bias[number * WIDTH : (number + 1) * WIDTH] = state.pop(f"attn.{name}.bias")
+    made["fused.bias"] = bias
+    for name, tensor in state.items():
+        if name.startswith("norm."):
+            tensor += 1
+            made[name] = tensor
+    made["out.weight"] = (state["up"] @ state["down"]).to(torch.float32)
+    return made
+
+
+def stored() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {f"attn.{n}.weight": (WIDTH, WIDTH) for n in "qkv"} | {f"attn.{n}.bias": (WIDTH,) for n in "qkv"}
+    shapes |= {"norm.weight": (WIDTH,), "norm.bias": (WIDTH,), "unwanted": (3,)}
+    shapes |= {"up": (WIDTH, 5), "down": (5, WIDTH)}
+    return {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_equal_to_the_converter_run_on_real_tensors(
+    engine: str, world_size: int, tmp_path: Path, deepspeed_op: None
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(stored(), path)
+    for lines in run_ranks(load_both, world_size, engine, path):
+        assert lines == []
+
+
+def load_both(engine: str, path: Path) -> list[str]:
+    expected = converter(load_file(path))
+    held = load_file(path) if dist.get_rank() == dist.get_world_size() - 1 else None
+    lines = []
+    for source in (path, held):
+        model = zerostart.load(
+            source, Small, engine=engine, converter=converter, chunk_size=1 << 16, progress=False
+        )
+        found = dict(zerostart.full_tensors(model, rank=None))
+        lines += [name for name, want in expected.items() if not torch.equal(found[name], want)]
+        report = zerostart.report(model)
+        assert report.read_bytes == report.planned_bytes
+        assert set(report.converted) == set(expected)
+        assert report.computed_whole == ("out.weight",)
+        assert "whole" in str(report)
+    return lines
+
+
+def test_a_converter_that_draws_random_numbers_is_refused() -> None:
+    def noisy(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor + torch.randn(tensor.shape) for name, tensor in state.items()}
+
+    with pytest.raises(zerostart.ZerostartError, match="noisy draws random numbers"):
+        zerostart.load(Small().state_dict(), Small, engine="fsdp2", converter=noisy, progress=False)
+
+
+def test_the_plan_says_what_is_computed_whole_and_what_it_costs() -> None:
+    plan = zerostart.plan(stored(), world_size=2, engine="fsdp2", converter=converter, model=Small)
+    assert plan.computed_whole == ("out.weight",)
+    assert plan.as_dict()["computed"] == ["fused.weight", "fused.bias", "norm.weight", "norm.bias", "out.weight"]
+    # The whole product is in memory on every rank beside the shards, in fp32.
+    assert all(rank.peak_host_bytes >= rank.device_bytes + WIDTH * WIDTH * 4 for rank in plan.ranks)
