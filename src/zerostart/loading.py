@@ -19,7 +19,7 @@ from zerostart.engines import Engine, Shard
 from zerostart.equality import equal_in
 from zerostart.errors import ConfigError, ReadError
 from zerostart.forecast import WorldPlan, forecast_ranks
-from zerostart.layout import replicated
+from zerostart.layout import Mesh, replicated
 from zerostart.models import Built, Program, Settled
 from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, Recipes, torch_dtype, trace
@@ -52,7 +52,7 @@ class Request:
 
     def check(self) -> None:
         """Raise ConfigError for arguments that no load can serve."""
-        engines.check_choice(self.engine, self.zero_stage, self.expert_parallel, self.tensor_parallel)
+        engines.check_choice(self.engine, self.zero_stage)
         if self.dtype is not None and not (
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
@@ -61,6 +61,12 @@ class Request:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < MIN_CHUNK):
                 raise ConfigError(f"{name}={value!r} must be a number of bytes, at least {MIN_CHUNK}")
+
+    def mesh(self, world_size: int) -> Mesh:
+        """The ranks as a mesh. Raises ConfigError where they do not fit, or the engine cannot train it."""
+        mesh = Mesh(world_size, self.expert_parallel, self.tensor_parallel)
+        engines.check_sizes(self.engine, mesh)
+        return mesh
 
     def options(self, threads: int) -> PlanOptions:
         """Chunk size within the memory limit, which all reading threads' buffers share."""
@@ -98,6 +104,8 @@ def _load(request: Request, clock: Clock) -> nn.Module:
     world = _world(request)
     with world.phase("arguments"):
         request.check()
+        if request.mesh(world.size).parallel:
+            raise ConfigError("expert and tensor parallel loads are not available in this version; plan them")
     with PeakMeter(default_device()) as meter:
         with clock.phase("plan"):
             catalog = open_source(request.source, world)
@@ -151,23 +159,39 @@ def _load(request: Request, clock: Clock) -> nn.Module:
     return built.model
 
 
-def forecast(request: Request, world_size: int) -> WorldPlan:
-    """The plan of every rank, without a process group; see ``zerostart.plan``."""
+def forecast(request: Request, world_size: int, rank: int | None = None) -> WorldPlan:
+    """The plan of every rank, or of one, without a process group; see ``zerostart.plan``."""
+    with _collector_paused():
+        return _forecast(request, world_size, rank)
+
+
+def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
     clock = Clock()
     request.check()
     if world_size < 1:
         raise ConfigError(f"world_size={world_size} must be at least 1")
+    if rank is not None and not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank} is not one of the {world_size} ranks")
+    mesh = request.mesh(world_size)
     alone = World(0, 1, None)
     catalog = open_source(request.source, alone)
     check_model(request.model, catalog)
     built = _build(request, catalog)
+    parallelism = engines.resolve(built.model, request.engine, mesh)
     recipes = trace(catalog, built.model, models.expectations(built), request.converter)
     coverage = models.tie_names(built.model, recipes, equal_in(catalog, alone))
     coverage.check(described(request.source, catalog), type(built.model).__name__, strict=False)
     settled = models.initialise_rest(built, recipes)
     threads = reader_threads()
     ranks = forecast_ranks(
-        catalog, built.model, settled, request.engine, world_size, request.options(threads), threads
+        catalog,
+        built.model,
+        settled,
+        request.engine,
+        parallelism,
+        range(world_size) if rank is None else [rank],
+        request.options(threads),
+        threads,
     )
     return WorldPlan.of(catalog, coverage, request.engine, world_size, ranks, clock.stop()["total"])
 
