@@ -104,8 +104,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
     world = _world(request)
     with world.phase("arguments"):
         request.check()
-        if request.mesh(world.size).parallel:
-            raise ConfigError("expert and tensor parallel loads are not available in this version; plan them")
+        mesh = request.mesh(world.size)
     with PeakMeter(default_device()) as meter:
         with clock.phase("plan"):
             catalog = open_source(request.source, world)
@@ -115,13 +114,16 @@ def _load(request: Request, clock: Clock) -> nn.Module:
                 engines.require(request.engine)
                 models.require(request.model, catalog.root)
             built = _build(request, catalog)
+            parallelism = engines.resolve(built.model, request.engine, mesh, request.engine_config)
         with clock.phase("plan"), world.phase("planning"):
             recipes = trace(catalog, built.model, models.expectations(built), request.converter)
             coverage = models.tie_names(built.model, recipes, equal_in(catalog, world))
             coverage.check(described(request.source, catalog), type(built.model).__name__, request.strict)
         with clock.phase("build"), world.phase("sharding the model"):
             settled = models.initialise_rest(built, recipes)
-            engine = engines.make_engine(request.engine, world, built.dtype, request.engine_config)
+            engine = engines.make_engine(
+                request.engine, world, built.dtype, request.engine_config, parallelism
+            )
             shards = engine.shard(built.model, list(settled.parameters))
             buffers = _place_buffers(built.model, settled, engine)
         with clock.phase("plan"), world.phase("planning"):
@@ -154,6 +156,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             rank=world.rank,
             world_size=world.size,
             engine=request.engine,
+            parallelism=parallelism,
         ),
     )
     return built.model

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from zerostart.errors import ConfigError
+from zerostart.layout import Mesh, Parallelism
 
 __all__ = ["Clock", "Report", "keep", "report_of", "unwrapped"]
 
@@ -61,6 +62,7 @@ class Report:
     rank: int = 0
     world_size: int = 1
     engine: str = ""
+    parallelism: Parallelism = field(default=Parallelism(Mesh(1)), repr=False)
 
     def __str__(self) -> str:
         lines = [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.layout.test_layouts import placed
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from zerostart.layout import Layout, Section, balanced, chunk, dimension_shard, entire, flat_partition, packed
+from zerostart.layout import Layout, Section, chunk, dimension_shard, entire, flat_partition, packed
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
@@ -66,16 +66,6 @@ def test_a_packed_section_is_the_strided_shard_of_dtensor(each: int, parts: int,
         )
 
 
-@given(shapes, st.integers(1, 5))
-def test_a_balanced_cut_differs_by_one_at_most(shape: list[int], size: int) -> None:
-    numbers = torch.arange(prod(shape)).view(shape)
-    parts = [local(balanced(shape, 0, rank, size), numbers) for rank in range(size)]
-    assert torch.equal(torch.cat(parts), numbers)
-    assert max(len(p) for p in parts) - min(len(p) for p in parts) <= 1
-    if shape[0] % size == 0:
-        assert all(torch.equal(p, torch_chunk(numbers, 0, r, size)) for r, p in enumerate(parts))
-
-
 @settings(max_examples=200)
 @given(shapes, st.data(), st.integers(1, 3), st.integers(1, 3))
 def test_sections_and_layouts_nest(shape: list[int], data: st.DataObject, across: int, owners: int) -> None:
@@ -85,7 +75,7 @@ def test_sections_and_layouts_nest(shape: list[int], data: st.DataObject, across
     packs = data.draw(st.integers(0, shape[dim]))
     flat = data.draw(st.booleans())
     for expert in range(2):
-        outer = balanced(shape, 0, expert, 2)
+        outer = chunk(shape, 0, expert, 2)
         parts = [min(packs, outer.shape[dim]), max(0, outer.shape[dim] - packs)]
         for rank in range(across):
             both = outer.section(packed(outer.shape, dim, parts, rank, across))

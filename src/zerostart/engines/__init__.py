@@ -12,7 +12,7 @@ from zerostart.engines.parallelism import check_sizes, resolve
 from zerostart.engines.placement import parallel_layout
 from zerostart.engines.shard import Engine, Shard
 from zerostart.errors import ConfigError
-from zerostart.layout import Layout
+from zerostart.layout import Layout, Parallelism
 from zerostart.world import World
 
 __all__ = [
@@ -64,9 +64,17 @@ def require(engine: str) -> None:
 
 
 def make_engine(
-    engine: str, world: World, dtype: torch.dtype | None, engine_config: Mapping[str, Any] | None
+    engine: str,
+    world: World,
+    dtype: torch.dtype | None,
+    engine_config: Mapping[str, Any] | None,
+    parallelism: Parallelism,
 ) -> Engine:
     """The engine's shard maker for this rank; imports the engine."""
+    if parallelism.mesh.parallel and engine == "fsdp2":
+        from zerostart.engines.fsdp2.parallel import FSDP2ParallelShards
+
+        return FSDP2ParallelShards(world, engine_config, parallelism)
     if engine == "deepspeed":
         from zerostart.engines.deepspeed.engine import DeepSpeedShards
 
@@ -76,8 +84,14 @@ def make_engine(
     return FSDP2Shards(world, engine_config)
 
 
-def local_shards(model: torch.nn.Module) -> dict[str, Shard]:
+def local_shards(
+    model: torch.nn.Module, parallelism: Parallelism, engine: str, rank: int
+) -> dict[str, Shard]:
     """The shards of a loaded model as they are now, by parameter name; {} for a model not sharded here."""
+    if parallelism.mesh.parallel and engine == "fsdp2":
+        from zerostart.engines.fsdp2.parallel import parallel_shards
+
+        return parallel_shards(model, parallelism, rank)
     from zerostart.engines.deepspeed.engine import current_shards as deepspeed_shards
     from zerostart.engines.fsdp2.engine import current_shards as fsdp2_shards
 

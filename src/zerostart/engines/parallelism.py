@@ -41,7 +41,7 @@ def resolve(
         experts = _experts(model, mesh, shapes, given.get("ep_plan"))
     if mesh.tensor_parallel > 1:
         tensors = _tensors(model, mesh, shapes, given.get("tp_plan"))
-    return Parallelism(mesh, experts, tensors)
+    return Parallelism(mesh, experts, tensors, shapes)
 
 
 def _experts(
@@ -58,13 +58,19 @@ def _experts(
             "give one as engine_config={'ep_plan': {'layers.*.experts.gate_up_proj': 'grouped_gemm', ...}}"
         )
     for name in plan.cuts:
-        if shapes[name][0] < size:
-            fitting = max(n for n in range(1, shapes[name][0] + 1) if mesh.world_size % n == 0)
+        experts = shapes[name][0]
+        if not _all_served(experts, size):
+            fitting = max(n for n in range(1, size) if mesh.world_size % n == 0 and _all_served(experts, n))
             raise ConfigError(
-                f"expert_parallel={size} is more than the {shapes[name][0]} experts of {name}; "
-                f"use expert_parallel={fitting}"
+                f"expert_parallel={size} leaves ranks without any of the {experts} experts of {name}, "
+                f"{-(-experts // size)} a rank; use expert_parallel={fitting}"
             )
     return plan
+
+
+def _all_served(experts: int, size: int) -> bool:
+    """Whether chunks of equal size but the last leave something for the last rank."""
+    return (size - 1) * -(-experts // size) < experts
 
 
 def _tensors(

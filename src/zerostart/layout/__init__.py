@@ -3,7 +3,7 @@
 from zerostart.layout.layout import Layout, Placed, dimension_shard, flat_partition, replicated
 from zerostart.layout.mesh import Mesh
 from zerostart.layout.plans import Cut, Parallelism, ParallelPlan, expert_plan, tensor_plan
-from zerostart.layout.section import Section, balanced, chunk, entire, packed
+from zerostart.layout.section import Section, chunk, entire, packed
 
 __all__ = [
     "Cut",
@@ -13,7 +13,6 @@ __all__ = [
     "Parallelism",
     "Placed",
     "Section",
-    "balanced",
     "chunk",
     "dimension_shard",
     "entire",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from zerostart.errors import ConfigError
 from zerostart.layout.mesh import Mesh
-from zerostart.layout.section import Section, balanced, entire, packed
+from zerostart.layout.section import Section, entire, packed
 
 __all__ = [
     "EXPERT_STYLES",
@@ -139,11 +139,12 @@ def expert_plan(
 
 @dataclass(frozen=True)
 class Parallelism:
-    """A mesh, and what it does to a model's parameters."""
+    """A mesh, and what it does to a model's parameters, whose unsharded shapes are ``shapes``."""
 
     mesh: Mesh
     experts: ParallelPlan = field(default_factory=ParallelPlan)
     tensors: ParallelPlan = field(default_factory=ParallelPlan)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def is_expert(self, name: str) -> bool:
         """Whether the parameter ``name`` is cut by experts."""
@@ -156,7 +157,7 @@ class Parallelism:
     def section(self, name: str, shape: Sequence[int], rank: int) -> Section:
         """The local tensor of ``rank``, which its owners share."""
         if name in self.experts.cuts:
-            return balanced(shape, 0, *self.mesh.expert(rank))
+            return self.experts.cuts[name].section(shape, *self.mesh.expert(rank))
         cut = self.tensors.cuts.get(name)
         return cut.section(shape, *self.mesh.tensor(rank)) if cut is not None else entire(shape)
 

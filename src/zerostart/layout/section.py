@@ -14,7 +14,7 @@ from math import prod
 from zerostart.geometry import Box
 from zerostart.layout.layout import Layout, Placed
 
-__all__ = ["Section", "balanced", "chunk", "entire", "packed"]
+__all__ = ["Section", "chunk", "entire", "packed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +85,6 @@ def packed(shape: Sequence[int], dim: int, parts: Sequence[int], rank: int, size
         low, high = min(rank * step, length), min((rank + 1) * step, length)
         ranges.append((first + low, first + high))
     return _of_ranges(shape, dim, ranges)
-
-
-def balanced(shape: Sequence[int], dim: int, rank: int, size: int) -> Section:
-    """``dim`` cut as evenly as it goes: the first ranks have one more where it does not divide."""
-    share, more = divmod(shape[dim], size)
-    low = rank * share + min(rank, more)
-    return _of_ranges(shape, dim, [(low, low + share + (rank < more))])
 
 
 def _of_ranges(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Section:
