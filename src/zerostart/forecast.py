@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.engines import planned_layout
-from zerostart.layout import replicated
+from zerostart.engines import parallel_layout
+from zerostart.layout import Parallelism, replicated
 from zerostart.models import Settled
-from zerostart.planning import Count, Destination, PlanOptions, Share, count_reads, join
-from zerostart.recipe import Coverage, Recipe
+from zerostart.planning import Count, Destination, PlanOptions, Runs, Share, count_reads, join, runs_of
+from zerostart.recipe import Coverage, Recipe, Recipes
 from zerostart.world import default_device
 
 __all__ = ["RankForecast", "WorldPlan", "forecast_ranks"]
@@ -46,11 +49,14 @@ class WorldPlan:
     planning_seconds: float
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
+    computed_whole: tuple[str, ...] = ()
 
     @classmethod
     def of(
         cls,
         catalog: Catalog,
+        recipes: Recipes,
         coverage: Coverage,
         engine: str,
         world_size: int,
@@ -68,6 +74,8 @@ class WorldPlan:
             planning_seconds=seconds,
             missing=coverage.missing,
             unexpected=coverage.unexpected,
+            computed=recipes.computed,
+            computed_whole=recipes.computed_whole,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,62 +83,99 @@ class WorldPlan:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Owned:
+    """A parameter's share on every rank in question: its runs, and the elements of its local storage."""
+
+    runs: Runs
+    numels: npt.NDArray[np.int64]
+
+
 def forecast_ranks(
     catalog: Catalog,
     model: nn.Module,
     settled: Settled,
     engine: str,
-    world_size: int,
+    parallelism: Parallelism,
+    ranks: Sequence[int],
     options: PlanOptions,
     threads: int,
 ) -> list[RankForecast]:
-    """What each rank of ``world_size`` reads and holds."""
+    """What each of ``ranks`` reads and holds."""
     on_host = default_device().type == "cpu"
-    device_bytes = sum(b.numel() * b.dtype.itemsize for b in model.buffers())
-    shares = [Share(recipe, 0) for recipe in settled.buffers.values()]
+    shares = [Share(r, _all_of(r, ranks)) for r in settled.buffers.values()]
+    device = np.full(len(ranks), sum(b.numel() * b.dtype.itemsize for b in model.buffers()), np.int64)
+    # Layers repeat: parameters that are cut alike and have one shape lie alike.
+    owned: dict[object, Owned] = {}
     for name, parameter in model.named_parameters():
-        # The storage has the same size on every rank.
-        numel = planned_layout(engine, tuple(parameter.shape), 0, world_size).numel
-        device_bytes += numel * parameter.dtype.itemsize
+        shape = tuple(parameter.shape)
+        alike = (shape, parallelism.is_expert(name), parallelism.cut(name))
+        if alike not in owned:
+            layouts = [(r, parallel_layout(engine, parallelism, name, shape, r)) for r in ranks]
+            owned[alike] = Owned(runs_of(layouts), np.array([lay.numel for _, lay in layouts], np.int64))
+        device += owned[alike].numels * parameter.dtype.itemsize
         recipe = settled.parameters[name]
-        if isinstance(recipe, Recipe) and numel:
-            shares.append(Share(recipe, numel))
-    counts = count_reads(catalog, shares, world_size, on_host, options)
-    if counts is None:
-        counts = [
-            _planned(catalog, shares, engine, r, world_size, on_host, options) for r in range(world_size)
-        ]
+        if isinstance(recipe, Recipe):
+            shares.append(Share(recipe, owned[alike].runs))
+    counts = _counts(catalog, shares, engine, parallelism, ranks, on_host, options, threads)
     return [
         RankForecast(
             rank=rank,
             read_bytes=count.nbytes,
             read_ops=count.reads,
-            device_bytes=device_bytes,
+            device_bytes=held,
             peak_host_bytes=(threads * options.chunk_size if count.staged else 0)
-            + (device_bytes if on_host else 0),
+            + count.scratch
+            + (held if on_host else 0),
         )
-        for rank, count in enumerate(counts)
+        for rank, count, held in zip(ranks, counts, device.tolist(), strict=True)
     ]
+
+
+def _all_of(recipe: Recipe, ranks: Sequence[int]) -> Runs:
+    numel = prod(recipe.target.shape)
+    return np.array([(0, numel, rank, 0) for rank in ranks if numel], np.int64).reshape(-1, 4).T
+
+
+def _counts(
+    catalog: Catalog,
+    shares: Sequence[Share],
+    engine: str,
+    parallelism: Parallelism,
+    ranks: Sequence[int],
+    on_host: bool,
+    options: PlanOptions,
+    threads: int,
+) -> list[Count]:
+    """All ranks' reads at once where that can be; else, and for one rank alone, by planning."""
+    if len(ranks) > 1:
+        counts = count_reads(catalog, shares, parallelism.mesh.world_size, on_host, options)
+        if counts is not None:
+            return [counts[rank] for rank in ranks]
+    return [_planned(catalog, shares, engine, parallelism, r, on_host, options, threads) for r in ranks]
 
 
 def _planned(
     catalog: Catalog,
     shares: Sequence[Share],
     engine: str,
+    parallelism: Parallelism,
     rank: int,
-    world_size: int,
     on_host: bool,
     options: PlanOptions,
+    threads: int,
 ) -> Count:
-    """One rank's reads, by planning them: for recipes that are not made of unbroken runs."""
+    """One rank's reads, by planning them."""
     wanted = []
     for share in shares:
         target = share.recipe.target
-        sharded = share.numel > 0
         layout = (
-            planned_layout(engine, target.shape, rank, world_size) if sharded else replicated(target.shape)
+            replicated(target.shape)
+            if target.buffer
+            else parallel_layout(engine, parallelism, target.name, target.shape, rank)
         )
         destination = Destination(target.name, layout.numel, layout.owned, target.dtype, on_host)
         wanted.append((share.recipe, layout, destination))
     plan = join(catalog, wanted, options)
-    return Count(plan.read_bytes, len(plan.reads), plan.staged)
+    reads = sum(1 for _ in plan.all_reads())
+    return Count(plan.read_bytes, reads, plan.staged, plan.scratch_bytes(threads))

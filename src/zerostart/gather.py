@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerostart.engines import Shard, local_shards, planned_layout
+from zerostart.engines import Shard, local_shards, parallel_layout, planned_layout
 from zerostart.errors import ConfigError
+from zerostart.layout import Layout
 from zerostart.models import state_names
-from zerostart.reporting import report_of, unwrapped
+from zerostart.reporting import Report, report_of, unwrapped
 
 __all__ = ["full_tensors"]
 
@@ -23,32 +24,33 @@ MESSAGE = 1 << 22
 def full_tensors(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
     """See ``zerostart.full_tensors``; checks its arguments when called, and not at the first step."""
     inner = unwrapped(model)
-    engine = report_of(inner).engine
+    made = report_of(inner)
     size = dist.get_world_size() if dist.is_initialized() else 1
     if rank is not None and not 0 <= rank < size:
         raise ConfigError(f"rank={rank} is not one of the {size} ranks")
-    return _walk(inner, engine, rank)
+    return _walk(inner, made, rank)
 
 
-def _walk(model: nn.Module, engine: str, rank: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _walk(model: nn.Module, made: Report, rank: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
     here = dist.get_rank() if dist.is_initialized() else 0
-    shards = local_shards(model)
+    shards = local_shards(model, made.parallelism, made.engine, here)
     for name, tensor, _ in state_names(model):
         shard = shards.get(name)
         if shard is None:
             yield name, tensor.detach().cpu().clone() if rank in (None, here) else None
         else:
-            yield name, _whole(shard, engine, rank)
+            yield name, _whole(shard, made, rank)
 
 
-def _whole(shard: Shard, engine: str, rank: int | None) -> torch.Tensor | None:
+def _whole(shard: Shard, made: Report, rank: int | None) -> torch.Tensor | None:
     """One parameter, on ``rank`` or on all; every rank sends its share in messages of bounded size."""
     here, size = dist.get_rank(), dist.get_world_size()
-    layouts = [planned_layout(engine, shard.layout.shape, r, size) for r in range(size)]
+    layouts = [_layout(shard, made, r, size) for r in range(size)]
+    longest = max(layout.numel for layout in layouts)
     wanted = rank in (None, here)
     out = torch.empty(prod(shard.layout.shape), dtype=shard.storage.dtype) if wanted else None
-    for start in range(0, shard.layout.numel, MESSAGE):
-        count = min(MESSAGE, shard.layout.numel - start)
+    for start in range(0, longest, MESSAGE):
+        count = min(MESSAGE, longest - start)
         parts = _exchange(_segment(shard.storage, start, count), rank, here, size)
         if out is None:
             continue
@@ -58,6 +60,12 @@ def _whole(shard: Shard, engine: str, rank: int | None) -> torch.Tensor | None:
                 if low < high:
                     out[first + low - place : first + high - place] = part[low - start : high - start]
     return None if out is None else out.view(shard.layout.shape)
+
+
+def _layout(shard: Shard, made: Report, rank: int, size: int) -> Layout:
+    if made.parallelism.mesh.parallel:
+        return parallel_layout(made.engine, made.parallelism, shard.name, shard.layout.shape, rank)
+    return planned_layout(made.engine, shard.layout.shape, rank, size)
 
 
 def _segment(storage: torch.Tensor, start: int, count: int) -> torch.Tensor:

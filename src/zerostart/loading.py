@@ -19,7 +19,7 @@ from zerostart.engines import Engine, Shard
 from zerostart.equality import equal_in
 from zerostart.errors import ConfigError, ReadError
 from zerostart.forecast import WorldPlan, forecast_ranks
-from zerostart.layout import replicated
+from zerostart.layout import Mesh, replicated
 from zerostart.models import Built, Program, Settled
 from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, Recipes, torch_dtype, trace
@@ -52,7 +52,7 @@ class Request:
 
     def check(self) -> None:
         """Raise ConfigError for arguments that no load can serve."""
-        engines.check_choice(self.engine, self.zero_stage, self.expert_parallel, self.tensor_parallel)
+        engines.check_choice(self.engine, self.zero_stage)
         if self.dtype is not None and not (
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
@@ -62,12 +62,21 @@ class Request:
             if value is not None and (not isinstance(value, int) or value < MIN_CHUNK):
                 raise ConfigError(f"{name}={value!r} must be a number of bytes, at least {MIN_CHUNK}")
 
-    def options(self, threads: int) -> PlanOptions:
-        """Chunk size within the memory limit, which all reading threads' buffers share."""
+    def mesh(self, world_size: int) -> Mesh:
+        """The ranks as a mesh. Raises ConfigError where they do not fit, or the engine cannot train it."""
+        mesh = Mesh(world_size, self.expert_parallel, self.tensor_parallel)
+        engines.check_sizes(self.engine, mesh)
+        return mesh
+
+    def options(self, threads: int, computes: bool) -> PlanOptions:
+        """Chunk size within the memory limit, which all reading threads' buffers share.
+
+        A thread that also computes has a chunk of scratch beside its staging buffer.
+        """
         options = PlanOptions()
         size = self.chunk_size or options.chunk_size
         if self.memory_limit is not None:
-            size = max(MIN_CHUNK, min(size, self.memory_limit // threads))
+            size = max(MIN_CHUNK, min(size, self.memory_limit // (2 * threads if computes else threads)))
         return PlanOptions(chunk_size=size)
 
 
@@ -98,6 +107,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
     world = _world(request)
     with world.phase("arguments"):
         request.check()
+        mesh = request.mesh(world.size)
     with PeakMeter(default_device()) as meter:
         with clock.phase("plan"):
             catalog = open_source(request.source, world)
@@ -107,18 +117,23 @@ def _load(request: Request, clock: Clock) -> nn.Module:
                 engines.require(request.engine)
                 models.require(request.model, catalog.root)
             built = _build(request, catalog)
+            parallelism = engines.resolve(built.model, request.engine, mesh, request.engine_config)
         with clock.phase("plan"), world.phase("planning"):
             recipes = _recipes(request, catalog, built)
             coverage = models.tie_names(built.model, recipes, equal_in(catalog, world))
             coverage.check(described(request.source, catalog), type(built.model).__name__, request.strict)
         with clock.phase("build"), world.phase("sharding the model"):
             settled = models.initialise_rest(built, recipes)
-            engine = engines.make_engine(request.engine, world, built.dtype, request.engine_config)
+            engine = engines.make_engine(
+                request.engine, world, built.dtype, request.engine_config, parallelism
+            )
             shards = engine.shard(built.model, list(settled.parameters))
             buffers = _place_buffers(built.model, settled, engine)
         with clock.phase("plan"), world.phase("planning"):
             threads = reader_threads()
-            plan = join(catalog, _wanted(settled, shards, buffers), request.options(threads))
+            plan = join(
+                catalog, _wanted(settled, shards, buffers), request.options(threads, bool(recipes.computed))
+            )
         with clock.phase("read"), world.phase("reading"):
             read_bytes = _transfer(
                 plan, settled, shards, buffers, threads, request.progress and world.rank == 0, world
@@ -138,6 +153,8 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             initialised=settled.initialised,
             initialised_whole=_whole(settled),
             converted=recipes.converted,
+            computed=recipes.computed,
+            computed_whole=recipes.computed_whole,
             phases=clock.stop(),
             read_bytes=read_bytes,
             planned_bytes=plan.read_bytes,
@@ -146,30 +163,47 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             rank=world.rank,
             world_size=world.size,
             engine=request.engine,
+            parallelism=parallelism,
         ),
     )
     return built.model
 
 
-def forecast(request: Request, world_size: int) -> WorldPlan:
-    """The plan of every rank, without a process group; see ``zerostart.plan``."""
+def forecast(request: Request, world_size: int, rank: int | None = None) -> WorldPlan:
+    """The plan of every rank, or of one, without a process group; see ``zerostart.plan``."""
+    with _collector_paused():
+        return _forecast(request, world_size, rank)
+
+
+def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
     clock = Clock()
     request.check()
     if world_size < 1:
         raise ConfigError(f"world_size={world_size} must be at least 1")
+    if rank is not None and not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank} is not one of the {world_size} ranks")
+    mesh = request.mesh(world_size)
     alone = World(0, 1, None)
     catalog = open_source(request.source, alone)
     check_model(request.model, catalog)
     built = _build(request, catalog)
+    parallelism = engines.resolve(built.model, request.engine, mesh)
     recipes = _recipes(request, catalog, built)
     coverage = models.tie_names(built.model, recipes, equal_in(catalog, alone))
     coverage.check(described(request.source, catalog), type(built.model).__name__, strict=False)
     settled = models.initialise_rest(built, recipes)
     threads = reader_threads()
     ranks = forecast_ranks(
-        catalog, built.model, settled, request.engine, world_size, request.options(threads), threads
+        catalog,
+        built.model,
+        settled,
+        request.engine,
+        parallelism,
+        range(world_size) if rank is None else [rank],
+        request.options(threads, bool(recipes.computed)),
+        threads,
     )
-    return WorldPlan.of(catalog, coverage, request.engine, world_size, ranks, clock.stop()["total"])
+    return WorldPlan.of(catalog, recipes, coverage, request.engine, world_size, ranks, clock.stop()["total"])
 
 
 def _world(request: Request) -> World:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from zerostart.errors import ConfigError
+from zerostart.layout import Mesh, Parallelism
 
 __all__ = ["Clock", "Report", "keep", "report_of", "unwrapped"]
 
@@ -42,7 +43,9 @@ class Clock:
 class Report:
     """What one rank's load did.
 
-    Names are state-dict names of the unsharded model. ``phases`` are seconds (``plan, build, read, total``);
+    Names are state-dict names of the unsharded model. ``computed`` are those that a conversion calculated,
+    ``computed_whole`` those of them that needed whole tensors, which no memory limit bounds.
+    ``phases`` are seconds (``plan, build, read, total``);
     peaks are bytes above the level before the load, the final shards included, host memory anonymous.
     """
 
@@ -53,6 +56,8 @@ class Report:
     converted: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     initialised_whole: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
+    computed_whole: tuple[str, ...] = ()
     phases: dict[str, float] = field(default_factory=dict)
     read_bytes: int = 0
     planned_bytes: int = 0
@@ -61,6 +66,7 @@ class Report:
     rank: int = 0
     world_size: int = 1
     engine: str = ""
+    parallelism: Parallelism = field(default=Parallelism(Mesh(1)), repr=False)
 
     def __str__(self) -> str:
         lines = [
@@ -71,10 +77,20 @@ class Report:
             f"  peak memory: {_size(self.peak_host_bytes)} on the host"
             + (f", {_size(self.peak_device_bytes)} on the device" if self.peak_device_bytes else ""),
         ]
-        for kind in ("missing", "unexpected", "mismatched", "initialised", "converted", "ignored"):
+        for kind in (
+            "missing",
+            "unexpected",
+            "mismatched",
+            "initialised",
+            "converted",
+            "computed",
+            "ignored",
+        ):
             lines += _named(kind, getattr(self, kind))
         if self.initialised_whole:
             lines += _named("initialised at full size", self.initialised_whole)
+        if self.computed_whole:
+            lines += _named("computed from whole tensors, in memory that no limit holds", self.computed_whole)
         return "\n".join(lines)
 
     def _rate(self) -> str:

@@ -46,6 +46,7 @@ def test_plan_takes_what_the_contract_says() -> None:
         "dtype",
         "converter",
         "model",
+        "rank",
     ]
     assert found["engine"] == "deepspeed"
     assert found["zero_stage"] == 3

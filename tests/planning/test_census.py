@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from zerostart.checkpoint.source import open_catalog
-from zerostart.layout import dimension_shard, flat_partition, replicated
-from zerostart.planning import Count, Destination, PlanOptions, Share, count_reads, join
+from zerostart.layout import Layout, dimension_shard, flat_partition, packed, replicated
+from zerostart.planning import Count, Destination, PlanOptions, Share, count_reads, join, runs_of
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 
 
@@ -35,14 +36,23 @@ def test_counts_equal_the_plans(
     def recipe(name: str, tensor: torch.Tensor) -> Recipe:
         return Recipe(Target(name, tuple(tensor.shape), dtype), tensor.pieces)
 
-    def cut(shape: tuple[int, ...], rank: int):
-        return flat_partition(shape, rank, world) if flat else dimension_shard(shape, 0, rank, world)
+    across = data.draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    packs = data.draw(st.sampled_from([1, 2]))
+
+    def cut(shape: tuple[int, ...], rank: int) -> Layout:
+        dim = 1 if len(shape) > 2 and packs == 2 else 0
+        parts = (shape[dim] // packs, shape[dim] - shape[dim] // packs) if packs == 2 else (shape[dim],)
+        section = packed(shape, dim, parts, rank % across, across)
+        shard = flat_partition if flat else partial(dimension_shard, dim=0)
+        return section.holds(shard(section.shape, rank=rank // across, world_size=world // across))
 
     sharded = [recipe("fused", fused), recipe("plain", symbols["plain"])]
     whole = recipe("buffer", symbols["buffer"])
-    shares = [Share(whole, 0), *(Share(r, cut(r.target.shape, 0).numel) for r in sharded)]
+    ranks = range(world)
+    shares = [Share(whole, runs_of((r, replicated(whole.target.shape)) for r in ranks))]
+    shares += [Share(s, runs_of((r, cut(s.target.shape, r)) for r in ranks)) for s in sharded]
     counts = count_reads(catalog, shares, world, direct, options)
-    for rank in range(world):
+    for rank in ranks:
         layouts = [
             (whole, replicated(whole.target.shape)),
             *((r, cut(r.target.shape, rank)) for r in sharded),
@@ -60,4 +70,5 @@ def test_a_transposed_recipe_is_left_to_the_plan(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4, 6)}, path)
     turned = SymbolicTensor.of("w", (4, 6), torch.float32).t()
     recipe = Recipe(Target("w", (6, 4), torch.float32), turned.pieces)
-    assert count_reads(open_catalog(path), [Share(recipe, 12)], 2, True, PlanOptions()) is None
+    runs = runs_of((rank, flat_partition((6, 4), rank, 2)) for rank in range(2))
+    assert count_reads(open_catalog(path), [Share(recipe, runs)], 2, True, PlanOptions()) is None

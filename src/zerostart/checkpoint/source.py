@@ -146,8 +146,11 @@ def _open_index(index: Path) -> Catalog:
     wanted = document.get("weight_map")
     if not isinstance(wanted, dict) or not wanted:
         raise CheckpointError(f"{index}: no weight_map that says which file holds which tensor: {DAMAGED}")
+    checked: set[object] = set()
     for name, file in wanted.items():
-        _check_shard_name(index, name, file)
+        if not isinstance(file, str) or file not in checked:
+            _check_shard_name(index, name, file)
+            checked.add(file)
     names = sorted(set(wanted.values()))
     for file in names:
         if not (index.parent / file).exists():
@@ -209,9 +212,10 @@ def _check_index(
     index: Path, wanted: dict[str, str], files: Sequence[Path], tensors: dict[str, TensorEntry]
 ) -> None:
     number = {str(file.relative_to(index.parent)): position for position, file in enumerate(files)}
+    spelled = {file: number[str(PurePosixPath(file))] for file in set(wanted.values())}
     for name, file in wanted.items():
         entry = tensors.get(name)
-        if entry is None or entry.file != number[str(PurePosixPath(file))]:
+        if entry is None or entry.file != spelled[file]:
             where = "no shard has it" if entry is None else f"{files[entry.file].name} has it"
             raise CheckpointError(
                 f"{index}: tensor {shown(name)} is said to lie in {file}, but {where}; "

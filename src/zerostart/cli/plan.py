@@ -36,6 +36,7 @@ def command(
     expert_parallel: ExpertParallelOption = 1,
     tensor_parallel: TensorParallelOption = 1,
     dtype: DtypeOption = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Plan this rank alone.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what every rank would read and hold; needs no accelerator and no other rank."""
@@ -50,6 +51,7 @@ def command(
         expert_parallel=expert_parallel,
         tensor_parallel=tensor_parallel,
         dtype=chosen,
+        rank=rank,
     )
     if json:
         typer.echo(json_module.dumps(made.as_dict()))
@@ -87,6 +89,10 @@ def _show(made: WorldPlan, source: str) -> None:
         console.print(
             f"... and {len(made.ranks) - SHOWN} more ranks; the most that one reads is {decimal(most)}"
         )
-    for kind, names in (("missing", made.missing), ("unexpected", made.unexpected)):
+    for kind, names in (
+        ("missing", made.missing),
+        ("unexpected", made.unexpected),
+        ("computed from whole tensors", made.computed_whole),
+    ):
         if names:
             console.print(f"{kind} ({len(names)}): {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")

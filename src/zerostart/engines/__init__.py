@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from zerostart.engines.parallelism import check_sizes, resolve
+from zerostart.engines.placement import parallel_layout
 from zerostart.engines.shard import Engine, Shard
 from zerostart.errors import ConfigError
-from zerostart.layout import Layout
+from zerostart.layout import Layout, Parallelism
 from zerostart.world import World
 
 __all__ = [
@@ -18,17 +20,20 @@ __all__ = [
     "Engine",
     "Shard",
     "check_choice",
+    "check_sizes",
     "local_shards",
     "make_engine",
+    "parallel_layout",
     "planned_layout",
     "require",
+    "resolve",
 ]
 
 #: Engine names and the ZeRO stages that each can be loaded for.
 ENGINES: Mapping[str, tuple[int, ...]] = {"deepspeed": (3,), "fsdp2": (3,)}
 
 
-def check_choice(engine: str, zero_stage: int, expert_parallel: int = 1, tensor_parallel: int = 1) -> None:
+def check_choice(engine: str, zero_stage: int) -> None:
     """Raise ConfigError for what this version cannot shard."""
     if engine not in ENGINES:
         raise ConfigError(f"engine={engine!r} is unknown; choose one of {', '.join(ENGINES)}")
@@ -37,9 +42,6 @@ def check_choice(engine: str, zero_stage: int, expert_parallel: int = 1, tensor_
         raise ConfigError(
             f"zero_stage={zero_stage} is not available on {engine} in this version; use {stages}"
         )
-    for name, size in (("expert_parallel", expert_parallel), ("tensor_parallel", tensor_parallel)):
-        if size != 1:
-            raise ConfigError(f"{name}={size} is not available in this version; use {name}=1")
 
 
 def planned_layout(engine: str, shape: Sequence[int], rank: int, world_size: int) -> Layout:
@@ -62,9 +64,17 @@ def require(engine: str) -> None:
 
 
 def make_engine(
-    engine: str, world: World, dtype: torch.dtype | None, engine_config: Mapping[str, Any] | None
+    engine: str,
+    world: World,
+    dtype: torch.dtype | None,
+    engine_config: Mapping[str, Any] | None,
+    parallelism: Parallelism,
 ) -> Engine:
     """The engine's shard maker for this rank; imports the engine."""
+    if parallelism.mesh.parallel and engine == "fsdp2":
+        from zerostart.engines.fsdp2.parallel import FSDP2ParallelShards
+
+        return FSDP2ParallelShards(world, engine_config, parallelism)
     if engine == "deepspeed":
         from zerostart.engines.deepspeed.engine import DeepSpeedShards
 
@@ -74,8 +84,14 @@ def make_engine(
     return FSDP2Shards(world, engine_config)
 
 
-def local_shards(model: torch.nn.Module) -> dict[str, Shard]:
+def local_shards(
+    model: torch.nn.Module, parallelism: Parallelism, engine: str, rank: int
+) -> dict[str, Shard]:
     """The shards of a loaded model as they are now, by parameter name; {} for a model not sharded here."""
+    if parallelism.mesh.parallel and engine == "fsdp2":
+        from zerostart.engines.fsdp2.parallel import parallel_shards
+
+        return parallel_shards(model, parallelism, rank)
     from zerostart.engines.deepspeed.engine import current_shards as deepspeed_shards
     from zerostart.engines.fsdp2.engine import current_shards as fsdp2_shards
 

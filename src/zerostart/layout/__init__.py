@@ -1,5 +1,24 @@
 """Layouts: which elements of a parameter a rank holds, and where in its local storage. Pure integers."""
 
 from zerostart.layout.layout import Layout, Placed, dimension_shard, flat_partition, replicated
+from zerostart.layout.mesh import Mesh
+from zerostart.layout.plans import Cut, Parallelism, ParallelPlan, expert_plan, tensor_plan
+from zerostart.layout.section import Section, chunk, entire, packed
 
-__all__ = ["Layout", "Placed", "dimension_shard", "flat_partition", "replicated"]
+__all__ = [
+    "Cut",
+    "Layout",
+    "Mesh",
+    "ParallelPlan",
+    "Parallelism",
+    "Placed",
+    "Section",
+    "chunk",
+    "dimension_shard",
+    "entire",
+    "expert_plan",
+    "flat_partition",
+    "packed",
+    "replicated",
+    "tensor_plan",
+]

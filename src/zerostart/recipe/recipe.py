@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zerostart.geometry import Piece
+from zerostart.recipe.computed import Computed
 from zerostart.recipe.coverage import Coverage
 
 __all__ = ["Recipe", "Recipes", "Target"]
@@ -33,6 +34,18 @@ class Recipe:
     pieces: tuple[Piece, ...]
     converted: bool = False
 
+    @property
+    def computed(self) -> bool:
+        """Whether any of it is calculated, and not only moved."""
+        return any(isinstance(source, Computed) for piece in self.pieces for source in piece.source)
+
+    @property
+    def computed_whole(self) -> bool:
+        """Whether calculating it needs whole tensors, which no chunk bounds."""
+        return any(
+            isinstance(source, Computed) and source.whole for piece in self.pieces for source in piece.source
+        )
+
 
 @dataclass(frozen=True)
 class Recipes:
@@ -49,3 +62,13 @@ class Recipes:
     def converted(self) -> tuple[str, ...]:
         """Names of the targets that a conversion filled."""
         return tuple(name for name, recipe in self.by_name.items() if recipe.converted)
+
+    @property
+    def computed(self) -> tuple[str, ...]:
+        """Names of the targets that are calculated."""
+        return tuple(name for name, recipe in self.by_name.items() if recipe.computed)
+
+    @property
+    def computed_whole(self) -> tuple[str, ...]:
+        """Names of the targets that are calculated from whole tensors."""
+        return tuple(name for name, recipe in self.by_name.items() if recipe.computed_whole)

@@ -77,8 +77,8 @@ def _from_callable(
     if not torch.equal(randomness, torch.get_rng_state()):
         torch.set_rng_state(randomness)
         raise ConversionError(
-            f"the converter {name} draws random numbers, which would differ from rank to rank; leave out what "
-            "it makes of them and pass strict=False to have it initialised"
+            f"the converter {name} draws random numbers, which would differ from rank to rank; leave out "
+            "what it makes of them and pass strict=False to have it initialised"
         )
     if not isinstance(made, Mapping):
         raise ConversionError(f"the converter {name} gave a {type(made).__name__}, and not a mapping")

@@ -3,8 +3,8 @@
 Known for the versions in ``SUPPORTED``. Used of it: ``core_model_loading`` (renaming, the converters, their
 reversal), ``conversion_mapping.get_model_conversion_mapping``, ``initialization.no_tie_weights`` and
 ``meta_device_safe_creation_ops``, and of a model ``all_tied_weights_keys``, ``_get_dtype_plan``,
-``_keys_to_ignore_on_load_missing`` / ``_unexpected``, ``_weight_conversions``, ``initialize_weights``,
-``tie_weights`` and the mark ``_is_hf_initialized`` on tensors.
+``_keys_to_ignore_on_load_missing`` / ``_unexpected``, ``_weight_conversions``, ``_ep_plan``, ``_tp_plan``,
+``initialize_weights``, ``tie_weights`` and the mark ``_is_hf_initialized`` on tensors.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "keep_conversions",
     "loading_core",
     "mark_loaded",
+    "parallel_rules",
     "registered_conversions",
     "revert",
     "tie",
@@ -49,6 +50,8 @@ _CORE = (
 _INITIALISATION = ("no_tie_weights", "meta_device_safe_creation_ops")
 _MODEL = (
     "_get_dtype_plan",
+    "_ep_plan",
+    "_tp_plan",
     "_keys_to_ignore_on_load_missing",
     "_keys_to_ignore_on_load_unexpected",
     "get_expanded_tied_weights_keys",
@@ -159,6 +162,17 @@ def ignorable(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if any(name.endswith("position_ids") for name in buffers):
         unexpected += (r"(^|\.)position_ids$",)
     return missing, unexpected
+
+
+def parallel_rules(model: Any, axis: str) -> dict[str, str]:
+    """The expert (``"ep"``) or tensor (``"tp"``) parallel plan of a model: names (``*``: a layer) to styles.
+
+    Declared by its configuration and its class, and put together when it was built; {} for any other module.
+    """
+    if not is_pretrained(model):
+        return {}
+    _check()
+    return dict(getattr(model, f"_{axis}_plan", None) or {})
 
 
 def mark_loaded(tensor: torch.Tensor) -> None:

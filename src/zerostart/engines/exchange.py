@@ -1,0 +1,118 @@
+"""Experts that live on other ranks: tokens go to the rank that has their expert, and come back.
+
+An experts module of transformers is called with tokens, the experts chosen for each, and their weights. Its
+forward here becomes: each (token, expert) pair travels to the expert's owner, which runs its own experts on
+what arrives, by the module's own forward; the results travel back, are weighted and summed. Both journeys are
+all-to-alls that autograd follows, so that every rank trains on a batch of its own. The same exchange is
+described in GShard (Lepikhin et al., 2020, section 3.2), here without a capacity: no token is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["exchange_tokens"]
+
+
+def exchange_tokens(experts: nn.Module, group: dist.ProcessGroup, counts: Sequence[int]) -> None:
+    """Make ``experts``, which holds this rank's experts alone, serve the tokens of all ranks of ``group``.
+
+    ``counts`` is the number of experts of each rank of the group; experts are numbered rank by rank.
+    """
+    module: Any = experts
+    own_forward = module.forward
+    rank, size = dist.get_rank(group), len(counts)
+    module.num_experts = counts[rank]
+    owner = torch.repeat_interleave(torch.arange(size), torch.tensor(counts))
+    first = torch.tensor([0, *accumulate(counts)][:size])
+
+    def forward(
+        hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        with _local_parameters(experts):
+            return _serve(own_forward, group, (owner, first), hidden_states, top_k_index, top_k_weights)
+
+    module.forward = forward
+
+
+def _serve(
+    own_forward: Any,
+    group: dist.ProcessGroup,
+    owners: tuple[torch.Tensor, torch.Tensor],
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """``hidden_states`` [tokens, hidden] through the chosen experts ``top_k_index`` [tokens, k], weighted."""
+    device, chosen = hidden_states.device, top_k_index.reshape(-1)
+    owner, first = (table.to(device) for table in owners)
+    order = torch.argsort(chosen, stable=True)  # Experts are numbered rank by rank: this sorts by owner, too.
+    pairs = chosen[order]
+    to = owner[pairs]
+    send = torch.bincount(to, minlength=len(first))
+    receive = torch.empty_like(send)
+    dist.all_to_all_single(receive, send, group=group)
+    outgoing, incoming = torch.stack([send, receive]).tolist()
+    travel: Any = _AllToAll.apply
+    tokens = travel(hidden_states[order // top_k_index.shape[-1]], outgoing, incoming, group)
+    numbers = pairs.new_empty(sum(incoming))
+    dist.all_to_all_single(numbers, pairs - first[to], incoming, outgoing, group=group)
+    results: torch.Tensor = travel(_run(own_forward, tokens, numbers), incoming, outgoing, group)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=device)
+    by_token: torch.Tensor = results[back].view(*top_k_index.shape, -1)
+    summed = (by_token * top_k_weights.unsqueeze(-1)).sum(dim=1)
+    return summed.to(hidden_states.dtype)
+
+
+def _run(own_forward: Any, tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Each row of ``tokens`` through the one local expert in ``numbers``."""
+    if not len(tokens):
+        # A row of zeros, whose result is thrown away: parameters that no token reaches get a gradient of
+        # zero, and their owners meet in its reduction.
+        tokens, numbers = tokens.sum(dim=0, keepdim=True), numbers.new_zeros(1)
+        return _run(own_forward, tokens, numbers)[:0]
+    weights = torch.ones((len(tokens), 1), dtype=tokens.dtype, device=tokens.device)
+    result: torch.Tensor = own_forward(tokens, numbers.unsqueeze(-1), weights)
+    return result
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to the ranks of a group, ``send[r]`` of them to rank r; gradients take the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.way_back = receive, send, group
+        return _moved(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _moved(gradient, *ctx.way_back), None, None, None
+
+
+def _moved(rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    out = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+    return out
+
+
+@contextlib.contextmanager
+def _local_parameters(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters that are DTensors over the experts' mesh are seen as this rank's tensors."""
+    held: dict[str, Any] = module._parameters
+    whole = {name: p for name, p in held.items() if isinstance(p, DTensor)}
+    held.update({name: parameter.to_local() for name, parameter in whole.items()})
+    try:
+        yield
+    finally:
+        held.update(whole)

@@ -1,0 +1,96 @@
+"""The mesh and the plans of a load: what the model or the caller declares, against the model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from zerostart.errors import ConfigError
+from zerostart.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
+from zerostart.upstream.transformers import parallel_rules
+
+__all__ = ["check_sizes", "resolve"]
+
+
+def check_sizes(engine: str, mesh: Mesh) -> None:
+    """Raise ConfigError for a mesh that the engine cannot train."""
+    if engine == "deepspeed" and mesh.tensor_parallel > 1:
+        raise ConfigError(
+            f"tensor_parallel={mesh.tensor_parallel} is not available on deepspeed in this version; "
+            "use engine='fsdp2', or tensor_parallel=1"
+        )
+
+
+def resolve(
+    model: nn.Module, engine: str, mesh: Mesh, engine_config: Mapping[str, Any] | None = None
+) -> Parallelism:
+    """What ``mesh`` does to the parameters of ``model`` (on meta, with its true shapes).
+
+    A plan in ``engine_config`` (``ep_plan``, ``tp_plan``: module or parameter names to transformers' styles)
+    comes before what the model declares. Raises ConfigError, in one sentence with the remedy.
+    """
+    check_sizes(engine, mesh)
+    if not mesh.parallel:
+        return Parallelism(mesh)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    given = engine_config or {}
+    experts = tensors = ParallelPlan()
+    if mesh.expert_parallel > 1:
+        experts = _experts(model, mesh, shapes, given.get("ep_plan"))
+    if mesh.tensor_parallel > 1:
+        tensors = _tensors(model, mesh, shapes, given.get("tp_plan"))
+    return Parallelism(mesh, experts, tensors, shapes)
+
+
+def _experts(
+    model: nn.Module, mesh: Mesh, shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, str] | None
+) -> ParallelPlan:
+    kind, size = type(model).__name__, mesh.expert_parallel
+    rules = parallel_rules(model, "ep") if given is None else given
+    plan = expert_plan(rules, {name: len(shape) for name, shape in shapes.items()}, _modules(model))
+    if not plan.cuts:
+        if not any("experts" in name for name in shapes):
+            raise ConfigError(f"expert_parallel={size}, but {kind} has no experts; use expert_parallel=1")
+        raise ConfigError(
+            f"expert_parallel={size}, but {kind} declares no expert-parallel plan; use expert_parallel=1, or "
+            "give one as engine_config={'ep_plan': {'layers.*.experts.gate_up_proj': 'grouped_gemm', ...}}"
+        )
+    for name in plan.cuts:
+        experts = shapes[name][0]
+        if not _all_served(experts, size):
+            fitting = max(n for n in range(1, size) if mesh.world_size % n == 0 and _all_served(experts, n))
+            raise ConfigError(
+                f"expert_parallel={size} leaves ranks without any of the {experts} experts of {name}, "
+                f"{-(-experts // size)} a rank; use expert_parallel={fitting}"
+            )
+    return plan
+
+
+def _all_served(experts: int, size: int) -> bool:
+    """Whether chunks of equal size but the last leave something for the last rank."""
+    return (size - 1) * -(-experts // size) < experts
+
+
+def _tensors(
+    model: nn.Module, mesh: Mesh, shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, str] | None
+) -> ParallelPlan:
+    kind, size = type(model).__name__, mesh.tensor_parallel
+    rules = parallel_rules(model, "tp") if given is None else given
+    plan = tensor_plan(rules, {name: len(shape) for name, shape in shapes.items()}, _modules(model))
+    if not plan.cuts:
+        raise ConfigError(
+            f"tensor_parallel={size}, but {kind} declares no tensor-parallel plan; use tensor_parallel=1, or "
+            "give one as engine_config={'tp_plan': {'model.layers.*.self_attn.q_proj': 'colwise', ...}}"
+        )
+    for name, cut in plan.cuts.items():
+        try:
+            cut.section(shapes[name], 0, size)
+        except (ValueError, IndexError) as error:
+            raise ConfigError(f"the tensor-parallel plan does not fit {name}: {error}") from error
+    return plan
+
+
+def _modules(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_modules() if name]

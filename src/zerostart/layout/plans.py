@@ -1,0 +1,171 @@
+"""Expert and tensor parallel plans in one form: for each parameter, how a mesh axis cuts it.
+
+Whatever declares a plan (transformers' styles, DeepSpeed's ``partition_config``, the caller's mapping), it
+becomes a ``ParallelPlan``: parameter names with a ``Cut``, and module names with the style in which they run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zerostart.errors import ConfigError
+from zerostart.layout.mesh import Mesh
+from zerostart.layout.section import Section, entire, packed
+
+__all__ = [
+    "EXPERT_STYLES",
+    "TENSOR_STYLES",
+    "Cut",
+    "ParallelPlan",
+    "Parallelism",
+    "cut_of",
+    "expand",
+    "expert_plan",
+    "tensor_plan",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A cut along ``dim``, which may be negative; ``parts`` fused parts of equal or of given sizes."""
+
+    dim: int
+    parts: int | tuple[int, ...] = 1
+
+    def section(self, shape: Sequence[int], rank: int, size: int) -> Section:
+        """What ``rank`` of ``size`` gets. Raises ValueError where the shape does not fit."""
+        dim = self.dim % len(shape)
+        if isinstance(self.parts, tuple):
+            return packed(shape, dim, self.parts, rank, size)
+        each, rest = divmod(shape[dim], self.parts)
+        if rest:
+            raise ValueError(f"dimension {dim} of {tuple(shape)} is not made of {self.parts} equal parts")
+        return packed(shape, dim, (each,) * self.parts, rank, size)
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """A plan for one mesh axis: cuts by parameter name, and styles of forward by module name."""
+
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+
+#: transformers' styles that cut parameters: (cut of a weight, cut of a bias); None: every rank has it whole.
+#: Source: ``transformers/distributed/tensor_parallel.py``, ``shard_param`` of each style.
+TENSOR_STYLES: Mapping[str, tuple[Cut | None, Cut | None]] = {
+    "colwise": (Cut(-2), Cut(-1)),
+    "colwise_gather_output": (Cut(-2), Cut(-1)),
+    "colwise_rep": (Cut(-2), Cut(-1)),
+    "rowwise": (Cut(-1), None),
+    "rowwise_split_input": (Cut(-1), None),
+    "rowwise_rep": (Cut(-1), None),
+    "embedding_rowwise": (Cut(0), None),
+    "embedding_colwise": (Cut(1), None),
+    "packed_colwise": (Cut(-2, 2), Cut(-1)),
+    "packed_rowwise": (Cut(-1, 2), None),
+    **dict.fromkeys(
+        (
+            *("sequence_parallel", "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce"),
+            *("moe_tp_experts", "moe_identity_expert", "local_params", "replicate"),
+        ),
+        (None, None),
+    ),
+}
+#: Styles of an expert plan: those that cut a parameter by experts, and those that run a module.
+EXPERT_STYLES: Mapping[str, bool] = {"grouped_gemm": True, "ep_dispatch_experts": False}
+#: Styles of older releases' expert plans: experts run there on all tokens, with a router that masks. The
+#: parameters are cut alike, and zerostart runs the experts by its own exchange.
+_FORMER_STYLES = ("ep_router", "moe_tp_experts")
+
+
+def cut_of(style: str, name: str, dimensions: int) -> Cut | None:
+    """The cut of the parameter ``name`` under a tensor-parallel style; None where every rank has it whole."""
+    if style not in TENSOR_STYLES:
+        raise ConfigError(
+            f"the tensor-parallel plan gives {name} the style {style!r}; known are {', '.join(TENSOR_STYLES)}"
+        )
+    weight, bias = TENSOR_STYLES[style]
+    return bias if dimensions == 1 or name.endswith(".bias") else weight
+
+
+def expand(rules: Mapping[str, str], name: str, parameter: bool) -> str | None:
+    """The rule for a module or parameter: by its name with ``*`` for layer numbers, else by its module's.
+
+    A parameter falls under its module's rule, a module under no other's. Source:
+    ``transformers/distributed/parallel_utils.py``, ``_get_parameter_plan``.
+    """
+    for exact in (name, re.sub(r"\.\d+(?=\.|$)", ".*", name)):
+        if exact in rules:
+            return rules[exact]
+        if parameter and "." in exact and exact.rpartition(".")[0] in rules:
+            return rules[exact.rpartition(".")[0]]
+    return None
+
+
+def tensor_plan(
+    rules: Mapping[str, str], parameters: Mapping[str, int], modules: Sequence[str]
+) -> ParallelPlan:
+    """A plan out of transformers' tensor-parallel styles; ``parameters`` gives names and dimensions."""
+    cuts: dict[str, Cut] = {}
+    for name, dimensions in parameters.items():
+        style = expand(rules, name, parameter=True)
+        if style is not None and (cut := cut_of(style, name, dimensions)) is not None:
+            cuts[name] = cut
+    styles = {name: style for name in modules if (style := expand(rules, name, parameter=False)) is not None}
+    return ParallelPlan(cuts, styles)
+
+
+def expert_plan(
+    rules: Mapping[str, str], parameters: Mapping[str, int], modules: Sequence[str]
+) -> ParallelPlan:
+    """A plan out of transformers' expert-parallel styles."""
+    unknown = sorted(set(rules.values()) - set(EXPERT_STYLES) - set(_FORMER_STYLES))
+    if unknown:
+        raise ConfigError(
+            f"the expert-parallel plan has the styles {', '.join(unknown)}; "
+            f"known are {', '.join(EXPERT_STYLES)}"
+        )
+    cuts = {
+        name: Cut(0)
+        for name in parameters
+        if EXPERT_STYLES.get(expand(rules, name, parameter=True) or "", False)
+    }
+    owners = {name.rpartition(".")[0] for name in cuts}
+    return ParallelPlan(cuts, {name: "ep_dispatch_experts" for name in modules if name in owners})
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """A mesh, and what it does to a model's parameters, whose unsharded shapes are ``shapes``."""
+
+    mesh: Mesh
+    experts: ParallelPlan = field(default_factory=ParallelPlan)
+    tensors: ParallelPlan = field(default_factory=ParallelPlan)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def is_expert(self, name: str) -> bool:
+        """Whether the parameter ``name`` is cut by experts."""
+        return name in self.experts.cuts
+
+    def cut(self, name: str) -> Cut | None:
+        """The cut of ``name``; parameters with an equal one and an equal shape lie alike on every rank."""
+        return self.experts.cuts.get(name) or self.tensors.cuts.get(name)
+
+    def section(self, name: str, shape: Sequence[int], rank: int) -> Section:
+        """The local tensor of ``rank``, which its owners share."""
+        if name in self.experts.cuts:
+            return self.experts.cuts[name].section(shape, *self.mesh.expert(rank))
+        cut = self.tensors.cuts.get(name)
+        return cut.section(shape, *self.mesh.tensor(rank)) if cut is not None else entire(shape)
+
+    def owners(self, name: str, rank: int) -> tuple[int, int]:
+        """Rank and size of ``rank`` among those that hold the same section of ``name``."""
+        return self.mesh.expert_data(rank) if name in self.experts.cuts else self.mesh.data(rank)
+
+    def peers(self, name: str, rank: int) -> list[int]:
+        """The owners of ``rank``'s section of ``name``, by their ranks in the world."""
+        step = self.mesh.expert_parallel if name in self.experts.cuts else self.mesh.tensor_parallel
+        return list(range(rank % step, self.mesh.world_size, step))

@@ -1,0 +1,111 @@
+"""FSDP2 with experts over several ranks: loads bit for bit, and trains as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zerostart
+from parity import CLIP, Trace, alone, batches, checkpoint, differences, optimizer
+from ranks import run_ranks
+
+MODELS = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.mark.parametrize(
+    ("experts", "world", "accumulation"),
+    [(2, 2, 1), (2, 2, 2), (1, 2, 1), (2, 4, 1), (4, 4, 1)],
+    ids=["ep2xdp1", "ep2xdp1-accumulated", "ep1xdp2", "ep2xdp2", "ep4xdp1"],
+)
+@pytest.mark.parametrize("kind", MODELS)
+def test_experts_train_as_in_one_process(
+    kind: str, experts: int, world: int, accumulation: int, folder: Path
+) -> None:
+    path = checkpoint(kind, folder)
+    wanted = run_ranks(alone, 1, path)[0]
+    options = {"expert_parallel": experts}
+    for found in run_ranks(train, world, path, accumulation, options):
+        assert differences(found, wanted) == []
+
+
+def train(path: Path, accumulation: int, options: dict[str, int]) -> Trace:
+    model = zerostart.load(path, engine="fsdp2", progress=False, **options)  # type: ignore[arg-type]
+    model.train()
+    optim, trace = optimizer(model), Trace()
+    tensor = options.get("tensor_parallel", 1)
+    rank, size = dist.get_rank() // tensor, dist.get_world_size() // tensor
+    for batch in batches(size * accumulation):
+        total = torch.zeros(())
+        for part in range(accumulation):
+            model.set_requires_gradient_sync(part == accumulation - 1)  # type: ignore[operator]
+            tokens = batch[rank * accumulation + part]
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss / accumulation
+            loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        trace.losses.append(total.item() / dist.get_world_size())
+        if not trace.gradients:
+            trace.gradients = {n: whole(p.grad) for n, p in model.named_parameters()}
+        trace.norms.append(clip(model))
+        optim.step()
+        optim.zero_grad()
+    for name, value in zerostart.full_tensors(model, rank=None):
+        assert value is not None
+        trace.weights[name] = value
+    return trace
+
+
+def whole(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def clip(model: nn.Module) -> float:
+    """As accelerate does it: a norm for each mesh, put together."""
+    meshes: dict[object, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+        meshes.setdefault(mesh, []).append(parameter)
+    norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in group])) for group in meshes.values()]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for group in meshes.values():
+        torch._foreach_mul_([p.grad for p in group], min(1.0, CLIP / (total.item() + 1e-6)))
+    return total.item()
+
+
+@pytest.mark.parametrize(("kind", "count"), [("gpt_oss", 32), ("mixtral", 8), ("qwen3_moe", 6)])
+def test_each_rank_holds_its_own_experts(kind: str, count: int, folder: Path) -> None:
+    """The check of transformers' pull request 45548: 32 experts on 4 ranks, 8 on each."""
+    name = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
+    path = checkpoint(kind, folder, **{name: count})
+    from transformers import AutoModelForCausalLM
+
+    stock = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    ranks = 3 if count == 6 else 4
+    results = run_ranks(look, ranks, path)
+    for rank, (local, gathered, _) in enumerate(results):
+        assert gathered.keys() == stock.keys()
+        assert all(torch.equal(gathered[n], stock[n]) for n in stock)
+        each = count // ranks
+        for name, tensor in local.items():
+            assert torch.equal(tensor, stock[name][rank * each : (rank + 1) * each])
+        assert len(local) >= 2
+    stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert sum(read_bytes for _, _, read_bytes in results) < stored
+
+
+def look(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    model = zerostart.load(path, engine="fsdp2", expert_parallel=dist.get_world_size(), progress=False)
+    local = {n: p.to_local().detach() for n, p in model.named_parameters() if ".experts." in n}
+    gathered = {n: t for n, t in zerostart.full_tensors(model, rank=None) if t is not None}
+    return local, gathered, zerostart.report(model).read_bytes

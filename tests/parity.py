@@ -1,0 +1,148 @@
+"""Training by one process that sees the whole batch: what every parallel training has to equal.
+
+Tiny models with 8 experts, in fp32, with sizes that torch's grouped product takes and that divide by 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = [
+    "CLIP",
+    "LEARNING_RATE",
+    "STEPS",
+    "Trace",
+    "alone",
+    "batches",
+    "checkpoint",
+    "differences",
+    "optimizer",
+]
+
+STEPS, ROWS, LENGTH, VOCABULARY = 5, 4, 12, 96
+LEARNING_RATE, CLIP = 1e-2, 0.5
+
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": {"intermediate_size": 32, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "intermediate_size": 32,
+        "moe_intermediate_size": 8,
+        "num_experts": 8,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"intermediate_size": 8, "num_local_experts": 8},
+    "gpt_oss": {
+        "intermediate_size": 8,
+        "num_local_experts": 8,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "deepseek_v3": {
+        "intermediate_size": 32,
+        "moe_intermediate_size": 8,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+    },
+}
+
+
+def checkpoint(kind: str, folder: Path, **options: Any) -> Path:
+    """A tiny checkpoint with random weights, the norms and biases included."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = folder / "-".join([kind, *map(str, options.values())])
+    if not path.exists():
+        config = AutoConfig.for_model(kind, **{**_COMMON, **_MODELS[kind], **options})
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+        model.save_pretrained(path)
+    return path
+
+
+def batches(parts: int) -> Iterator[torch.Tensor]:
+    """Token ids [parts, rows, LENGTH] of each step, ROWS in all; the same in every process."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(STEPS):
+        yield torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator).view(parts, -1, LENGTH)
+
+
+def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-4)
+
+
+@dataclass
+class Trace:
+    """What a training shows: losses, the first step's gradients, gradient norms, and the last weights."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def alone(path: Path) -> Trace:
+    """One process on the whole batch, with nothing but transformers and torch."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path).train()
+    optim, trace = optimizer(model), Trace()
+    for batch in batches(1):
+        loss = model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
+        loss.backward()
+        if not trace.gradients:
+            trace.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        trace.losses.append(loss.item())
+        trace.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optim.step()
+        optim.zero_grad()
+    trace.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return trace
+
+
+def differences(found: Trace, wanted: Trace, tolerance: float = 1e-5) -> list[str]:
+    """Where the two differ by more than ``tolerance``, relative to the largest element of a tensor."""
+    wrong = []
+
+    def compare(what: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        if a.shape != b.shape:
+            wrong.append(f"{what}: shape {tuple(a.shape)} for {tuple(b.shape)}")
+        elif (error := ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item()) > tolerance:
+            wrong.append(f"{what}: {error:.1e}, ratio {(a.norm() / b.norm()).item():.4f}")
+
+    compare("losses", torch.tensor(found.losses), torch.tensor(wanted.losses))
+    compare("norms", torch.tensor(found.norms), torch.tensor(wanted.norms))
+    for kind in ("gradients", "weights"):
+        have: dict[str, torch.Tensor] = getattr(found, kind)
+        want: dict[str, torch.Tensor] = getattr(wanted, kind)
+        if have.keys() != want.keys():
+            wrong.append(f"{kind} differ in names: {sorted(have.keys() ^ want.keys())[:4]}")
+        for name in have.keys() & want.keys():
+            compare(f"{kind} of {name}", have[name], want[name])
+    return wrong

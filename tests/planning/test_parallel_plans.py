@@ -1,0 +1,111 @@
+"""Plans with experts and tensors cut: every element once a group, only a rank's own bytes, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import zerostart
+from tiny import TinyCheckpoints
+from zerostart.engines import parallel_layout, resolve
+from zerostart.errors import ConfigError
+from zerostart.layout import Mesh
+
+
+def meta_model(kind: str, **options: object) -> nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8}
+    more = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4}
+    config = AutoConfig.for_model(kind, **{**sizes, **more, **options})
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize(
+    ("world", "expert", "tensor"), [(4, 2, 1), (4, 4, 1), (8, 2, 1), (6, 3, 1), (4, 1, 2)]
+)
+def test_the_ranks_hold_every_element_as_often_as_the_mesh_repeats_it(
+    kind: str, engine: str, world: int, expert: int, tensor: int
+) -> None:
+    if tensor > 1 and engine == "deepspeed":
+        pytest.skip("deepspeed shards no tensors in this version")
+    if tensor > 1 and kind == "gpt_oss":
+        pytest.skip("gpt_oss: its tensor-parallel plan is tested by itself")
+    experts = {"num_local_experts": 8} if kind in ("mixtral", "gpt_oss") else {}
+    if kind == "qwen3_moe":
+        experts = {"num_experts": 8}
+    if kind == "deepseek_v3":
+        experts = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8}
+        experts |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1}
+    model = meta_model(kind, **experts)
+    parallelism = resolve(model, engine, Mesh(world, expert, tensor))
+    for name, parameter in model.named_parameters():
+        held = torch.zeros(parameter.numel(), dtype=torch.int64)
+        for rank in range(world):
+            for first, count, _ in parallel_layout(engine, parallelism, name, parameter.shape, rank).runs():
+                held[first : first + count] += 1
+        repeats = 1 if parallelism.cut(name) is not None else tensor
+        assert torch.equal(held, torch.full_like(held, repeats)), name
+        if ".experts." in name and expert > 1:
+            assert parallelism.is_expert(name)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_a_rank_reads_its_own_experts_alone(checkpoints: TinyCheckpoints, engine: str) -> None:
+    path = checkpoints("qwen3_moe", torch.float32)
+    whole = zerostart.plan(path, world_size=1, engine=engine)
+    cut = zerostart.plan(path, world_size=3, engine=engine, expert_parallel=3)
+    # 5 experts on 3 ranks: the last has one. An expert is read by the one rank that owns it.
+    assert sum(r.read_bytes for r in cut.ranks) == pytest.approx(whole.ranks[0].read_bytes, rel=0.01)
+    assert cut.ranks[0].device_bytes == cut.ranks[1].device_bytes > cut.ranks[2].device_bytes
+
+
+@pytest.mark.parametrize("options", [{"expert_parallel": 2}, {"tensor_parallel": 2, "engine": "fsdp2"}])
+def test_one_rank_alone_has_the_same_plan(checkpoints: TinyCheckpoints, options: dict[str, object]) -> None:
+    path = checkpoints("mixtral", torch.float32)
+    every = zerostart.plan(path, world_size=4, **options)  # type: ignore[arg-type]
+    for rank in range(4):
+        alone = zerostart.plan(path, world_size=4, rank=rank, **options)  # type: ignore[arg-type]
+        assert alone.ranks == (every.ranks[rank],)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (
+            "mixtral",
+            {"expert_parallel": 3},
+            "expert_parallel=3 does not divide the 4 ranks; use one of 1, 2, 4",
+        ),
+        ("qwen3", {"expert_parallel": 2}, "Qwen3ForCausalLM has no experts; use expert_parallel=1"),
+        ("mixtral", {"expert_parallel": 4}, "ranks without any of the 3 experts .* use expert_parallel=2"),
+        ("minilm", {"tensor_parallel": 2, "engine": "fsdp2"}, "declares no tensor-parallel plan"),
+        ("qwen3", {"tensor_parallel": 2}, "not available on deepspeed in this version; use engine='fsdp2'"),
+        ("mixtral", {"expert_parallel": 2, "tensor_parallel": 2, "engine": "fsdp2"}, "set one of them to 1"),
+        ("mixtral", {"expert_parallel": 0}, "must be at least 1"),
+        ("mixtral", {"rank": 4}, "rank=4 is not one of the 4 ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(
+    checkpoints: TinyCheckpoints, kind: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        zerostart.plan(checkpoints(kind), world_size=4, **options)  # type: ignore[arg-type]
+
+
+def test_experts_without_a_plan(tmp_path: Path) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    with torch.device("meta"):
+        model = Experts()
+    with pytest.raises(ConfigError, match="declares no expert-parallel plan"):
+        resolve(model, "fsdp2", Mesh(4, 2))
