@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from zerostart.planning import Destination, Part, Plan, Read
+from zerostart.transfer.copying import copy_strided
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.reader import FileReader, MemoryReader, Reader
+from zerostart.transfer.rows import Rows
 
 __all__ = ["bytes_view", "execute", "reader_threads"]
 
@@ -94,10 +96,10 @@ class _Pool:
         try:
             for read in self._taken():
                 if read.direct:
-                    self._reader.read(read.file, read.offset, [self._place(part) for part in read.parts])
+                    self._into_place(read)
                 else:
                     staging = staging or _Staging(self._plan.chunk_size, self._storages)
-                    self._reader.read(read.file, read.offset, [staging.view[: read.nbytes]])
+                    self._into(staging.view, read)
                     for part in read.parts:
                         staging.deliver(part, self._storages[part.target])
                 self._progress.advance(read.nbytes)
@@ -112,11 +114,34 @@ class _Pool:
                 return
             yield read
 
+    def _into(self, buffer: memoryview, read: Read) -> None:
+        if read.rows == 1:
+            self._reader.read(read.file, read.offset, [buffer[: read.nbytes]])
+        else:
+            rows = _rows(read)
+            self._reader.gather(read.file, read.offset, rows, buffer[: read.nbytes], rows.width)
+
+    def _into_place(self, read: Read) -> None:
+        if read.rows == 1:
+            self._reader.read(read.file, read.offset, [self._place(part) for part in read.parts])
+            return
+        (part,) = read.parts
+        view = self._views[part.target]
+        assert view is not None, "a direct part has host storage"
+        rows, step = _rows(read), part.loops[0][2] * part.dtype.itemsize
+        begin = part.to * part.dtype.itemsize
+        end = begin + (rows.count - 1) * step + rows.width
+        self._reader.gather(read.file, read.offset, rows, view[begin:end], step)
+
     def _place(self, part: Part) -> memoryview:
         view = self._views[part.target]
         assert view is not None, "a direct part has host storage"
         begin = part.to * part.dtype.itemsize
         return view[begin : begin + part.nbytes]
+
+
+def _rows(read: Read) -> Rows:
+    return Rows(read.rows, read.nbytes // read.rows, read.stride)
 
 
 class _Staging:
@@ -134,10 +159,4 @@ class _Staging:
         if part.at % width:
             # A tensor of a coalesced read may begin at an offset that its dtype cannot be viewed at.
             raw = raw.clone()
-        source = raw.view(part.dtype)
-        sizes = [size for size, _, _ in part.loops]
-        strided = source.as_strided(sizes, [stride for _, stride, _ in part.loops])
-        with torch.no_grad():
-            storage.as_strided(
-                sizes, [stride for _, _, stride in part.loops], storage.storage_offset() + part.to
-            ).copy_(strided)
+        copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
