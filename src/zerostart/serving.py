@@ -17,7 +17,7 @@ import torch.distributed as dist
 from zerostart.checkpoint.memory import Memory
 from zerostart.errors import PeerError
 from zerostart.planning import Plan, Read
-from zerostart.transfer import MemoryReader, Progress, bytes_view, execute
+from zerostart.transfer import MemoryReader, Progress, Reader, Rows, bytes_view, execute
 from zerostart.world import World
 
 __all__ = ["execute_together"]
@@ -48,14 +48,14 @@ def execute_together(
 
 def _serve(memory: Memory, asked: Sequence[tuple[int, int]], world: World) -> None:
     """Send every rank without the tensors what it asks for, one message to each in turn."""
-    tables: dict[int, list[tuple[int, int, int]]] = {}
+    tables: dict[int, list[list[int]]] = {}
     turns: dict[int, Iterator[Batch]] = {}
     for rank, (count, chunk) in enumerate(asked):
         if rank not in memory.holders and count:
-            table = torch.empty(count, 3, dtype=torch.int64)
+            table = torch.empty(count, 5, dtype=torch.int64)
             _message(dist.recv, table, rank, world)
-            tables[rank] = [(file, offset, nbytes) for file, offset, nbytes in table.tolist()]
-            turns[rank] = _batches([nbytes for _, _, nbytes in tables[rank]], chunk)
+            tables[rank] = table.tolist()
+            turns[rank] = _batches([row[2] for row in tables[rank]], chunk)
     failure: Exception | None = None
     buffer = torch.empty(0, dtype=torch.uint8)
     with MemoryReader(memory.buffers) as reader:
@@ -81,11 +81,15 @@ def _serve(memory: Memory, asked: Sequence[tuple[int, int]], world: World) -> No
         raise failure
 
 
-def _fill(buffer: torch.Tensor, reader: MemoryReader, reads: Sequence[tuple[int, int, int]]) -> None:
+def _fill(buffer: torch.Tensor, reader: Reader, reads: Sequence[Sequence[int]]) -> None:
     view = bytes_view(buffer)
     at = 0
-    for file, offset, nbytes in reads:
-        reader.read(file, offset, [view[at : at + nbytes]])
+    for file, offset, nbytes, count, stride in reads:
+        if count == 1:
+            reader.read(file, offset, [view[at : at + nbytes]])
+        else:
+            width = nbytes // count
+            reader.gather(file, offset, Rows(count, width, stride), view[at : at + nbytes], width)
         at += nbytes
 
 
@@ -114,7 +118,8 @@ class _RemoteReader:
 
     def __enter__(self) -> _RemoteReader:
         if self._reads:
-            table = torch.tensor([(r.file, r.offset, r.nbytes) for r in self._reads], dtype=torch.int64)
+            rows = [(r.file, r.offset, r.nbytes, r.rows, r.stride) for r in self._reads]
+            table = torch.tensor(rows, dtype=torch.int64)
             _message(dist.send, table, self._server, self._world)
         return self
 
@@ -132,6 +137,10 @@ class _RemoteReader:
         for buffer in buffers:
             buffer[:] = self._left[: len(buffer)]
             self._left = self._left[len(buffer) :]
+
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        """Fill the rows with the next bytes."""
+        self.read(file, offset, [target[i * step : i * step + rows.width] for i in range(rows.count)])
 
     def _receive(self) -> bool:
         """Take the next message; False if there is none."""

@@ -151,7 +151,7 @@ def _fill(
             owned += layout.owned * _width(loaded.catalog, recipe)
     plan = join(loaded.catalog, wanted, options)
     _execute(plan, [shards[destination.name] for _, _, destination in wanted])
-    allowance = options.gap_floor * len(plan.reads)
+    allowance = options.gap_floor * sum(read.rows for read in plan.reads)
     if plan.read_bytes > READ_SHARE * owned + allowance:
         yield f"{plan.read_bytes} bytes are read for {owned} owned"
     torch.manual_seed(SEED)

@@ -60,7 +60,9 @@ class Read:
     """One positioned read of ``nbytes`` at ``offset`` of file number ``file``.
 
     ``direct`` reads scatter into their parts' final places, which then tile the read without gaps;
-    the others go through a staging buffer.
+    the others go through a staging buffer. A read of several ``rows`` takes that many runs of equal length,
+    ``stride`` bytes from start to start, and leaves out what lies between them: its bytes are those of the
+    runs, one after the other, and it has one part.
     """
 
     file: int
@@ -68,6 +70,8 @@ class Read:
     nbytes: int
     parts: tuple[Part, ...]
     direct: bool
+    rows: int = 1
+    stride: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ class PlanOptions:
 
     ``chunk_size``: most bytes of one read, and the size of a staging buffer. A gap between two wanted runs
     is read through when it is at most ``gap_share`` of the run before it, or when run and gap together are
-    at most ``gap_floor`` bytes, where a read of its own would cost more than the bytes (a system call takes
-    about as long as copying 16 KiB from the page cache).
+    at most ``gap_floor`` bytes, where taking the run alone costs more than the bytes. Runs that are left
+    alone and follow each other at equal distances are one read of several rows.
     """
 
     chunk_size: int = 8 * MiB
@@ -37,8 +37,8 @@ class PlanOptions:
         return gap <= self.gap_share * run or gap + run <= self.gap_floor
 
 
-#: (file, offset, bytes, part relative to offset)
-Segment = tuple[int, int, int, Part]
+#: (file, offset, bytes, part relative to offset, rows, bytes from row to row)
+Segment = tuple[int, int, int, Part, int, int]
 
 
 def segments(
@@ -53,17 +53,38 @@ def segments(
     dtype = torch_dtype(entry.dtype, entry.name)
     width = dtype.itemsize
     outer, inner = _dense(copy.loops, width, options)
-    for start, to, loops in _bounded(copy.start, copy.to, inner, options.chunk_size // width):
-        direct = (
-            destination.direct
-            and dtype == destination.dtype
-            and (not loops or (len(loops) == 1 and loops[0][1:] == (1, 1)))
-        )
-        for indices in product(*(range(size) for size, _, _ in outer)):
-            source = start + sum(i * loop[1] for i, loop in zip(indices, outer, strict=True))
-            place = to + sum(i * loop[2] for i, loop in zip(indices, outer, strict=True))
+    span = 1 + sum((size - 1) * stride for size, stride, _ in inner)
+    rows = outer.pop() if outer and span * width <= options.chunk_size else None
+    for indices in product(*(range(size) for size, _, _ in outer)):
+        start = copy.start + sum(i * loop[1] for i, loop in zip(indices, outer, strict=True))
+        to = copy.to + sum(i * loop[2] for i, loop in zip(indices, outer, strict=True))
+        for first, place, loops, count in _cut(start, to, inner, span, rows, options.chunk_size // width):
+            direct = destination.direct and dtype == destination.dtype and _lands(loops, count)
             part = Part(0, dtype, target, place, loops, direct)
-            yield entry.file, entry.offset + source * width, part.nbytes, part
+            stride = rows[1] * width if rows is not None and count > 1 else 0
+            yield entry.file, entry.offset + first * width, part.nbytes, part, count, stride
+
+
+def _cut(
+    start: int, to: int, inner: tuple[Loop, ...], span: int, rows: Loop | None, limit: int
+) -> Iterator[tuple[int, int, tuple[Loop, ...], int]]:
+    """Spans of at most ``limit`` elements, or rows of spans packed to as many: with their loops and rows."""
+    if rows is None:
+        for first, place, loops in _bounded(start, to, inner, limit):
+            yield first, place, loops, 1
+        return
+    size, source, destination = rows
+    most = max(1, limit // span)
+    for begin in range(0, size, most):
+        count = min(most, size - begin)
+        loops = ((count, span, destination), *inner) if count > 1 else inner
+        yield start + begin * source, to + begin * destination, loops, count
+
+
+def _lands(loops: Sequence[Loop], rows: int) -> bool:
+    """Whether the elements are one run on both sides, or rows of such runs."""
+    within = loops[1:] if rows > 1 else loops
+    return not within or (len(within) == 1 and within[0][1:] == (1, 1))
 
 
 def _dense(loops: Sequence[Loop], width: int, options: PlanOptions) -> tuple[list[Loop], tuple[Loop, ...]]:
@@ -102,7 +123,7 @@ def merged_reads(found: Sequence[Segment], options: PlanOptions) -> Iterator[Rea
     group: list[Segment] = []
     end = 0
     for segment in found:
-        _, offset, nbytes, _ = segment
+        offset, nbytes = segment[1:3]
         if group and not _joins(group, end, segment, options):
             yield _read(group, end)
             group = []
@@ -113,8 +134,10 @@ def merged_reads(found: Sequence[Segment], options: PlanOptions) -> Iterator[Rea
 
 
 def _joins(group: Sequence[Segment], end: int, segment: Segment, options: PlanOptions) -> bool:
-    file, offset, nbytes, part = segment
+    file, offset, nbytes, part, rows, _ = segment
     first = group[0]
+    if rows > 1 or first[4] > 1:
+        return False
     if file != first[0] or len(group) >= MAX_BUFFERS or part.direct != first[3].direct:
         return False
     if max(end, offset + nbytes) - first[1] > options.chunk_size:
@@ -125,9 +148,9 @@ def _joins(group: Sequence[Segment], end: int, segment: Segment, options: PlanOp
 
 
 def _read(group: Sequence[Segment], end: int) -> Read:
-    file, begin, _, first = group[0]
+    file, begin, _, first, rows, stride = group[0]
     parts = tuple(
         Part(offset - begin, part.dtype, part.target, part.to, part.loops, part.direct)
-        for _, offset, _, part in group
+        for _, offset, _, part, _, _ in group
     )
-    return Read(file, begin, end - begin, parts, first.direct)
+    return Read(file, begin, end - begin, parts, first.direct, rows, stride)

@@ -4,6 +4,7 @@ from zerostart.transfer.execute import bytes_view, execute, reader_threads
 from zerostart.transfer.memory import Arena, PeakMeter
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.reader import FileReader, MemoryReader, Reader
+from zerostart.transfer.rows import Rows
 
 __all__ = [
     "Arena",
@@ -12,6 +13,7 @@ __all__ = [
     "PeakMeter",
     "Progress",
     "Reader",
+    "Rows",
     "bytes_view",
     "execute",
     "reader_threads",

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from zerostart.planning import Computation, Destination, Part, Plan, Read
+from zerostart.transfer.copying import copy_strided
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.reader import FileReader, MemoryReader, Reader
+from zerostart.transfer.rows import Rows
 
 __all__ = ["bytes_view", "execute", "reader_threads"]
 
@@ -109,12 +111,28 @@ class _Pool:
 
     def _read(self, read: Read, targets: _Targets, staging: _Staging) -> None:
         if read.direct:
-            self._reader.read(read.file, read.offset, [targets.place(part) for part in read.parts])
+            self._into_place(read, targets)
         else:
-            self._reader.read(read.file, read.offset, [staging.view(read.nbytes)])
+            self._into(staging.view(read.nbytes), read)
             for part in read.parts:
                 deliver(part, staging.buffer, targets.storages[part.target])
         self._progress.advance(read.nbytes)
+
+    def _into(self, buffer: memoryview, read: Read) -> None:
+        if read.rows == 1:
+            self._reader.read(read.file, read.offset, [buffer])
+        else:
+            rows = _rows(read)
+            self._reader.gather(read.file, read.offset, rows, buffer, rows.width)
+
+    def _into_place(self, read: Read, targets: _Targets) -> None:
+        if read.rows == 1:
+            self._reader.read(read.file, read.offset, [targets.place(part) for part in read.parts])
+            return
+        (part,) = read.parts
+        rows, step = _rows(read), part.loops[0][2] * part.dtype.itemsize
+        place = targets.place(part, (rows.count - 1) * step + rows.width)
+        self._reader.gather(read.file, read.offset, rows, place, step)
 
     def _compute(self, computation: Computation, targets: _Targets, staging: _Staging) -> None:
         """Fill the registers, run the steps, and deliver the last one's result to ``targets``."""
@@ -142,12 +160,16 @@ class _Targets:
             for destination, storage in zip(destinations, storages, strict=True)
         ]
 
-    def place(self, part: Part) -> memoryview:
-        """Where the bytes of a direct part belong."""
+    def place(self, part: Part, nbytes: int | None = None) -> memoryview:
+        """Where the bytes of a direct part belong; ``nbytes`` of them if they are rows with gaps between."""
         view = self._views[part.target]
         assert view is not None, "a direct part has host storage"
         begin = part.to * part.dtype.itemsize
-        return view[begin : begin + part.nbytes]
+        return view[begin : begin + (part.nbytes if nbytes is None else nbytes)]
+
+
+def _rows(read: Read) -> Rows:
+    return Rows(read.rows, read.nbytes // read.rows, read.stride)
 
 
 class _Staging:
@@ -174,10 +196,4 @@ def deliver(part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
     if (data.storage_offset() + part.at) % width:
         # A tensor of a coalesced read may begin at an offset that its dtype cannot be viewed at.
         raw = raw.clone()
-    source = raw.view(part.dtype)
-    sizes = [size for size, _, _ in part.loops]
-    strided = source.as_strided(sizes, [stride for _, stride, _ in part.loops], source.storage_offset())
-    with torch.no_grad():
-        storage.as_strided(
-            sizes, [stride for _, _, stride in part.loops], storage.storage_offset() + part.to
-        ).copy_(strided)
+    copy_strided(storage, part.to, raw.view(part.dtype), part.loops)

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 
 from zerostart.errors import CheckpointNotFoundError, ReadError
+from zerostart.transfer.retry import read_some
+from zerostart.transfer.rows import Rows, advise, gather
 
 __all__ = ["FileReader", "MemoryReader", "Reader"]
 
@@ -26,6 +28,10 @@ class Reader(Protocol):
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers``, one after the other, from ``offset`` of file number ``file`` on."""
+        ...
+
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        """Read rows from ``offset`` of file number ``file`` on into ``target``, ``step`` bytes apart."""
         ...
 
 
@@ -53,6 +59,17 @@ class MemoryReader:
             torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
             offset += len(buffer)
 
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        """Copy rows of source number ``file``; raises ReadError beyond its end."""
+        source = self._sources[file]
+        if offset + rows.span > len(source):
+            raise ReadError(f"the storage of tensor number {file} in memory shrank during the load")
+        shape = (rows.count, rows.width)
+        view = torch.frombuffer(target, dtype=torch.uint8)
+        view.as_strided(shape, (step, 1)).copy_(
+            source.as_strided(shape, (rows.stride, 1), source.storage_offset() + offset)
+        )
+
 
 class FileReader:
     """Opens files on first use and reads ranges of them into buffers; safe to share between threads."""
@@ -62,6 +79,7 @@ class FileReader:
         self._sizes = tuple(sizes)
         self._open: dict[int, int] = {}
         self._lock = threading.Lock()
+        self.retries = 0  #: attempts that met a passing fault of the storage
 
     def __enter__(self) -> FileReader:
         return self
@@ -75,14 +93,15 @@ class FileReader:
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers``, one after the other, from ``offset`` of file number ``file`` on.
 
-        A short read is continued, as POSIX allows one at any time. Raises ReadError at the end of the file or
-        on an error of the storage, CheckpointNotFoundError if the file is gone.
+        A short read is continued, as POSIX allows one at any time, and a passing fault is waited out (see
+        ``retry``). Raises ReadError at the end of the file or on an error of the storage,
+        CheckpointNotFoundError if the file is gone.
         """
         descriptor = self._descriptor(file)
         left = list(buffers)
         while left:
             try:
-                count = os.preadv(descriptor, left, offset)
+                count = read_some(descriptor, left, offset, self._sizes[file], self._missed)
             except OSError as error:
                 raise ReadError(
                     f"reading {self._files[file]} at offset {offset} failed: {error.strerror or error}"
@@ -97,6 +116,17 @@ class FileReader:
                 count -= len(left.pop(0))
             if count:
                 left[0] = left[0][count:]
+
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        """Read rows, many with one call where the system can; raises as ``read`` does."""
+        descriptor = self._descriptor(file)
+        advise(descriptor, offset, rows)
+        for row in range(gather(descriptor, offset, rows, target, step), rows.count):
+            self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
+
+    def _missed(self) -> None:
+        with self._lock:
+            self.retries += 1
 
     def _descriptor(self, file: int) -> int:
         with self._lock:

@@ -1,0 +1,108 @@
+"""Faults of the storage, passing and lasting, at the border of the operating system."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerostart.errors import CheckpointNotFoundError, ReadError
+from zerostart.transfer import FileReader, retry
+
+CONTENT = bytes(range(256)) * 400
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(retry, "DELAYS", (0.001, 0.002, 0.004, 0.008))
+    path = tmp_path / "model.bin"
+    path.write_bytes(CONTENT)
+    return path
+
+
+def faulty(monkeypatch: pytest.MonkeyPatch, answers: Sequence[Any]) -> list[int]:
+    """`os.preadv` gives these answers first: an error, a number of bytes at most, None for the real one."""
+    real: Callable[..., int] = os.preadv
+    left = list(answers)
+    offsets: list[int] = []
+
+    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int, *flags: int) -> int:
+        offsets.append(offset)
+        answer = left.pop(0) if left else None
+        if isinstance(answer, OSError):
+            raise answer
+        if answer == 0:
+            return 0
+        if answer is not None:
+            return real(descriptor, [buffers[0][:answer]], offset)
+        return real(descriptor, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return offsets
+
+
+def error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def read(path: Path, offset: int, length: int) -> tuple[bytes, int]:
+    buffer = bytearray(length)
+    with FileReader([str(path)], [len(CONTENT)]) as reader:
+        reader.read(0, offset, [memoryview(buffer)[: length // 3], memoryview(buffer)[length // 3 :]])
+        return bytes(buffer), reader.retries
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EAGAIN, errno.ETIMEDOUT])
+def test_passing_error(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    offsets = faulty(monkeypatch, [error(number), error(number), 10, error(number)])
+    seen, retries = read(path, 100, 5000)
+    assert seen == CONTENT[100:5100]
+    assert retries == 3
+    assert offsets[:5] == [100, 100, 100, 110, 110]
+
+
+def test_short_reads_go_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty(monkeypatch, [1, 2, 3, 500])
+    assert read(path, 7, 4000) == (CONTENT[7:4007], 0)
+
+
+def test_end_that_passes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file still has its length, so an end in its midst is the server's and not the file's."""
+    faulty(monkeypatch, [0, 0])
+    assert read(path, 0, 900) == (CONTENT[:900], 2)
+
+
+def test_lasting_error_names_file_and_offset(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets = faulty(monkeypatch, [64, *[error(errno.EIO)] * 50])
+    with pytest.raises(ReadError, match=rf"{path} at offset 164 failed: {os.strerror(errno.EIO)}"):
+        read(path, 100, 5000)
+    assert len(offsets) == 2 + len(retry.DELAYS)
+
+
+def test_error_that_cannot_pass_is_not_tried_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets = faulty(monkeypatch, [error(errno.EISDIR)] * 9)
+    with pytest.raises(ReadError, match=os.strerror(errno.EISDIR)):
+        read(path, 0, 10)
+    assert len(offsets) == 1
+
+
+def test_truncated_during_the_load(path: Path) -> None:
+    buffer = memoryview(bytearray(1000))
+    with FileReader([str(path)], [len(CONTENT)]) as reader:
+        reader.read(0, 0, [buffer])
+        os.truncate(path, 50_000)
+        with pytest.raises(ReadError, match=rf"{path} ended at offset 50000, where 500 more bytes"):
+            reader.read(0, 49_500, [buffer])
+
+
+def test_truncated_before_the_load(path: Path) -> None:
+    os.truncate(path, 10)
+    with pytest.raises(ReadError, match="has 10 bytes now"):
+        read(path, 0, 10)
+    path.unlink()
+    with pytest.raises(CheckpointNotFoundError, match="gone"):
+        read(path, 0, 10)
