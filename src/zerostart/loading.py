@@ -20,6 +20,7 @@ from zerostart.equality import equal_in
 from zerostart.errors import ConfigError, ReadError
 from zerostart.forecast import WorldPlan, forecast_ranks
 from zerostart.layout import replicated
+from zerostart.masters import masters_of
 from zerostart.models import Built, Program, Settled
 from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, Recipes, torch_dtype, trace
@@ -49,6 +50,7 @@ class Request:
     chunk_size: int | None = None
     strict: bool = True
     progress: bool = False
+    fp32_masters: bool = True
 
     def check(self) -> None:
         """Raise ConfigError for arguments that no load can serve."""
@@ -127,6 +129,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             _initialise(world, settled, shards)
         with clock.phase("build"), world.phase("handing over"):
             engine.finish(built.model)
+            _offer_masters(built.model, catalog, request, settled, shards, threads)
             _finish(built, recipes, request, catalog)
     keep(
         built.model,
@@ -201,11 +204,28 @@ def _build(request: Request, catalog: Catalog) -> Built:
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     built = models.build(request.model, catalog.root, dtype, first)
     models.set_dtypes(built, stored)
+    if request.fp32_masters and _stored_wider(catalog, built.dtype):
+        computing = engines.computing_dtype(request.engine, request.engine_config)
+        if computing is not None and computing == built.dtype:
+            from zerostart.engines.fsdp2.units import hold_master
+
+            models.hold_masters(built, hold_master)
     return built
 
 
 def _recipes(request: Request, catalog: Catalog, built: Built) -> Recipes:
     return trace(catalog, built.model, models.expectations(built), request.converter, built.quantizer)
+
+
+def _stored_wider(catalog: Catalog, dtype: torch.dtype | None) -> bool:
+    """Whether most elements of the checkpoint are stored in a floating dtype of more bytes than ``dtype``."""
+    if dtype is None:
+        return False
+    count = {True: 0, False: 0}
+    for entry in catalog.tensors.values():
+        stored = torch_dtype(entry.dtype, entry.name)
+        count[stored.is_floating_point and stored.itemsize > dtype.itemsize] += entry.numel
+    return count[True] > count[False]
 
 
 Placed = dict[str, tuple[Recipe, torch.Tensor]]
@@ -287,6 +307,23 @@ def _initialise(world: World, settled: Settled, shards: list[Shard]) -> None:
     finally:
         if not torch.equal(own, shared):
             torch.set_rng_state(own)
+
+
+def _offer_masters(
+    model: nn.Module,
+    catalog: Catalog,
+    request: Request,
+    settled: Settled,
+    shards: list[Shard],
+    threads: int,
+) -> None:
+    """Leave with the parameters what an engine needs to make fp32 masters of what the checkpoint stores."""
+    rounded: list[str] = []
+    masters = None
+    if request.fp32_masters:
+        options = request.options(threads)
+        rounded, masters = masters_of(catalog, request.source, settled.parameters, shards, options, threads)
+    engines.offer_masters(request.engine, model, rounded, masters.read if masters else None)
 
 
 def _whole(settled: Settled) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,16 @@ __all__ = [
     "Engine",
     "Shard",
     "check_choice",
+    "computing_dtype",
     "local_shards",
     "make_engine",
+    "offer_masters",
     "planned_layout",
     "require",
 ]
+
+#: Fills 1-D tensors with this rank's shares of parameters, by name; collective.
+Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 #: Engine names and the ZeRO stages that each can be loaded for.
 ENGINES: Mapping[str, tuple[int, ...]] = {"deepspeed": (3,), "fsdp2": (3,)}
@@ -71,7 +76,29 @@ def make_engine(
         return DeepSpeedShards(world, dtype, engine_config)
     from zerostart.engines.fsdp2.engine import FSDP2Shards
 
-    return FSDP2Shards(world, engine_config)
+    return FSDP2Shards(world, engine_config, dtype)
+
+
+def computing_dtype(engine: str, engine_config: Mapping[str, Any] | None) -> torch.dtype | None:
+    """The dtype to which the engine casts parameters when it gathers them, None if it does not cast.
+
+    Such an engine has no masters of its own: the parameters that it is given are the masters.
+    """
+    policy = (engine_config or {}).get("mp_policy") if engine == "fsdp2" else None
+    return getattr(policy, "param_dtype", None)
+
+
+def offer_masters(
+    engine: str, model: torch.nn.Module, rounded: Collection[str], reader: Reader | None
+) -> None:
+    """Let the engine read fp32 masters of the parameters ``rounded`` with ``reader`` when it makes them.
+
+    FSDP2 makes none: there the sharded parameters themselves are what the optimizer changes.
+    """
+    if engine == "deepspeed":
+        from zerostart.engines.deepspeed.masters import mark_parameters
+
+        mark_parameters(model, rounded, reader)
 
 
 def local_shards(model: torch.nn.Module) -> dict[str, Shard]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from zerostart.upstream.transformers import dtype_plan, is_pretrained
 
 __all__ = [
     "expectations",
+    "hold_masters",
     "is_persistent",
     "owner_of",
     "plain_tensors",
@@ -118,6 +119,26 @@ def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
         if id(tensor) not in changed:
             changed[id(tensor)] = recast(tensor, want)
         replace_tensor(model, name, changed[id(tensor)])
+
+
+def hold_masters(built: Built, mark: Callable[[nn.Parameter, torch.dtype], None]) -> None:
+    """Give the parameters that have the model's dtype to be in fp32, as masters of what computes in it.
+
+    Buffers, and parameters that the model keeps in another dtype, stay as they are; ``mark`` gets each
+    changed parameter and the dtype that it had.
+    """
+    if built.dtype is None:
+        return
+    masters: dict[int, nn.Parameter] = {}
+    targets = expectations(built)
+    for name, parameter in list(built.model.named_parameters(remove_duplicate=False)):
+        if parameter.device.type == "meta" and targets[name].dtype == parameter.dtype == built.dtype:
+            if id(parameter) not in masters:
+                master = recast(parameter, torch.float32)
+                assert isinstance(master, nn.Parameter)
+                mark(master, parameter.dtype)
+                masters[id(parameter)] = master
+            replace_tensor(built.model, name, masters[id(parameter)])
 
 
 def recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
