@@ -16,6 +16,7 @@ from torch import nn
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Engine, Shard
+from zerostart.engines.fsdp2.units import let_cast
 from zerostart.equality import equal_in
 from zerostart.errors import ConfigError, ReadError
 from zerostart.forecast import WorldPlan, forecast_ranks
@@ -204,12 +205,10 @@ def _build(request: Request, catalog: Catalog) -> Built:
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     built = models.build(request.model, catalog.root, dtype, first)
     models.set_dtypes(built, stored)
-    if request.fp32_masters and _stored_wider(catalog, built.dtype):
-        computing = engines.computing_dtype(request.engine, request.engine_config)
-        if computing is not None and computing == built.dtype:
-            from zerostart.engines.fsdp2.units import hold_master
-
-            models.hold_masters(built, hold_master)
+    computing = engines.computing_dtype(request.engine, request.engine_config)
+    if computing is not None:
+        masters = request.fp32_masters and computing == built.dtype and _stored_wider(catalog, computing)
+        models.let_cast(built, computing, masters, let_cast)
     return built
 
 
@@ -217,10 +216,8 @@ def _recipes(request: Request, catalog: Catalog, built: Built) -> Recipes:
     return trace(catalog, built.model, models.expectations(built), request.converter, built.quantizer)
 
 
-def _stored_wider(catalog: Catalog, dtype: torch.dtype | None) -> bool:
+def _stored_wider(catalog: Catalog, dtype: torch.dtype) -> bool:
     """Whether most elements of the checkpoint are stored in a floating dtype of more bytes than ``dtype``."""
-    if dtype is None:
-        return False
     count = {True: 0, False: 0}
     for entry in catalog.tensors.values():
         stored = torch_dtype(entry.dtype, entry.name)

@@ -58,7 +58,7 @@ def masters_in(model: nn.Module) -> State:
 
 
 def unlike(found: State, expected: State) -> list[str]:
-    lines = [name for name in expected.keys() ^ found.keys()]
+    lines = list(expected.keys() ^ found.keys())
     for name in expected.keys() & found.keys():
         one, other = found[name], expected[name]
         if one.dtype != other.dtype or not torch.equal(one, other):

@@ -76,7 +76,7 @@ def make_engine(
         return DeepSpeedShards(world, dtype, engine_config)
     from zerostart.engines.fsdp2.engine import FSDP2Shards
 
-    return FSDP2Shards(world, engine_config, dtype)
+    return FSDP2Shards(world, engine_config)
 
 
 def computing_dtype(engine: str, engine_config: Mapping[str, Any] | None) -> torch.dtype | None:

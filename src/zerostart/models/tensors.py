@@ -15,8 +15,8 @@ from zerostart.upstream.transformers import dtype_plan, is_pretrained
 
 __all__ = [
     "expectations",
-    "hold_masters",
     "is_persistent",
+    "let_cast",
     "owner_of",
     "plain_tensors",
     "recast",
@@ -121,24 +121,27 @@ def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
         replace_tensor(model, name, changed[id(tensor)])
 
 
-def hold_masters(built: Built, mark: Callable[[nn.Parameter, torch.dtype], None]) -> None:
-    """Give the parameters that have the model's dtype to be in fp32, as masters of what computes in it.
+def let_cast(
+    built: Built, computing: torch.dtype, masters: bool, note: Callable[[nn.Parameter, torch.dtype], None]
+) -> None:
+    """Tell, through ``note``, which parameters an engine may cast to ``computing`` when it computes.
 
-    Buffers, and parameters that the model keeps in another dtype, stay as they are; ``mark`` gets each
-    changed parameter and the dtype that it had.
+    That is all but those that the constructor made in a dtype of their own, or that the model keeps in
+    another one when it is loaded in ``computing``. With ``masters`` those that are to be in ``computing`` are
+    put in fp32 instead, as masters of the engine's casts.
     """
-    if built.dtype is None:
-        return
-    masters: dict[int, nn.Parameter] = {}
-    targets = expectations(built)
-    for name, parameter in list(built.model.named_parameters(remove_duplicate=False)):
-        if parameter.device.type == "meta" and targets[name].dtype == parameter.dtype == built.dtype:
-            if id(parameter) not in masters:
-                master = recast(parameter, torch.float32)
-                assert isinstance(master, nn.Parameter)
-                mark(master, parameter.dtype)
-                masters[id(parameter)] = master
-            replace_tensor(built.model, name, masters[id(parameter)])
+    kept = dtype_plan(built.model, computing) if is_pretrained(built.model) else []
+    seen: dict[int, nn.Parameter] = {}
+    for name, old in list(built.model.named_parameters(remove_duplicate=False)):
+        own = built.dtype is not None and old.dtype != built.dtype
+        if own or not old.dtype.is_floating_point or any(pattern.search(name) for pattern, _ in kept):
+            continue
+        if id(old) not in seen:
+            new = recast(old, torch.float32) if masters and old.dtype == computing else old
+            assert isinstance(new, nn.Parameter)
+            note(new, computing)
+            seen[id(old)] = new
+        replace_tensor(built.model, name, seen[id(old)])
 
 
 def recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -34,7 +34,6 @@ def check_mixture(parameters: Mapping[str, nn.Parameter], config: Mapping[str, A
     for there, setting in (
         (on_nvme, "offload_param to nvme"),
         (zero.get("stage3_use_all_reduce_for_fetch_params"), "stage3_use_all_reduce_for_fetch_params"),
-        (zero.get("zero_quantized_weights"), "zero_quantized_weights"),
     ):
         if there:
             found = ", ".join(f"{name} is {str(d).removeprefix('torch.')}" for d, name in dtypes.items())

@@ -35,13 +35,11 @@ class FSDP2Shards:
     """Makes FSDP2 shards over a one-dimensional mesh of all ranks.
 
     ``engine_config`` holds keyword arguments for ``fully_shard`` (``mesh``, ``reshard_after_forward``,
-    ``mp_policy``), and ``wrap``, class names of the modules to be sharded as units. ``dtype`` is that of the
-    model as a whole: parameters that the model keeps in fp32 beside it are exempt from the policy's casts.
+    ``mp_policy``), and ``wrap``, class names of the modules to be sharded as units.
+    Parameters that the model keeps in another dtype are units of their own, which the policy does not cast.
     """
 
-    def __init__(
-        self, world: World, engine_config: Mapping[str, Any] | None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, world: World, engine_config: Mapping[str, Any] | None) -> None:
         options = dict(engine_config or {})
         self._wrap: Sequence[str] | None = options.pop("wrap", None)
         unknown = sorted(set(options) - set(OPTIONS))
@@ -65,7 +63,6 @@ class FSDP2Shards:
         self._mesh = mesh
         self.device = torch.device("cpu") if mesh.device_type == "cpu" else self.device
         self._options = options
-        self._dtype = dtype
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Wrap the model's blocks and then its root; give every local shard storage."""
@@ -93,9 +90,10 @@ class FSDP2Shards:
         return shards
 
     def _options_of(self, unit: Unit) -> dict[str, Any]:
-        """The policy is for what has the model's dtype; what the model keeps in fp32 computes in fp32."""
+        """The policy casts what it may; what the model keeps in fp32 is neither cast nor fed casts."""
         policy = self._options.get("mp_policy")
-        if policy is None or self._dtype in (None, unit.dtype) or unit.dtype != torch.float32:
+        cast_to = policy.param_dtype if policy is not None else None
+        if policy is None or cast_to is None or unit.kind is None or unit.kind[1] == cast_to:
             return self._options
         kept = dataclasses.replace(policy, param_dtype=None, output_dtype=None, cast_forward_inputs=False)
         return {**self._options, "mp_policy": kept}

@@ -15,28 +15,29 @@ from torch import nn
 
 from zerostart.errors import EngineError
 
-__all__ = ["Unit", "computing_dtype", "hold_master", "units_of"]
+__all__ = ["Unit", "let_cast", "units_of"]
 
 _ATTRIBUTE = "_zerostart_computes_in"
+
+#: The dtype in which parameters are held, and the one in which they compute.
+Kind = tuple[torch.dtype, torch.dtype]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A module to be sharded as a unit, and the dtype in which its own parameters compute."""
+    """A module to be sharded as a unit, and the kind of its own parameters (None: none of them trains)."""
 
     module: nn.Module
-    dtype: torch.dtype | None
+    kind: Kind | None
 
 
-def hold_master(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Note that ``parameter`` is the master of one that computes in ``dtype``."""
+def let_cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Note that a policy may cast ``parameter`` to ``dtype``; one without the note computes as it is held."""
     setattr(parameter, _ATTRIBUTE, dtype)
 
 
-def computing_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype in which a parameter that the model loads is computed with: its own, or its copy's."""
-    found: torch.dtype = getattr(parameter, _ATTRIBUTE, parameter.dtype)
-    return found
+def _kind(parameter: nn.Parameter) -> Kind:
+    return parameter.dtype, getattr(parameter, _ATTRIBUTE, parameter.dtype)
 
 
 def units_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
@@ -49,47 +50,52 @@ def units_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
     done: set[int] = set()
     units: list[Unit] = []
     for block in dict.fromkeys((*blocks, model)):
-        inner, dtype = _split(block, done, names)
-        units += [*inner, Unit(block, dtype)]
+        inner, kind = _split(block, done, names)
+        units += [*inner, Unit(block, kind)]
         done.add(id(block))
     return units
 
 
-def _split(module: nn.Module, done: set[int], names: dict[int, str]) -> tuple[list[Unit], torch.dtype | None]:
-    """Units to be made inside ``module``, and the one dtype of what is left in it (None: nothing)."""
-    own: dict[torch.dtype, str] = {}
+def _split(module: nn.Module, done: set[int], names: dict[int, str]) -> tuple[list[Unit], Kind | None]:
+    """Units to be made inside ``module``, and the one kind of what is left in it (None: nothing)."""
+    own: dict[Kind, str] = {}
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.requires_grad:
-            own.setdefault(computing_dtype(parameter), f"{names[id(module)]}.{name}".lstrip("."))
+            own.setdefault(_kind(parameter), f"{names[id(module)]}.{name}".lstrip("."))
     if len(own) > 1:
-        found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in own.items())
+        found = ", ".join(f"{name} is {_spelled(kind)}" for kind, name in own.items())
         raise EngineError(
             f"FSDP2 shards a module's own parameters in one dtype, and {type(module).__name__} mixes them: "
             f"{found}. Freeze the smaller ones, or use engine='deepspeed'"
         )
     units: list[Unit] = []
-    left: list[Unit] = []
+    left: list[tuple[nn.Module, Kind]] = []
     for child in module.children():
         if id(child) not in done:
-            inner, dtype = _split(child, done, names)
+            inner, kind = _split(child, done, names)
             units += inner
-            if dtype is not None:
-                left.append(Unit(child, dtype))
-    dtypes = {unit.dtype for unit in left} | set(own)
-    if len(dtypes) < 2:
-        return units, next(iter(dtypes), None)
+            if kind is not None:
+                left.append((child, kind))
+    kinds = {kind for _, kind in left} | set(own)
+    if len(kinds) < 2:
+        return units, next(iter(kinds), None)
     # A parameter of the module itself can be in no other unit; else as few elements as can be move out.
-    keep = next(iter(own)) if own else max(dtypes, key=lambda dtype: _elements(left, dtype))
-    for unit in left:
-        if unit.dtype != keep:
-            for part in _callable_parts(unit.module, done):
-                units.append(Unit(part, unit.dtype))
-                done.add(id(part))
+    keep = next(iter(own)) if own else max(kinds, key=lambda kind: _elements(left, kind))
+    for child, kind in left:
+        if kind != keep:
+            parts = _callable_parts(child, done)
+            units += [Unit(part, kind) for part in parts]
+            done.update(id(part) for part in parts)
     return units, keep
 
 
-def _elements(units: Sequence[Unit], dtype: torch.dtype | None) -> int:
-    return sum(p.numel() for unit in units if unit.dtype == dtype for p in unit.module.parameters())
+def _spelled(kind: Kind) -> str:
+    held, computing = (str(dtype).removeprefix("torch.") for dtype in kind)
+    return held if held == computing else f"{held} (computing in {computing})"
+
+
+def _elements(modules: Sequence[tuple[nn.Module, Kind]], kind: Kind) -> int:
+    return sum(p.numel() for module, its in modules if its == kind for p in module.parameters())
 
 
 def _callable_parts(module: nn.Module, done: set[int]) -> list[nn.Module]:
