@@ -59,9 +59,9 @@ def planned_layout(engine: str, shape: Sequence[int], rank: int, world_size: int
 def require(engine: str) -> None:
     """Import the engine, so that its absence or an unknown version is told before anything is built."""
     if engine == "deepspeed":
-        from zerostart.upstream.deepspeed import require as require_deepspeed
+        from zerostart.upstream.deepspeed_stage3 import require_stage3
 
-        require_deepspeed()
+        require_stage3()
     else:
         importlib.import_module("zerostart.engines.fsdp2.engine")
 
