@@ -8,7 +8,7 @@ kept is where each share lies (recipe, layout, catalog), and the shares are read
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,12 +20,13 @@ from zerostart.engines import Shard
 from zerostart.errors import EngineError, ReadError
 from zerostart.layout import Layout
 from zerostart.planning import Destination, PlanOptions, join
-from zerostart.recipe import Recipe, torch_dtype
+from zerostart.recipe import Computed, Recipe, torch_dtype
+from zerostart.recipe.computed import leaves_of
 from zerostart.serving import execute_together
 from zerostart.transfer import Progress
 from zerostart.world import World, current_world
 
-__all__ = ["Masters", "is_rounded", "masters_of", "stored_dtypes"]
+__all__ = ["Masters", "is_rounded", "masters_of"]
 
 _REMEDY = (
     "or pass fp32_masters=False to zerostart.load to have them start from the parameters' rounded values"
@@ -70,7 +71,7 @@ class Masters:
         self._tensors: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._files: dict[str, _File | None] = {}
         if catalog.memory is None:
-            used = {catalog.tensors[name].file for name in _sources(r for r, _ in self._shares.values())}
+            used = {catalog.tensors[n].file for r, _ in self._shares.values() for n in leaves_of(r.pieces)}
             self._files = {catalog.files[number]: _File.at(catalog.files[number]) for number in sorted(used)}
             return
         if isinstance(source, Mapping):
@@ -151,20 +152,21 @@ def masters_of(
 
 
 def is_rounded(recipe: Recipe, catalog: Catalog) -> bool:
-    """Whether the target's dtype may not hold what the checkpoint stores for it exactly."""
+    """Whether the target's dtype may not hold exactly what is stored, or what a conversion computes."""
     target = recipe.target.dtype
     return target.is_floating_point and any(
-        stored != target and stored.itemsize >= target.itemsize for stored in stored_dtypes(recipe, catalog)
+        given != target and given.itemsize >= target.itemsize for given in _given_dtypes(recipe, catalog)
     )
 
 
-def stored_dtypes(recipe: Recipe, catalog: Catalog) -> set[torch.dtype]:
-    """The dtypes of the checkpoint tensors that a recipe reads."""
-    return {torch_dtype(catalog.tensors[name].dtype, name) for name in _sources([recipe])}
-
-
-def _sources(recipes: Iterable[Recipe]) -> set[str]:
-    return {str(name) for recipe in recipes for piece in recipe.pieces for name in piece.source}
+def _given_dtypes(recipe: Recipe, catalog: Catalog) -> set[torch.dtype]:
+    return {
+        source.dtype
+        if isinstance(source, Computed)
+        else torch_dtype(catalog.tensors[str(source)].dtype, str(source))
+        for piece in recipe.pieces
+        for source in piece.source
+    }
 
 
 def _version(tensor: torch.Tensor) -> int:

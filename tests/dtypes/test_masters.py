@@ -171,6 +171,33 @@ def test_an_fp16_checkpoint_in_bf16_has_exact_masters_too(
     assert run_ranks(masters_of_fp16, 2, checkpoints("qwen3", F16)) == [[], []]
 
 
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(9, 14))
+        self.bias = nn.Parameter(torch.zeros(9))
+
+
+def calculate(state: State) -> State:
+    """Stored twice as large, transposed, and in two parts."""
+    parts = [state["first"].t(), state["second"].t()]
+    return {"weight": torch.cat(parts) * 0.3, "bias": state["bias"]}
+
+
+def masters_of_computed() -> list[str]:
+    torch.manual_seed(0)
+    stored = {"first": torch.randn(14, 4), "second": torch.randn(14, 5), "bias": torch.randn(9)}
+    model = zerostart.load(
+        stored, model=Halves, converter=calculate, dtype=BF16, engine_config=config_of(), progress=False
+    )
+    start(model, config_of())
+    return unlike(masters_in(model), calculate(stored))
+
+
+def test_masters_of_what_a_converter_calculates_are_not_rounded(deepspeed_op: None) -> None:
+    assert run_ranks(masters_of_computed, 2) == [[], []]
+
+
 # --- The steps are those of an optimizer with fp32 masters.
 
 
