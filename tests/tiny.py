@@ -78,6 +78,26 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    # Keeps its routers and attention sinks in fp32 when it is loaded in bf16.
+    "flint": (
+        "flint",
+        {
+            "vocab_size": 89,
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 10,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
 }
 
 

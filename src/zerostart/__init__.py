@@ -46,6 +46,7 @@ def load(
     chunk_size: int | None = None,
     strict: bool = True,
     progress: bool = True,
+    fp32_masters: bool = True,
 ) -> nn.Module:
     """Load a checkpoint into a sharded model; every rank reads only the bytes that it will own.
 
@@ -75,6 +76,11 @@ def load(
         strict: raise on missing, unexpected and mismatched tensors before weights are read; if False,
             initialise what is missing, ignore what is unexpected, and still raise on a mismatch.
         progress: show a progress bar on rank 0 where a terminal is attached.
+        fp32_masters: where parameters hold less than the checkpoint stores (bf16 from fp32), have fp32 master
+            weights start from the stored values and not from their rounding. With DeepSpeed the masters are
+            read when ``deepspeed.initialize`` makes them, so that the source must still be there, unchanged
+            (a mapping too, which is not kept alive for it). With FSDP2 and an ``mp_policy`` that computes in
+            ``dtype``, the sharded parameters are the masters, and are held in fp32.
 
     Raises:
         ZerostartError: the same type and text on every rank; see ``zerostart.errors`` for the leaves.
@@ -95,6 +101,7 @@ def load(
         chunk_size=chunk_size,
         strict=strict,
         progress=progress,
+        fp32_masters=fp32_masters,
     )
     return run(request)
 

@@ -16,10 +16,12 @@ from torch import nn
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Engine, Shard
+from zerostart.engines.fsdp2.units import let_cast
 from zerostart.equality import equal_in
 from zerostart.errors import ConfigError, ReadError
 from zerostart.forecast import WorldPlan, forecast_ranks
 from zerostart.layout import Mesh, replicated
+from zerostart.masters import masters_of
 from zerostart.models import Built, Program, Settled
 from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, Recipes, torch_dtype, trace
@@ -49,6 +51,7 @@ class Request:
     chunk_size: int | None = None
     strict: bool = True
     progress: bool = False
+    fp32_masters: bool = True
 
     def check(self) -> None:
         """Raise ConfigError for arguments that no load can serve."""
@@ -131,9 +134,8 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             buffers = _place_buffers(built.model, settled, engine)
         with clock.phase("plan"), world.phase("planning"):
             threads = reader_threads()
-            plan = join(
-                catalog, _wanted(settled, shards, buffers), request.options(threads, bool(recipes.computed))
-            )
+            options = request.options(threads, bool(recipes.computed))
+            plan = join(catalog, _wanted(settled, shards, buffers), options)
         with clock.phase("read"), world.phase("reading"):
             read_bytes = _transfer(
                 plan, settled, shards, buffers, threads, request.progress and world.rank == 0, world
@@ -142,6 +144,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             _initialise(world, settled, shards)
         with clock.phase("build"), world.phase("handing over"):
             engine.finish(built.model)
+            _offer_masters(built.model, catalog, request, settled, shards, options, threads)
             _finish(built, recipes, request, catalog)
     keep(
         built.model,
@@ -235,11 +238,24 @@ def _build(request: Request, catalog: Catalog) -> Built:
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     built = models.build(request.model, catalog.root, dtype, first)
     models.set_dtypes(built, stored)
+    computing = engines.computing_dtype(request.engine, request.engine_config)
+    if computing is not None:
+        masters = request.fp32_masters and computing == built.dtype and _stored_wider(catalog, computing)
+        models.let_cast(built, computing, masters, let_cast)
     return built
 
 
 def _recipes(request: Request, catalog: Catalog, built: Built) -> Recipes:
     return trace(catalog, built.model, models.expectations(built), request.converter, built.quantizer)
+
+
+def _stored_wider(catalog: Catalog, dtype: torch.dtype) -> bool:
+    """Whether most elements of the checkpoint are stored in a floating dtype of more bytes than ``dtype``."""
+    count = {True: 0, False: 0}
+    for entry in catalog.tensors.values():
+        stored = torch_dtype(entry.dtype, entry.name)
+        count[stored.is_floating_point and stored.itemsize > dtype.itemsize] += entry.numel
+    return count[True] > count[False]
 
 
 Placed = dict[str, tuple[Recipe, torch.Tensor]]
@@ -321,6 +337,23 @@ def _initialise(world: World, settled: Settled, shards: list[Shard]) -> None:
     finally:
         if not torch.equal(own, shared):
             torch.set_rng_state(own)
+
+
+def _offer_masters(
+    model: nn.Module,
+    catalog: Catalog,
+    request: Request,
+    settled: Settled,
+    shards: list[Shard],
+    options: PlanOptions,
+    threads: int,
+) -> None:
+    """Leave with the parameters what an engine needs to make fp32 masters of what the checkpoint stores."""
+    rounded: list[str] = []
+    masters = None
+    if request.fp32_masters:
+        rounded, masters = masters_of(catalog, request.source, settled.parameters, shards, options, threads)
+    engines.offer_masters(request.engine, model, rounded, masters.read if masters else None)
 
 
 def _whole(settled: Settled) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ def test_load_takes_what_the_contract_says() -> None:
         "chunk_size": None,
         "strict": True,
         "progress": True,
+        "fp32_masters": True,
     }
 
 

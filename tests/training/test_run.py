@@ -201,3 +201,43 @@ def test_mistakes_end_the_run_before_the_load(checkpoints, values):
     given["data"]["tokenizer"] = str(minilm_path())
     with pytest.raises(ConfigError, match=r"tokenizer has 30522 tokens, but the model knows only 131"):
         run(given)
+
+
+def run_and_look(values):
+    """A run whose step is too small to be seen; the weights that the optimizer holds, in place of saving."""
+    from zerostart.training import runner
+
+    seen = {}
+
+    def look(model, *_):
+        if values["engine"]["name"] == "deepspeed":
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            module = getattr(model, "module", model)
+            seen.update({n: safe_get_full_fp32_param(p).clone() for n, p in module.named_parameters()})
+        else:
+            seen.update(zerostart.full_tensors(model, rank=None))
+
+    runner.export_model = look
+    run(values)
+    return seen
+
+
+@pytest.mark.usefixtures("deepspeed_op")
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_mixed_precision_starts_from_the_stored_values(engine, checkpoints, values):
+    from transformers import AutoModelForCausalLM
+
+    path = checkpoints("qwen3_moe_aligned")
+    stored = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+    options = {"steps": 1, "learning_rate": 1e-30, "mixed_precision": "bf16"}
+    given = values(path, engine, **options)
+    for fp32_masters in (True, False):
+        if engine == "fsdp2":  # Its own default is float32 anyway.
+            given["model"] |= {"dtype": "bfloat16"}
+        given["model"] |= {"fp32_masters": fp32_masters}
+        given["output"] = {"directory": given["output"]["directory"] + "x"}
+        for seen in run_ranks(run_and_look, 2, given):
+            for name, tensor in stored.items():
+                expected = tensor if fp32_masters else tensor.bfloat16().float()
+                assert torch.equal(seen[name].float(), expected), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import deepspeed as ds
+from zerostart.upstream import deepspeed_stage3 as ds3
 from zerostart.upstream import torch as pt
 from zerostart.upstream import transformers as hf
 
@@ -58,3 +60,46 @@ def test_dtype_globs_mean_what_the_library_means(glob: str) -> None:
     for name in ("model.router.weight", "layers.3.norm.weight", "layers.norm", "a.1.b.2", "ab", "x.a.y.b.z"):
         assert bool(ours.search(name)) == bool(theirs.search(name)), name
     assert isinstance(ours, re.Pattern)
+
+
+def test_the_zero3_optimizer_is_as_we_know_it() -> None:
+    """What the overrides build on: names, and the order in which the constructor calls them."""
+    stage3 = ds3.require_stage3()
+    constructor = inspect.getsource(stage3.__init__)
+    calls = (
+        "self.dtype = self.optimizer.param_groups[0]['params'][0].dtype",
+        "self._get_trainable_parameter_groups()",
+        "self._create_fp16_partitions_with_defragmentation(self.trainable_param_groups)",
+        "self._setup_for_real_optimizer()",
+    )
+    places = [constructor.find(call) for call in calls]
+    assert places == sorted(places)
+    assert -1 not in places
+    flattening = inspect.getsource(stage3._create_fp16_partitions_with_defragmentation)
+    assert "parameter_partitions = self._get_parameter_partitions()" in flattening
+    assert "self._set_fp16_partitioned_groups_flat()" in flattening
+    making = inspect.getsource(stage3._setup_for_real_optimizer)
+    assert making.find("self._create_fp32_partitions()") < making.find("self.initialize_optimizer_states()")
+
+
+def test_a_zero3_optimizer_without_a_method_of_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ds3.require_stage3(), "offload_states")
+    ds3.require_stage3.cache_clear()
+    with pytest.raises(UnsupportedVersionError, match="ZeRO-3 optimizer misses offload_states"):
+        ds3.require_stage3()
+    ds3.require_stage3.cache_clear()
+
+
+def test_parameters_without_our_mark_are_left_to_the_optimizer() -> None:
+    """The one method that is replaced gives what it gave, and leaves the class of the optimizer alone."""
+    optimizer = ds3.require_stage3()
+    before = optimizer._get_trainable_parameter_groups
+    ds3.mark(torch.nn.Parameter(torch.zeros(1)), "elsewhere", None)
+    wrapped = optimizer._get_trainable_parameter_groups
+    original = getattr(wrapped, "__wrapped__", before)
+    plain = object.__new__(optimizer)
+    parameters = [torch.nn.Parameter(torch.zeros(2, dtype=d)) for d in (torch.float32, torch.bfloat16)]
+    plain.optimizer = SimpleNamespace(param_groups=[{"params": parameters, "lr": 1.0}])
+    plain.dp_process_group = None
+    assert wrapped(plain) == original(plain)
+    assert type(plain) is optimizer

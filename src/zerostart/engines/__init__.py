@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,18 @@ __all__ = [
     "Shard",
     "check_choice",
     "check_sizes",
+    "computing_dtype",
     "local_shards",
     "make_engine",
+    "offer_masters",
     "parallel_layout",
     "planned_layout",
     "require",
     "resolve",
 ]
+
+#: Fills 1-D tensors with this rank's shares of parameters, by name; collective.
+Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 #: Engine names and the ZeRO stages that each can be loaded for.
 ENGINES: Mapping[str, tuple[int, ...]] = {"deepspeed": (3,), "fsdp2": (3,)}
@@ -56,9 +61,9 @@ def planned_layout(engine: str, shape: Sequence[int], rank: int, world_size: int
 def require(engine: str) -> None:
     """Import the engine, so that its absence or an unknown version is told before anything is built."""
     if engine == "deepspeed":
-        from zerostart.upstream.deepspeed import require as require_deepspeed
+        from zerostart.upstream.deepspeed_stage3 import require_stage3
 
-        require_deepspeed()
+        require_stage3()
     else:
         importlib.import_module("zerostart.engines.fsdp2.engine")
 
@@ -82,6 +87,28 @@ def make_engine(
     from zerostart.engines.fsdp2.engine import FSDP2Shards
 
     return FSDP2Shards(world, engine_config)
+
+
+def computing_dtype(engine: str, engine_config: Mapping[str, Any] | None) -> torch.dtype | None:
+    """The dtype to which the engine casts parameters when it gathers them, None if it does not cast.
+
+    Such an engine has no masters of its own: the parameters that it is given are the masters.
+    """
+    policy = (engine_config or {}).get("mp_policy") if engine == "fsdp2" else None
+    return getattr(policy, "param_dtype", None)
+
+
+def offer_masters(
+    engine: str, model: torch.nn.Module, rounded: Collection[str], reader: Reader | None
+) -> None:
+    """Let the engine read fp32 masters of the parameters ``rounded`` with ``reader`` when it makes them.
+
+    FSDP2 makes none: there the sharded parameters themselves are what the optimizer changes.
+    """
+    if engine == "deepspeed":
+        from zerostart.engines.deepspeed.masters import mark_parameters
+
+        mark_parameters(model, rounded, reader)
 
 
 def local_shards(

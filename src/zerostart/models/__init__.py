@@ -4,7 +4,7 @@ from zerostart.models.build import Built, ModelLike, build, require
 from zerostart.models.initialise import Program, fill_missing
 from zerostart.models.pretrained import finish_pretrained
 from zerostart.models.settle import Settled, initialise_rest, tie_names
-from zerostart.models.tensors import expectations, replace_tensor, set_dtypes, state_names
+from zerostart.models.tensors import expectations, let_cast, replace_tensor, set_dtypes, state_names
 from zerostart.upstream.transformers import is_pretrained
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "finish_pretrained",
     "initialise_rest",
     "is_pretrained",
+    "let_cast",
     "replace_tensor",
     "require",
     "set_dtypes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from zerostart.upstream.transformers import dtype_plan, is_pretrained
 __all__ = [
     "expectations",
     "is_persistent",
+    "let_cast",
     "owner_of",
     "plain_tensors",
     "recast",
@@ -118,6 +119,29 @@ def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
         if id(tensor) not in changed:
             changed[id(tensor)] = recast(tensor, want)
         replace_tensor(model, name, changed[id(tensor)])
+
+
+def let_cast(
+    built: Built, computing: torch.dtype, masters: bool, note: Callable[[nn.Parameter, torch.dtype], None]
+) -> None:
+    """Tell, through ``note``, which parameters an engine may cast to ``computing`` when it computes.
+
+    That is all but those that the constructor made in a dtype of their own, or that the model keeps in
+    another one when it is loaded in ``computing``. With ``masters`` those that are to be in ``computing`` are
+    put in fp32 instead, as masters of the engine's casts.
+    """
+    kept = dtype_plan(built.model, computing) if is_pretrained(built.model) else []
+    seen: dict[int, nn.Parameter] = {}
+    for name, old in list(built.model.named_parameters(remove_duplicate=False)):
+        own = built.dtype is not None and old.dtype != built.dtype
+        if own or not old.dtype.is_floating_point or any(pattern.search(name) for pattern, _ in kept):
+            continue
+        if id(old) not in seen:
+            new = recast(old, torch.float32) if masters and old.dtype == computing else old
+            assert isinstance(new, nn.Parameter)
+            note(new, computing)
+            seen[id(old)] = new
+        replace_tensor(built.model, name, seen[id(old)])
 
 
 def recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -59,11 +59,13 @@ class ModelConfig(_Section):
 
     ``dtype`` None means float32, or bfloat16 / float16 where DeepSpeed's mixed precision keeps the model
     in that type. ``strict`` False initialises parameters that the checkpoint lacks (a new head).
+    ``fp32_masters`` False has mixed precision start from weights that were rounded to 16 bits first.
     """
 
     source: str
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     strict: bool = True
+    fp32_masters: bool = True
 
 
 class DataConfig(_Section):

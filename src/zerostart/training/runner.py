@@ -77,6 +77,7 @@ def train(config: TrainConfig) -> TrainResult:
         engine_config=engine_settings,
         dtype=getattr(torch, config.dtype),
         strict=config.model.strict,
+        fp32_masters=config.model.fp32_masters,
     )
     display = Display(
         config.train.steps, directory / "metrics.jsonl", config.logging.every, active=world.rank == 0

@@ -19,7 +19,15 @@ from torch import nn
 
 from zerostart.errors import EngineError, UnsupportedVersionError
 
-__all__ = ["SUPPORTED", "parameter_device", "partition_of", "partitioned_parameter", "partitioner", "require"]
+__all__ = [
+    "SUPPORTED",
+    "parameter_device",
+    "partition_available",
+    "partition_of",
+    "partitioned_parameter",
+    "partitioner",
+    "require",
+]
 
 #: First known and first unknown version.
 SUPPORTED = ((0, 19, 8), (0, 20))
@@ -152,3 +160,9 @@ def partition_of(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]
         return None
     p: Any = parameter
     return p.ds_tensor, tuple(p.ds_shape), p.ds_zero_partition_rank, p.ds_zero_partition_world_size
+
+
+def partition_available(partition: torch.Tensor) -> bool:
+    """Whether a ZeRO-3 partition is in memory, and not on NVMe."""
+    state: Any = partition
+    return bool(state.status == _partition_parameters().PartitionedParamStatus.AVAILABLE)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zerostart.engines.deepspeed.layouts import parameter_layout
+from zerostart.engines.deepspeed.masters import check_mixture
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
 from zerostart.layout import Layout
@@ -50,13 +51,14 @@ class DeepSpeedShards:
                 f"offload_param to {offload['device']} is not available in this version; remove it from "
                 "engine_config['zero_optimization']"
             )
+        self._config = engine_config
         self._init = upstream.partitioner(world.size, dtype or configured_dtype(engine_config), engine_config)
         self.device = upstream.parameter_device(self._init)
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Replace each parameter by an empty ZeRO-3 parameter."""
         parameters = dict(model.named_parameters())
-        self._check(parameters)
+        check_mixture(parameters, self._config)
         arena = Arena(self.device)
         placed: list[tuple[str, Layout, int]] = []
         for name in names:
@@ -74,21 +76,6 @@ class DeepSpeedShards:
 
     def finish(self, model: nn.Module) -> None:
         """Nothing is left to do: a partition is in place as soon as it is filled."""
-
-    def _check(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """DeepSpeed flattens all trainable partitions into one buffer, which has one dtype."""
-        dtypes: dict[torch.dtype, str] = {}
-        for name, parameter in parameters.items():
-            if parameter.requires_grad:
-                dtypes.setdefault(parameter.dtype, name)
-        if len(dtypes) > 1:
-            found = ", ".join(
-                f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items()
-            )
-            raise EngineError(
-                f"DeepSpeed ZeRO-3 trains parameters of one dtype, and this model mixes them: {found}. "
-                "Pass dtype= to load all of them in one"
-            )
 
 
 def current_shards(model: nn.Module) -> dict[str, Shard]:

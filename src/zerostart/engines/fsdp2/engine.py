@@ -6,6 +6,7 @@ page by page.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zerostart.engines.fsdp2.layouts import parameter_layout
+from zerostart.engines.fsdp2.units import Unit, units_of
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import ConfigError, EngineError
 from zerostart.transfer import Arena
@@ -34,6 +36,7 @@ class FSDP2Shards:
 
     ``engine_config`` holds keyword arguments for ``fully_shard`` (``mesh``, ``reshard_after_forward``,
     ``mp_policy``), and ``wrap``, class names of the modules to be sharded as units.
+    Parameters that the model keeps in another dtype are units of their own, which the policy does not cast.
     """
 
     def __init__(self, world: World, engine_config: Mapping[str, Any] | None) -> None:
@@ -64,10 +67,8 @@ class FSDP2Shards:
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Wrap the model's blocks and then its root; give every local shard storage."""
         self._check(model)
-        for block in blocks_of(model, self._wrap):
-            fully_shard(block, mesh=self._mesh, **self._options)
-        if not isinstance(model, FSDPModule):
-            fully_shard(model, mesh=self._mesh, **self._options)
+        for unit in units_of(model, blocks_of(model, self._wrap)):
+            fully_shard(unit.module, mesh=self._mesh, **self._options_of(unit))
         rank, size = self._mesh.get_local_rank(), self._mesh.size()
         parameters = dict(model.named_parameters())
         arena = Arena(self.device)
@@ -87,6 +88,15 @@ class FSDP2Shards:
         for name, layout, _ in placed:
             hide_padding(new[id(parameters[name])], layout.owned)
         return shards
+
+    def _options_of(self, unit: Unit) -> dict[str, Any]:
+        """The policy casts what it may; what the model keeps in fp32 is neither cast nor fed casts."""
+        policy = self._options.get("mp_policy")
+        cast_to = policy.param_dtype if policy is not None else None
+        if policy is None or cast_to is None or unit.kind is None or unit.kind[1] == cast_to:
+            return self._options
+        kept = dataclasses.replace(policy, param_dtype=None, output_dtype=None, cast_forward_inputs=False)
+        return {**self._options, "mp_policy": kept}
 
     def finish(self, model: nn.Module) -> None:
         """Nothing is left to do: FSDP2 looks at the storages themselves."""

@@ -1,0 +1,52 @@
+"""What the ZeRO-3 optimizer has to know of parameters: their dtypes mix, or their masters are read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.errors import EngineError
+from zerostart.upstream.deepspeed_stage3 import Reader, mark, require_stage3
+
+__all__ = ["check_mixture", "mark_parameters", "mixed_dtypes"]
+
+
+def mixed_dtypes(parameters: Mapping[str, nn.Parameter]) -> dict[torch.dtype, str]:
+    """The dtypes of the trainable parameters, each with the first name that has it."""
+    dtypes: dict[torch.dtype, str] = {}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, name)
+    return dtypes
+
+
+def check_mixture(parameters: Mapping[str, nn.Parameter], config: Mapping[str, Any] | None) -> None:
+    """Raise EngineError where a setting of DeepSpeed handles trainable parameters of one dtype only."""
+    dtypes = mixed_dtypes(parameters)
+    if len(dtypes) < 2:
+        return
+    require_stage3()
+    zero = (config or {}).get("zero_optimization", {})
+    on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"
+    for there, setting in (
+        (on_nvme, "offload_param to nvme"),
+        (zero.get("stage3_use_all_reduce_for_fetch_params"), "stage3_use_all_reduce_for_fetch_params"),
+    ):
+        if there:
+            found = ", ".join(f"{name} is {str(d).removeprefix('torch.')}" for d, name in dtypes.items())
+            raise EngineError(
+                f"DeepSpeed's {setting} handles parameters of one dtype, and this model mixes them: {found}. "
+                f"Leave {setting} out of engine_config['zero_optimization'], or use engine='fsdp2'"
+            )
+
+
+def mark_parameters(model: nn.Module, rounded: Collection[str], reader: Reader | None) -> None:
+    """Mark the parameters named ``rounded`` with what reads their masters; all of them where dtypes mix."""
+    parameters = dict(model.named_parameters())
+    mixed = len(mixed_dtypes(parameters)) > 1
+    for name, parameter in parameters.items():
+        if name in rounded or mixed:
+            mark(parameter, name, reader if name in rounded else None)

@@ -1,0 +1,174 @@
+"""Reading a loaded model's weights once more, in full precision, when an engine makes its fp32 masters.
+
+A parameter in bf16 that the checkpoint stores in fp32 has lost bits. An engine that trains with fp32 master
+weights makes them from the parameters, much later than the load. No fp32 copy is kept until then: what is
+kept is where each share lies (recipe, layout, catalog), and the shares are read straight into the masters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.memory import memory_catalog
+from zerostart.engines import Shard
+from zerostart.errors import EngineError, ReadError
+from zerostart.layout import Layout
+from zerostart.planning import Destination, PlanOptions, join
+from zerostart.recipe import Computed, Recipe, torch_dtype
+from zerostart.recipe.computed import leaves_of
+from zerostart.serving import execute_together
+from zerostart.transfer import Progress
+from zerostart.world import World, current_world
+
+__all__ = ["Masters", "is_rounded", "masters_of"]
+
+_REMEDY = (
+    "or pass fp32_masters=False to zerostart.load to have them start from the parameters' rounded values"
+)
+
+
+@dataclass(frozen=True)
+class _File:
+    """What a checkpoint file looked like when it was read."""
+
+    size: int
+    modified: int
+    number: int
+
+    @classmethod
+    def at(cls, path: str) -> _File | None:
+        try:
+            found = Path(path).stat()
+        except OSError:
+            return None
+        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+class Masters:
+    """The shares of one loaded model that were rounded, and how to read them again.
+
+    Tensors in memory are not kept alive for it: they are held by weak references.
+    """
+
+    def __init__(
+        self,
+        shares: Mapping[str, tuple[Recipe, Layout]],
+        catalog: Catalog,
+        source: object,
+        options: PlanOptions,
+        threads: int,
+    ) -> None:
+        self._shares = dict(shares)
+        self._options = options
+        self._threads = threads
+        self._catalog = catalog
+        self._tensors: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._files: dict[str, _File | None] = {}
+        if catalog.memory is None:
+            used = {catalog.tensors[n].file for r, _ in self._shares.values() for n in leaves_of(r.pieces)}
+            self._files = {catalog.files[number]: _File.at(catalog.files[number]) for number in sorted(used)}
+            return
+        if isinstance(source, Mapping):
+            self._tensors = {name: (weakref.ref(t), _version(t)) for name, t in source.items()}
+        self._catalog = replace(catalog, memory=replace(catalog.memory, buffers=()))
+
+    def read(self, wanted: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Fill each 1-D tensor with this rank's share of the parameter of that name, in its dtype.
+
+        Collective, with the same names in the same order. Raises EngineError where the mapping that was
+        loaded is gone, ReadError where files or tensors have changed since, the same on every rank.
+        """
+        world = current_world()
+        with world.phase("reading fp32 masters"):
+            catalog = self._checked(world)
+            plan = join(catalog, [self._destined(name, storage) for name, storage in wanted], self._options)
+        with world.phase("reading fp32 masters"):
+            progress = Progress(plan.read_bytes, False)
+            execute_together(plan, [storage for _, storage in wanted], progress, self._threads, world)
+
+    def _destined(self, name: str, storage: torch.Tensor) -> tuple[Recipe, Layout, Destination]:
+        recipe, layout = self._shares[name]
+        if storage.numel() != layout.numel:
+            raise EngineError(
+                f"the master of {name} has {storage.numel()} elements on this rank, and the load gave it "
+                f"{layout.numel}; start the engine over the ranks that the model was loaded on"
+            )
+        target = replace(recipe.target, dtype=storage.dtype)
+        direct = storage.device.type == "cpu"
+        destination = Destination(name, storage.numel(), layout.owned, storage.dtype, direct)
+        return replace(recipe, target=target), layout, destination
+
+    def _checked(self, world: World) -> Catalog:
+        """The catalog, if what it describes is still there and as it was."""
+        for path, before in self._files.items():
+            if before is None or _File.at(path) != before:
+                raise ReadError(
+                    f"{path} was changed or removed since the model was loaded, and fp32 masters are to be "
+                    f"read from it when the engine starts; load again, {_REMEDY}"
+                )
+        memory = self._catalog.memory
+        if memory is None or world.rank not in memory.holders:
+            return self._catalog
+        alive: dict[str, torch.Tensor] = {}
+        for name, (reference, version) in self._tensors.items():
+            tensor = reference()
+            if tensor is None:
+                raise EngineError(
+                    f"the mapping that the model was loaded from is gone ({name}), and fp32 masters are to "
+                    f"be read from it when the engine starts; keep it until then, {_REMEDY}"
+                )
+            if _version(tensor) != version:
+                raise ReadError(
+                    f"the tensor {name} was changed in place since the model was loaded from it, and fp32 "
+                    f"masters are to be read from it; load again, {_REMEDY}"
+                )
+            alive[name] = tensor
+        return replace(self._catalog, memory=memory_catalog(alive, memory.holders).memory)
+
+
+def masters_of(
+    catalog: Catalog,
+    source: object,
+    recipes: Mapping[str, object],
+    shards: Sequence[Shard],
+    options: PlanOptions,
+    threads: int,
+) -> tuple[list[str], Masters | None]:
+    """Names of the parameters that a cast rounded, and what reads them again; None if there are none."""
+    shares = {}
+    for shard in shards:
+        recipe = recipes[shard.name]
+        if isinstance(recipe, Recipe) and is_rounded(recipe, catalog):
+            shares[shard.name] = (recipe, shard.layout)
+    if not shares:
+        return [], None
+    return list(shares), Masters(shares, catalog, source, options, threads)
+
+
+def is_rounded(recipe: Recipe, catalog: Catalog) -> bool:
+    """Whether the target's dtype may not hold exactly what is stored, or what a conversion computes."""
+    target = recipe.target.dtype
+    return target.is_floating_point and any(
+        given != target and given.itemsize >= target.itemsize for given in _given_dtypes(recipe, catalog)
+    )
+
+
+def _given_dtypes(recipe: Recipe, catalog: Catalog) -> set[torch.dtype]:
+    return {
+        source.dtype
+        if isinstance(source, Computed)
+        else torch_dtype(catalog.tensors[str(source)].dtype, str(source))
+        for piece in recipe.pieces
+        for source in piece.source
+    }
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts changes in place; torch keeps no count for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,257 @@
+"""Private parts of DeepSpeed's ZeRO-3 optimizer: its flat buffers of one dtype, and its fp32 masters.
+
+Two things that the optimizer's constructor does for any model are done otherwise for parameters that carry
+a mark of zerostart, and for no others:
+
+- Trainable partitions of several dtypes. ``defragment`` puts all partitions into one buffer and asserts one
+  dtype. Here each parameter group is split by dtype, as it is split by process group already; the partitions
+  of the main dtype take the stock way, and each sub-group of another dtype gets a flat buffer of its own.
+- Masters. ``_create_fp32_partitions`` makes them from the partitions. Here those of marked parameters are
+  then read again from the checkpoint, and kept where they round to what the parameter holds.
+
+The way in is one method, ``_get_trainable_parameter_groups``, the first in which the constructor looks at the
+parameters. If one of them is marked, the optimizer becomes an instance of a subclass with our overrides.
+Known for the versions in ``zerostart.upstream.deepspeed.SUPPORTED``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerostart.errors import EngineError, UnsupportedVersionError
+from zerostart.upstream.deepspeed import partition_available, require
+
+__all__ = ["Mark", "Reader", "mark", "require_stage3"]
+
+logger = logging.getLogger("zerostart")
+
+#: Fills 1-D fp32 tensors with this rank's shares of parameters, by name. Collective, in the same order.
+Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
+
+_ATTRIBUTE = "_zerostart_mark"
+_METHODS = (
+    "_get_trainable_parameter_groups",
+    "_get_parameter_partitions",
+    "_set_fp16_partitioned_groups_flat",
+    "_create_param_groups_fp16_flat_cpu_memory",
+    "_create_fp32_partitions",
+    "_swappable_optimizer_subgroup",
+    "_optimizer_states_and_gradient_swap_in",
+    "_optimizer_states_and_gradient_swap_out",
+    "initialize_optimizer_states",
+    "offload_states",
+)
+#: Elements that are compared at a time: some MiB of temporary memory.
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a parameter tells the optimizer: its name, and how its master is read, None if it is not."""
+
+    name: str
+    reader: Reader | None
+
+
+@functools.cache
+def require_stage3() -> Any:
+    """The class of the ZeRO-3 optimizer; raises UnsupportedVersionError if it is not as we know it."""
+    require()
+    import deepspeed
+    from deepspeed.runtime.zero import stage3
+
+    optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
+    absent = [name for name in _METHODS if not hasattr(optimizer, name)]
+    if absent:
+        raise UnsupportedVersionError(
+            f"DeepSpeed {deepspeed.__version__} is installed; its ZeRO-3 optimizer misses {', '.join(absent)}"
+        )
+    return optimizer
+
+
+def mark(parameter: torch.Tensor, name: str, reader: Reader | None) -> None:
+    """Have the optimizer that gets ``parameter`` take it by the rules of this module."""
+    _enter()
+    setattr(parameter, _ATTRIBUTE, Mark(name, reader))
+
+
+@functools.cache
+def _enter() -> None:
+    optimizer = require_stage3()
+    original = optimizer._get_trainable_parameter_groups
+
+    @functools.wraps(original)
+    def get_groups(self: Any) -> Any:
+        groups: list[dict[str, Any]] = original(self)
+        if any(hasattr(p, _ATTRIBUTE) for group in groups for p in group["params"]):
+            base: Any = type(self)
+            self.__class__ = _subclass(base)
+            groups = self.split_by_dtype(groups)
+        return groups
+
+    optimizer._get_trainable_parameter_groups = get_groups
+
+
+@functools.cache
+def _subclass(base: type) -> type:
+    """The optimizer's class (stage 3 itself, or one derived of it) with our overrides in front."""
+    return type(base.__name__, (_Overrides, base), {"__module__": base.__module__})
+
+
+class _Overrides:
+    """Goes before DeepSpeedZeroOptimizer_Stage3 in the order of resolution."""
+
+    # What is used of the optimizer.
+    dtype: torch.dtype
+    fp16_groups: list[list[Any]]
+    fp16_partitioned_groups_flat: list[torch.Tensor | None]
+    fp32_partitioned_groups_flat: list[torch.Tensor]
+    lp_param_buffer: torch.Tensor
+    trainable_param_groups: list[dict[str, Any]]
+    param_groups_fp16_flat_cpu_memory: list[torch.Tensor]
+    master_weights_and_grads_dtype: torch.dtype
+    _swappable_optimizer_subgroup: Callable[[int], bool]
+    _optimizer_states_and_gradient_swap_in: Callable[[int], None]
+    _optimizer_states_and_gradient_swap_out: Callable[[int], None]
+
+    def split_by_dtype(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Groups of one dtype each; the dtype with most elements becomes the optimizer's own."""
+        elements: dict[torch.dtype, int] = {}
+        split = []
+        for group in groups:
+            by_dtype: dict[torch.dtype, list[Any]] = {}
+            for parameter in group["params"]:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+                elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.ds_numel
+            split += [{**group, "params": params} for params in by_dtype.values()]
+        # Stock takes the first parameter's; it decides on loss scaling and on the buffers of offloading.
+        self.dtype = max(elements, key=lambda dtype: elements[dtype])
+        return split
+
+    def _of_other_dtype(self) -> bool:
+        return any(group[0].dtype != self.dtype for group in self.fp16_groups)
+
+    def _get_parameter_partitions(self) -> list[torch.Tensor]:
+        """The partitions that share one buffer."""
+        return [p.ds_tensor for group in self.fp16_groups for p in group if p.dtype == self.dtype]
+
+    def _set_fp16_partitioned_groups_flat(self) -> None:
+        offset = 0
+        for group in self.fp16_groups:
+            numel = sum(p.partition_numel() for p in group)
+            if group[0].dtype == self.dtype:
+                self.fp16_partitioned_groups_flat.append(self.lp_param_buffer.narrow(0, offset, numel))
+                offset += numel
+            else:
+                self.fp16_partitioned_groups_flat.append(_flattened([p.ds_tensor for p in group]))
+
+    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        super()._create_param_groups_fp16_flat_cpu_memory()  # type: ignore[misc]
+        for number, group in enumerate(self.trainable_param_groups):
+            dtype = group["params"][0].dtype
+            if dtype != self.dtype:
+                buffer = self.param_groups_fp16_flat_cpu_memory[number]
+                other = torch.empty(buffer.numel(), dtype=dtype, pin_memory=buffer.is_pinned())
+                self.param_groups_fp16_flat_cpu_memory[number] = other
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        if self._of_other_dtype():
+            raise EngineError(
+                "offload_states() moves ZeRO-3 parameters of one dtype, and this model mixes them"
+            )
+        super().offload_states(*args, **kwargs)  # type: ignore[misc]
+
+    def _create_fp32_partitions(self) -> None:
+        super()._create_fp32_partitions()  # type: ignore[misc]
+        self._read_masters([n for n in range(len(self.fp16_groups)) if not self._is_swapped(n)])
+
+    def initialize_optimizer_states(self) -> None:
+        super().initialize_optimizer_states()  # type: ignore[misc]
+        # Masters on NVMe exist in memory a sub-group at a time, between these two calls, as in a step.
+        for number in range(len(self.fp16_groups)):
+            if self._is_swapped(number) and any(_reader(p) for p in self.fp16_groups[number]):
+                self._optimizer_states_and_gradient_swap_in(number)
+                self._read_masters([number])
+                self._optimizer_states_and_gradient_swap_out(number)
+
+    def _is_swapped(self, number: int) -> bool:
+        swapped: bool = self._swappable_optimizer_subgroup(number)
+        return swapped
+
+    def _read_masters(self, numbers: Sequence[int]) -> None:
+        """Read the marked parameters' shares into the flat masters of the sub-groups ``numbers``."""
+        if self.master_weights_and_grads_dtype != torch.float32:
+            return
+        wanted: dict[Reader, list[tuple[str, torch.Tensor]]] = {}
+        pairs: list[tuple[Any, torch.Tensor]] = []
+        for number in numbers:
+            flat = self.fp32_partitioned_groups_flat[number].detach()
+            offset = 0
+            for parameter in self.fp16_groups[number]:
+                share = flat.narrow(0, offset, parameter.partition_numel())
+                offset += share.numel()
+                reader = _reader(parameter)
+                if reader is not None:
+                    wanted.setdefault(reader, []).append((_name(parameter), share))
+                    pairs.append((parameter, share))
+        for reader, shares in wanted.items():
+            reader(shares)
+        for parameter, _ in pairs:
+            mark(parameter, _name(parameter), None)  # read once: what is behind the reader can go
+        changed = [_name(parameter) for parameter, share in pairs if _follow(share, parameter)]
+        if changed:
+            logger.info(
+                "%d parameters were changed between the load and the engine's start (%s%s): their fp32 "
+                "masters start from what they hold now",
+                len(changed),
+                ", ".join(changed[:3]),
+                ", ..." if len(changed) > 3 else "",
+            )
+
+
+def _follow(master: torch.Tensor, parameter: Any) -> bool:
+    """Make a master that was read follow its parameter where that has been changed since; whether it was.
+
+    Elsewhere the master rounds to what the parameter holds, which is how the parameter was made.
+    """
+    partition = parameter.ds_tensor
+    swapped = not partition_available(partition)
+    if swapped:
+        parameter.nvme_swapper.swap_in([parameter], async_op=False)
+    found = False
+    for start in range(0, master.numel(), _CHUNK):
+        high = master[start : start + _CHUNK]
+        low = partition.data[start : start + _CHUNK].to(high.device)
+        other = high.to(low.dtype) != low
+        if bool(other.any()):
+            high.copy_(torch.where(other, low.to(high.dtype), high))
+            found = True
+    if swapped:
+        parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
+    return found
+
+
+def _flattened(partitions: list[torch.Tensor]) -> torch.Tensor:
+    """One buffer of the partitions, which become views of it."""
+    flat = torch.cat([partition.data for partition in partitions])
+    offset = 0
+    for partition in partitions:
+        partition.data = flat.narrow(0, offset, partition.numel())
+        offset += partition.numel()
+    return flat
+
+
+def _reader(parameter: Any) -> Reader | None:
+    found: Mark | None = getattr(parameter, _ATTRIBUTE, None)
+    return None if found is None else found.reader
+
+
+def _name(parameter: Any) -> str:
+    found: Mark = getattr(parameter, _ATTRIBUTE)
+    return found.name

@@ -1,0 +1,59 @@
+"""DeepSpeed's asynchronous file operations in plain Python, for hosts without libaio.
+
+Only the extension in C++ is replaced, which cannot be compiled there; its callers, the swappers, are real.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+__all__ = ["install"]
+
+
+class FileHandle:
+    """The calls of ``aio_handle`` that the swappers make, done at once."""
+
+    def __init__(self, **_: Any) -> None:
+        self._done = 0
+        self._pinned: list[torch.Tensor] = []
+
+    def new_cpu_locked_tensor(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        tensor = torch.zeros(numel, dtype=like.dtype)
+        self._pinned.append(tensor)
+        return tensor
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        self._pinned = [t for t in self._pinned if t is not tensor]
+        return True
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        starts = {t.untyped_storage().data_ptr() for t in self._pinned}
+        return tensor.untyped_storage().data_ptr() in starts
+
+    def async_pwrite(self, buffer: torch.Tensor, path: str, offset: int) -> int:
+        assert offset == 0
+        Path(path).write_bytes(buffer.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        self._done += 1
+        return 0
+
+    def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
+        assert offset == 0
+        raw = bytearray(Path(path).read_bytes())
+        buffer.detach().view(-1).copy_(torch.frombuffer(raw, dtype=buffer.dtype)[: buffer.numel()])
+        self._done += 1
+        return 0
+
+    def wait(self) -> int:
+        done, self._done = self._done, 0
+        return done
+
+
+def install() -> None:
+    """Have DeepSpeed in this process load these operations."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    AsyncIOBuilder.load = lambda self, verbose=True: SimpleNamespace(aio_handle=FileHandle)

@@ -1,0 +1,361 @@
+"""DeepSpeed's fp32 masters start from what the checkpoint stores, where the parameters have been rounded."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerostart
+from ranks import rank_outcomes, run_ranks
+from tiny import TINY, TinyCheckpoints
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+State = dict[str, torch.Tensor]
+
+
+def config_of(**zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,  # Absent means 1.0.
+        "zero_optimization": {"stage": 3, **zero},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": True},
+    }
+
+
+def expected_of(path: Path, dtype: torch.dtype) -> State:
+    """Transformers' own unsharded load: parameters by name."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def whole_halves(model: nn.Module) -> State:
+    import deepspeed
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found[name] = parameter.data.clone()
+    return found
+
+
+def masters_in(model: nn.Module) -> State:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {n: safe_get_full_fp32_param(p).clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def unlike(found: State, expected: State) -> list[str]:
+    lines = list(expected.keys() ^ found.keys())
+    for name in expected.keys() & found.keys():
+        one, other = found[name], expected[name]
+        if one.dtype != other.dtype or not torch.equal(one, other):
+            lines.append(f"{name}: {one.dtype} and {other.dtype}, or other values")
+    return lines
+
+
+def start(model: nn.Module, config: dict[str, Any], split: bool = False) -> Any:
+    """The engine over ``model`` with a client AdamW; ``split``: of two parameter groups, in another order."""
+    import deepspeed
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups: Any = parameters
+    if split:
+        groups = [{"params": parameters[1::2], "lr": 1e-3}, {"params": parameters[::2][::-1], "lr": 1e-2}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+# --- Masters equal the stored values, and without the option those of the stock route.
+
+
+def check_variants(path: Path) -> dict[str, list[str]]:
+    full, half = expected_of(path, F32), expected_of(path, BF16)
+    lines = {}
+    variants: dict[str, tuple[dict[str, Any], bool]] = {
+        "plain": ({}, False),
+        "sub-groups": ({"sub_group_size": 900}, False),
+        "parameter groups": ({"stage3_param_persistence_threshold": 0}, True),
+        "offloaded": ({"offload_optimizer": {"device": "cpu"}, "sub_group_size": 900}, True),
+    }
+    for name, (zero, split) in variants.items():
+        config = config_of(**zero)
+        model = zerostart.load(path, engine_config=config, progress=False)
+        engine = start(model, config, split)
+        lines[name] = unlike(masters_in(model), full) + unlike(whole_halves(model), half)
+        engine.destroy()
+    model = zerostart.load(path, engine_config=config_of(), progress=False)
+    frozen = [p.requires_grad_(False) for p in list(model.parameters())[::3]]
+    engine = start(model, config_of())
+    trained = {n: full[n] for n, p in model.named_parameters() if p.requires_grad}
+    lines["frozen"] = unlike(masters_in(model), trained) + unlike(whole_halves(model), half)
+    assert frozen
+    engine.destroy()
+    model = zerostart.load(path, engine_config=config_of(), progress=False, fp32_masters=False)
+    engine = start(model, config_of())
+    rounded = {name: tensor.float() for name, tensor in half.items()}
+    lines["off"] = unlike(masters_in(model), rounded) + unlike(whole_halves(model), half)
+    engine.destroy()
+    two = [zerostart.load(path, engine_config=config_of(), progress=False) for _ in range(2)]
+    with torch.no_grad():  # The second is another model by now: its masters follow it.
+        for parameter in two[1].parameters():
+            parameter.ds_tensor.mul_(2)  # type: ignore[operator]
+    engines = [start(model, config_of()) for model in two]
+    doubled = {name: tensor.float() * 2 for name, tensor in half.items()}
+    lines["first of two"] = unlike(masters_in(two[0]), full)
+    lines["second, changed"] = unlike(masters_in(two[1]), doubled)
+    for engine in engines:
+        engine.destroy()
+    return lines
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["qwen3_moe_aligned", "qwen3"])
+def test_masters_are_what_the_checkpoint_stores(
+    kind: str, world_size: int, checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    path = checkpoints(kind, F32, sharded=True)
+    for found in run_ranks(check_variants, world_size, path, timeout=240):
+        assert not {name: lines for name, lines in found.items() if lines}
+
+
+def test_the_rounding_is_there_to_be_seen(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3_moe_aligned", F32, sharded=True)
+    full, half = expected_of(path, F32), expected_of(path, BF16)
+    assert all(not torch.equal(full[name], half[name].float()) for name in full)
+
+
+_live: list[Any] = []  # Transformers holds its ZeRO-3 configuration by a weak reference.
+
+
+def stock_masters(path: Path) -> list[str]:
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    off = zerostart.load(path, engine_config=config_of(), progress=False, fp32_masters=False)
+    start(off, config_of())
+    _live.append(HfDeepSpeedConfig(config_of()))
+    stock = AutoModelForCausalLM.from_pretrained(path, dtype=BF16)
+    start(stock, config_of())
+    return unlike(masters_in(off), masters_in(stock)) + unlike(whole_halves(off), whole_halves(stock))
+
+
+def test_without_the_option_masters_are_those_of_the_stock_route(
+    checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    assert run_ranks(stock_masters, 2, checkpoints("qwen3_moe_aligned", F32)) == [[], []]
+
+
+def masters_of_fp16(path: Path) -> list[str]:
+    config = config_of()
+    model = zerostart.load(path, engine_config=config, progress=False)
+    start(model, config)
+    return unlike(masters_in(model), expected_of(path, F32))
+
+
+def test_an_fp16_checkpoint_in_bf16_has_exact_masters_too(
+    checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    assert run_ranks(masters_of_fp16, 2, checkpoints("qwen3", F16)) == [[], []]
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(9, 14))
+        self.bias = nn.Parameter(torch.zeros(9))
+
+
+def calculate(state: State) -> State:
+    """Stored twice as large, transposed, and in two parts."""
+    parts = [state["first"].t(), state["second"].t()]
+    return {"weight": torch.cat(parts) * 0.3, "bias": state["bias"]}
+
+
+def masters_of_computed() -> list[str]:
+    torch.manual_seed(0)
+    stored = {"first": torch.randn(14, 4), "second": torch.randn(14, 5), "bias": torch.randn(9)}
+    model = zerostart.load(
+        stored, model=Halves, converter=calculate, dtype=BF16, engine_config=config_of(), progress=False
+    )
+    start(model, config_of())
+    return unlike(masters_in(model), calculate(stored))
+
+
+def test_masters_of_what_a_converter_calculates_are_not_rounded(deepspeed_op: None) -> None:
+    assert run_ranks(masters_of_computed, 2) == [[], []]
+
+
+# --- The steps are those of an optimizer with fp32 masters.
+
+
+def tokens_of(path: Path, ranks: int) -> torch.Tensor:
+    vocabulary = int(TINY[path.name.split("-")[0]][1]["vocab_size"])
+    return torch.randint(3, vocabulary, (ranks, 2, 12), generator=torch.Generator().manual_seed(3))
+
+
+def train(path: Path, masters: bool) -> tuple[list[float], State]:
+    config = config_of() | {
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    model = zerostart.load(path, engine_config=config, progress=False, fp32_masters=masters)
+    model.train()
+    engine = start(model, config)
+    tokens = tokens_of(path, dist.get_world_size())[dist.get_rank()]
+    losses = []
+    for _ in range(3):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, masters_in(model)
+
+
+def oracle(path: Path, ranks: int, full: State) -> tuple[list[list[float]], State]:
+    """One process: AdamW on ``full``, forward and backward in bf16 for each rank, gradients averaged."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=BF16).train()
+    halves = dict(model.named_parameters())
+    masters = {name: full[name].clone() for name in halves}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        step = []
+        for name, master in masters.items():
+            master.grad = torch.zeros_like(master)
+            with torch.no_grad():
+                halves[name].copy_(master)
+        for tokens in tokens_of(path, ranks):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            step.append(loss.item())
+            for name, master in masters.items():
+                grad, halves[name].grad = halves[name].grad, None
+                if grad is not None and master.grad is not None:
+                    master.grad += grad.float() / ranks
+        optimizer.step()
+        losses.append(step)
+    return losses, masters
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_steps_are_those_of_one_process_with_fp32_masters(
+    world_size: int, checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    path = checkpoints("qwen3_moe_aligned", F32)
+    full = expected_of(path, F32)
+    rounded = {name: tensor.bfloat16().float() for name, tensor in full.items()}
+    for masters, origin in ((True, full), (False, rounded)):
+        losses, expected = oracle(path, world_size, origin)
+        for rank, (found, state) in enumerate(run_ranks(train, world_size, path, masters)):
+            assert found == pytest.approx([step[rank] for step in losses], abs=1e-6)
+            for name, tensor in expected.items():
+                torch.testing.assert_close(state[name], tensor, rtol=1e-6, atol=1e-7, msg=name)
+
+
+# --- What the masters are read from is no more, or other than it was.
+
+
+def held_by_one(path: Path, keep: str) -> Any:
+    """Load from a mapping that rank 0 holds; returns the differences, and whether the mapping was let go."""
+    from transformers import AutoModelForCausalLM
+
+    mapping: State | None = None
+    if dist.get_rank() == 0:
+        mapping = dict(AutoModelForCausalLM.from_pretrained(path, dtype=F32).state_dict())
+    build = _builder(path)
+    model = zerostart.load(mapping, model=build, dtype=BF16, engine_config=config_of(), progress=False)
+    if keep == "gone" and mapping is not None:
+        watched = weakref.ref(next(iter(mapping.values())))
+        mapping = None
+        gc.collect()
+        assert watched() is None
+    if keep == "changed" and mapping is not None:
+        with torch.no_grad():
+            next(iter(mapping.values())).add_(1)
+    start(model, config_of())
+    return unlike(masters_in(model), expected_of(path, F32))
+
+
+def _builder(path: Path) -> Callable[[], nn.Module]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return lambda: AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+
+
+def touched(path: Path, how: str) -> Any:
+    config = config_of()
+    model = zerostart.load(path, engine_config=config, progress=False)
+    file = sorted(path.glob("*.safetensors"))[-1]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if how == "removed":
+            file.unlink()
+        else:
+            os.utime(file, ns=(1, 1))
+    dist.barrier()
+    start(model, config)
+
+
+def test_a_mapping_held_by_one_rank_serves_the_masters(
+    checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    assert run_ranks(held_by_one, 2, checkpoints("qwen3_moe", F32), "kept") == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("keep", "kind", "text"),
+    [
+        ("gone", "zerostart.errors.EngineError", "the mapping that the model was loaded from is gone"),
+        ("changed", "zerostart.errors.ReadError", "was changed in place since the model was loaded"),
+    ],
+)
+def test_a_mapping_that_is_gone_or_changed_is_told_on_every_rank(
+    keep: str, kind: str, text: str, checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    outcomes = rank_outcomes(held_by_one, 2, checkpoints("qwen3", F32), keep, grace=20)
+    assert [outcome.error for outcome in outcomes] == [kind] * 2, outcomes[0].traceback
+    assert all(text in outcome.message for outcome in outcomes)
+    assert all("fp32_masters=False" in outcome.message for outcome in outcomes)
+
+
+@pytest.mark.parametrize("how", ["removed", "rewritten"])
+def test_a_file_that_is_not_what_was_loaded_is_told_on_every_rank(
+    how: str, checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    path = checkpoints.edited(checkpoints("qwen3", F32, sharded=True), f"qwen3-{how}", lambda tensors: None)
+    outcomes = rank_outcomes(touched, 2, path, how, grace=20)
+    assert [outcome.error for outcome in outcomes] == ["zerostart.errors.ReadError"] * 2
+    assert all("changed or removed since the model was loaded" in o.message for o in outcomes)
+
+
+def load_only(path: Path) -> list[int]:
+    """What a load leaves behind that is never started: nothing, once the model is gone."""
+    model = zerostart.load(path, engine_config=config_of(), progress=False)
+    marks = [vars(p)["_zerostart_mark"] for p in model.parameters()]
+    watched = weakref.ref(marks[0].reader.__self__)
+    held = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.dtype == F32 and t.dim() == 1]
+    largest = max((t.numel() for t in held), default=0)
+    del marks, model, held
+    gc.collect()
+    return [int(watched() is not None), int(largest > 4000)]
+
+
+def test_a_load_that_is_never_started_leaves_nothing(
+    checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    assert run_ranks(load_only, 1, checkpoints("qwen3_moe_aligned", F32)) == [[0, 0]]

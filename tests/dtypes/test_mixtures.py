@@ -1,0 +1,303 @@
+"""Models that keep some parameters in fp32 beside bf16: loaded so, and trained so, on both engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_masters import F32, State, config_of, expected_of, masters_in, unlike, whole_halves
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+import zerostart
+from ranks import rank_outcomes, run_ranks
+from tiny import TinyCheckpoints
+
+BF16 = torch.bfloat16
+STEPS, RATE = 3, 0.1
+EXACT: dict[str, Any] = {
+    "communication_data_type": "fp32",
+    "data_types": {"grad_accum_dtype": "fp32"},
+}
+
+
+def tokens(ranks: int) -> torch.Tensor:
+    return torch.randint(3, 89, (ranks, 2, 12), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def path(checkpoints: TinyCheckpoints) -> Path:
+    return checkpoints("flint", F32)
+
+
+def test_the_model_mixes_dtypes(path: Path) -> None:
+    kept = {name for name, p in expected_of(path, BF16).items() if p.dtype == F32}
+    ends = ("gate.weight", "self_attn.sinks")
+    assert len(kept) == 5
+    assert all(name.endswith(ends) for name in kept)
+
+
+# --- One process, as the engines train: fp32 masters, the model's own dtypes in forward and backward.
+
+
+def alone(path: Path, ranks: int, origin: State) -> tuple[list[list[float]], State, State]:
+    """Losses by step and rank, the gradients of the first step, and the parameters after the last."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=BF16).train()
+    parameters = dict(model.named_parameters())
+    masters = {name: origin[name].clone() for name in parameters}
+    optimizer = torch.optim.SGD(masters.values(), lr=RATE)
+    losses: list[list[float]] = []
+    first: State = {}
+    for _ in range(STEPS):
+        losses.append([])
+        for name, master in masters.items():
+            master.grad = torch.zeros_like(master)
+            parameters[name].data.copy_(master)
+        for batch in tokens(ranks):
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            losses[-1].append(loss.item())
+            for name, master in masters.items():
+                grad, parameters[name].grad = parameters[name].grad, None
+                if grad is not None and master.grad is not None:
+                    master.grad += grad.to(master.dtype) / ranks
+        first = first or {name: m.grad.clone() for name, m in masters.items() if m.grad is not None}
+        optimizer.step()
+    return losses, first, masters
+
+
+def assert_steps(found: Any, expected: Any, rank: int) -> None:
+    losses, gradients, parameters = found
+    want_losses, want_gradients, want = expected
+    assert losses == pytest.approx([step[rank] for step in want_losses], abs=2e-3)
+    for name, gradient in want_gradients.items():
+        near = 1e-5 + 4e-3 * float(gradient.abs().max())
+        torch.testing.assert_close(gradients[name].float(), gradient.float(), rtol=0, atol=near, msg=name)
+    for name, tensor in want.items():
+        near = STEPS * RATE * (1e-5 + 1e-2 * float(want_gradients[name].abs().max())) + 1e-7
+        torch.testing.assert_close(parameters[name].float(), tensor.float(), rtol=1e-6, atol=near, msg=name)
+
+
+# --- DeepSpeed
+
+
+def train_deepspeed(path: Path, zero: dict[str, Any], masters: bool) -> Any:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    config = config_of(**zero) | EXACT
+    # Where the parameters lie at the load is another matter; on a CPU it makes no difference.
+    model = zerostart.load(path, engine_config=config_of(), progress=False, fp32_masters=masters)
+    before = unlike(whole_halves(model), expected_of(path, BF16))
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    before += unlike(whole_halves(model), expected_of(path, BF16))
+    begun = masters_in(model)
+    batch = tokens(dist.get_world_size())[dist.get_rank()]
+    losses: list[float] = []
+    first: State = {}
+    for _ in range(STEPS):
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        first = first or {name: safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
+        engine.step()
+        losses.append(loss.item())
+    rounded = {name: tensor.to(begun[name].dtype) for name, tensor in whole_halves(model).items()}
+    after = {
+        name: t.to(p.dtype).float()
+        for (name, t), p in zip(masters_in(model).items(), model.parameters(), strict=True)
+    }
+    return before, begun, (losses, first, masters_in(model)), unlike(rounded, after)
+
+
+@pytest.mark.parametrize("masters", [True, False], ids=["stored", "rounded"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_deepspeed_trains_a_mixture_as_one_process_does(
+    world_size: int, masters: bool, path: Path, deepspeed_op: None
+) -> None:
+    kept = expected_of(path, BF16)
+    origin = expected_of(path, F32) if masters else {name: t.float() for name, t in kept.items()}
+    expected = alone(path, world_size, origin)
+    for rank, (before, begun, found, after) in enumerate(
+        run_ranks(train_deepspeed, world_size, path, {}, masters, timeout=240)
+    ):
+        assert before == []
+        assert unlike(begun, origin) == []
+        assert after == []
+        assert_steps(found, expected, rank)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"sub_group_size": 700, "stage3_param_persistence_threshold": 0},
+        {"reduce_bucket_size": 300, "reduce_scatter": False},
+        {"reduce_bucket_size": 300, "contiguous_gradients": False},
+        {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 700},
+        {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}, "sub_group_size": 700},
+    ],
+    ids=["sub-groups", "all-reduce", "scattered", "offloaded", "all offloaded"],
+)
+def test_deepspeed_trains_a_mixture_with_other_settings(
+    zero: dict[str, Any], path: Path, deepspeed_op: None
+) -> None:
+    origin = expected_of(path, F32)
+    expected = alone(path, 2, origin)
+    for rank, (before, begun, found, after) in enumerate(
+        run_ranks(train_deepspeed, 2, path, zero, True, timeout=240)
+    ):
+        assert before == []
+        assert unlike(begun, origin) == []
+        assert after == []
+        assert_steps(found, expected, rank)
+
+
+def stock_dtypes(path: Path) -> set[str]:
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    keep = HfDeepSpeedConfig(config_of())
+    stock = AutoModelForCausalLM.from_pretrained(path, dtype=BF16)
+    del keep
+    return {str(parameter.ds_tensor.dtype) for parameter in stock.parameters()}
+
+
+def test_the_stock_route_trains_all_in_bf16(path: Path, deepspeed_op: None) -> None:
+    """Where ours and the stock route differ on purpose: there the model's fp32 list does not reach ZeRO-3."""
+    assert run_ranks(stock_dtypes, 2, path) == [{"torch.bfloat16"}] * 2
+
+
+def refused(path: Path, zero: dict[str, Any]) -> None:
+    zerostart.load(path, engine_config=config_of(**zero), progress=False)
+
+
+def test_a_setting_for_one_dtype_is_refused_by_name(path: Path, deepspeed_op: None) -> None:
+    setting = "stage3_use_all_reduce_for_fetch_params"
+    for outcome in rank_outcomes(refused, 2, path, {setting: True}):
+        assert outcome.error == "zerostart.errors.EngineError"
+        assert setting in outcome.message
+        assert "model.embed_tokens.weight is bfloat16, model.layers.0.self_attn.sinks is float32" in (
+            outcome.message
+        )
+
+
+# --- FSDP2
+
+
+def train_fsdp2(path: Path, options: dict[str, Any], dtype: torch.dtype, masters: bool) -> Any:
+    model = zerostart.load(
+        path, engine="fsdp2", dtype=dtype, engine_config=options, progress=False, fp32_masters=masters
+    )
+    before = dict(zerostart.full_tensors(model, rank=None))
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    batch = tokens(dist.get_world_size())[dist.get_rank()]
+    losses: list[float] = []
+    first: State = {}
+    for _ in range(STEPS):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        first = first or {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return before, units, (losses, first, dict(zerostart.full_tensors(model, rank=None)))
+
+
+POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_fsdp2_trains_with_masters_that_were_never_rounded(
+    world_size: int, dtype: torch.dtype, path: Path, deepspeed_op: None
+) -> None:
+    origin = expected_of(path, F32)
+    expected = alone(path, world_size, origin)
+    for rank, (before, units, found) in enumerate(
+        run_ranks(train_fsdp2, world_size, path, {"mp_policy": POLICY}, dtype, True)
+    ):
+        assert unlike(before, origin) == []
+        assert {"model.layers.0.self_attn", "model.layers.0.mlp.gate"} <= set(units)
+        assert_steps(found, expected, rank)
+
+
+def test_fsdp2_without_the_option_holds_the_models_dtypes(path: Path, deepspeed_op: None) -> None:
+    kept = expected_of(path, BF16)
+    for before, _, (losses, _, after) in run_ranks(train_fsdp2, 2, path, {"mp_policy": POLICY}, BF16, False):
+        assert unlike(before, kept) == []
+        assert {name: t.dtype for name, t in after.items()} == {name: t.dtype for name, t in kept.items()}
+        assert losses[-1] < losses[0]
+
+
+def test_fsdp2_trains_a_mixture_without_a_policy(path: Path, deepspeed_op: None) -> None:
+    """No policy and no masters: AdamW would change bf16 itself, so that only the first step is compared."""
+    kept = expected_of(path, BF16)
+    (losses, gradients, _) = alone(path, 2, kept)
+    for rank, (before, _, (found, first, _)) in enumerate(
+        run_ranks(train_fsdp2, 2, path, {"reshard_after_forward": False}, BF16, True)
+    ):
+        assert unlike(before, kept) == []
+        assert found[0] == pytest.approx(losses[0][rank], abs=2e-3)
+        for name, gradient in gradients.items():
+            assert first[name].dtype == kept[name].dtype
+            near = 1e-5 + 2e-2 * float(gradient.abs().max())
+            torch.testing.assert_close(first[name].float(), gradient.float(), rtol=0, atol=near, msg=name)
+
+
+class Torn(nn.Module):
+    """One module with parameters of two dtypes, beside a list of modules of either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, dtype=F32))
+        self.weight = nn.Parameter(torch.ones(4, 4, dtype=BF16))
+
+
+class Lists(nn.Module):
+    """Containers are never called: their members are the units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(6, 6, dtype=F32) for _ in range(2))
+        self.body = nn.Linear(6, 6, dtype=BF16)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for gate in self.gates:
+            values = gate(values)
+        return self.body(values.to(BF16)).sum()  # type: ignore[no-any-return]
+
+
+def torn(engine: str) -> Any:
+    source = {name: tensor.detach() for name, tensor in Torn().state_dict().items()}
+    model = zerostart.load(source, model=Torn, engine=engine, progress=False)
+    return {name: p.dtype for name, p in model.named_parameters()}
+
+
+def lists() -> list[str]:
+    torch.manual_seed(0)
+    plain = Lists()
+    model = zerostart.load(plain.state_dict(), model=Lists, engine="fsdp2", progress=False)
+    inputs = torch.randn(3, 6)
+    plain(inputs).backward()
+    model(inputs).backward()
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return unlike(found, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+
+
+def test_one_module_of_two_dtypes_is_refused_by_name_where_it_cannot_be_sharded(deepspeed_op: None) -> None:
+    for outcome in rank_outcomes(torn, 2, "fsdp2"):
+        assert outcome.error == "zerostart.errors.EngineError"
+        assert "scale is float32, weight is bfloat16" in outcome.message
+    assert run_ranks(torn, 2, "deepspeed") == [{"scale": F32, "weight": BF16}] * 2
+
+
+def test_members_of_a_list_are_units_by_themselves() -> None:
+    assert run_ranks(lists, 2) == [[], []]
