@@ -23,8 +23,8 @@ def open_source(source: Any, world: World, model: Any = None) -> Catalog:
     """The catalog of ``source``; collective.
 
     A path or hub id is the same on every rank, and rank 0 parses the headers for all; of a pipeline it is the
-    component of the class of ``model``. A mapping of tensors is held by every rank, or by some while the others
-    pass None. Raises ConfigError on every rank otherwise.
+    component of the class of ``model``. A mapping of tensors is held by every rank, or by some while the
+    others pass None. Raises ConfigError on every rank otherwise.
     """
     kinds = world.exchange(_kind(source), "arguments")
     holders = _holders(kinds)

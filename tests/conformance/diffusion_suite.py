@@ -27,7 +27,7 @@ _FLUX_WIDTH, _SMALL_WIDTH = 3072, 32
 
 @dataclass(frozen=True)
 class DiffusionResult:
-    """What came of a family, loaded in float32 and in a half precision, in its own and the original layout."""
+    """What came of a family, in float32 and in a half precision, in the original and in its own layout."""
 
     family: Family
     converter: str
@@ -113,8 +113,8 @@ def _converter(one: Family) -> Any:
 def _reference(one: Family, path: Path, model: Any, dtype: torch.dtype) -> Reference:
     """What diffusers makes of the original file.
 
-    In float32 by its own ``from_single_file``. In a lower precision that casts what the model keeps in float32
-    as well; there the eagerly converted tensors are saved and read by ``from_pretrained``.
+    In float32 by its own ``from_single_file``. In a lower precision that casts what the model keeps in
+    float32 as well; there the eagerly converted tensors are saved and read by ``from_pretrained``.
     """
     from safetensors.torch import load_file
 
@@ -124,7 +124,9 @@ def _reference(one: Family, path: Path, model: Any, dtype: torch.dtype) -> Refer
     missing = sorted(model.state_dict().keys() - converted.keys())
     own = path / "own"
     model.save_config(own)
-    save_file({name: t.contiguous() for name, t in converted.items()}, own / "diffusion_pytorch_model.safetensors")
+    save_file(
+        {name: t.contiguous() for name, t in converted.items()}, own / "diffusion_pytorch_model.safetensors"
+    )
     if dtype == torch.float32 and not one.explicit and hasattr(model, "from_single_file"):
         loaded = type(model).from_single_file(str(file), config=str(path / "original"))
     else:

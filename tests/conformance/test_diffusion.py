@@ -1,11 +1,8 @@
-"""Original-layout checkpoints of diffusers' models, loaded in shards and compared with diffusers' own load."""
+"""Original-layout checkpoints of diffusers models, loaded in shards and compared with its own load."""
 
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("diffusers")
-
 from tests.conformance.diffusion import FAMILIES
 from tests.conformance.diffusion_suite import check_family
 

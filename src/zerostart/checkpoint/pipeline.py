@@ -7,6 +7,7 @@ models; tokenizers, processors and schedulers have configurations of other names
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ __all__ = ["PIPELINE_INDEX", "Component", "choose", "components"]
 
 PIPELINE_INDEX = "model_index.json"
 CONFIG_NAME = "config.json"
+#: A component is an argument of the pipeline's constructor.
+NAME = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ def components(root: Path) -> tuple[Component, ...] | None:
     found = []
     for name, value in read_json(index, "pipeline index").items():
         named = isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)
-        # A folder of its own only: the index of a stranger says where nothing is to be read.
-        if named and name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name:
+        # A folder below the root only, whatever a stranger's index says.
+        if named and NAME.fullmatch(name):
             path = root / name
             if (path / CONFIG_NAME).is_file():
                 found.append(Component(name, value[1], path))
@@ -54,7 +57,9 @@ def choose(root: Path, found: Collection[Component], classes: Collection[str]) -
     Raises CheckpointError that names the components where none, or more than one, is meant.
     """
     if not found:
-        raise CheckpointError(f"{root}: its {PIPELINE_INDEX} names no folder with a {CONFIG_NAME}, hence no model")
+        raise CheckpointError(
+            f"{root}: {PIPELINE_INDEX} names no folder with a {CONFIG_NAME}, hence no model"
+        )
     fitting = [c for c in found if c.kind in classes] if classes else list(found)
     if len(fitting) == 1:
         return fitting[0]
@@ -62,9 +67,12 @@ def choose(root: Path, found: Collection[Component], classes: Collection[str]) -
         what, remedy = "is a pipeline of several models", ", or pass its class as model="
     else:
         wanted = next(iter(classes))
-        what, remedy = f"is a pipeline with {'several models' if fitting else 'no model'} of class {wanted}", ""
+        what, remedy = (
+            f"is a pipeline with {'several models' if fitting else 'no model'} of class {wanted}",
+            "",
+        )
     listed = fitting or list(found)
     raise CheckpointError(
-        f"{root} {what}: {', '.join(f'{c.name} ({c.kind})' for c in listed)}. Name the directory of the one that "
-        f"is meant, such as {listed[0].path}{remedy}"
+        f"{root} {what}: {', '.join(f'{c.name} ({c.kind})' for c in listed)}. Name the directory of the one "
+        f"that is meant, such as {listed[0].path}{remedy}"
     )

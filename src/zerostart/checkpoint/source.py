@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
-from zerostart.checkpoint.pipeline import PIPELINE_INDEX, choose, components
+from zerostart.checkpoint.pipeline import choose, components
 from zerostart.checkpoint.safetensors import read_header
 from zerostart.checkpoint.strict_json import DAMAGED, read_json, shown
 from zerostart.checkpoint.torch_zip import read_torch_file

@@ -44,8 +44,8 @@ def construct(kind: Any, root: str | None) -> nn.Module:
     config = read_config(root) if root else None
     if config is None:
         raise BuildError(
-            f"there is no {CONFIG_NAME} in {root} to build {kind.__name__} from. Put the configuration of the "
-            f"diffusers model beside the file, or pass model=lambda: {kind.__name__}(...)"
+            f"there is no {CONFIG_NAME} in {root} to build {kind.__name__} from. Put the diffusers model's "
+            f"beside the file, or pass model=lambda: {kind.__name__}(...)"
         )
     _check_described(config, kind, Path(str(root)) / CONFIG_NAME)
     model: nn.Module = kind.from_config(kind.load_config(root))
@@ -58,8 +58,8 @@ def _check_described(config: Mapping[str, Any], kind: type, path: Path) -> None:
     known = {base.__name__ for base in kind.__mro__}
     if name is not None and name not in known and model_class(str(name)) is None:
         raise BuildError(
-            f"{path} describes the class {name}, which diffusers does not have: it is the original release's own. "
-            f"Pass model=lambda: {kind.__name__}(...), or put the file beside the diffusers configuration"
+            f"{path} describes the class {name}, which diffusers does not have: it is the original release's "
+            f"own. Pass model=lambda: {kind.__name__}(...), or put the diffusers configuration there"
         )
 
 

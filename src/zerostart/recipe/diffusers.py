@@ -38,11 +38,11 @@ def convert(model: Any, symbols: Symbols, targets: Mapping[str, Target], run: Ru
     Raises ConversionError if the registered converter fails and the names are not the model's own either.
     """
     best, most = Reading({}), -1
-    failure: Exception | None = None
+    failure: ConversionError | None = None
     for read in _readings(model, symbols, run):
         try:
             reading = read()
-        except Exception as error:  # a converter looks up keys that a file in another layout has not
+        except ConversionError as error:  # it looks up keys that a file in another layout has not
             failure = failure or error
             continue
         covered = sum(
@@ -55,8 +55,8 @@ def convert(model: Any, symbols: Symbols, targets: Mapping[str, Target], run: Ru
             break
     if failure is not None and 2 * most < len(targets):
         raise ConversionError(
-            f"the checkpoint has {most} of the {len(targets)} tensors of {type(model).__name__}, and diffusers' "
-            f"converter for the original layout fails on it: {type(failure).__name__}: {failure}"
+            f"the checkpoint has {most} of the {len(targets)} tensors of {type(model).__name__}, and is not in "
+            f"the original layout that diffusers converts: {failure}"
         ) from failure
     return best
 
@@ -80,8 +80,10 @@ def _readings(model: Any, symbols: Symbols, run: Run) -> Iterator[Callable[[], R
             yield lambda: Reading(_converted(converter, model, stripped, run), others)
 
 
-def _component(symbols: Symbols, prefixes: tuple[str, ...]) -> tuple[Symbols, Symbols | None, tuple[str, ...]]:
-    """The tensors of the component, the same without their prefix (None if they have none), and the others."""
+def _component(
+    symbols: Symbols, prefixes: tuple[str, ...]
+) -> tuple[Symbols, Symbols | None, tuple[str, ...]]:
+    """The component's tensors, the same without their prefix (None if they have none), and the others."""
     prefix = next((p for p in reversed(prefixes) if any(name.startswith(p) for name in symbols)), None)
     if prefix is None:
         return symbols, None, ()

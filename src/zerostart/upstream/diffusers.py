@@ -1,8 +1,9 @@
 """Private parts of diffusers: its table of single-file converters, and how a model reads its weights.
 
-Known for the versions in ``SUPPORTED``. Used of it: ``loaders.single_file_model.SINGLE_FILE_LOADABLE_CLASSES``
-(class name to ``checkpoint_mapping_fn`` and ``default_subfolder``), ``loaders.single_file_utils.LDM_UNET_KEY``
-and ``LDM_VAE_KEYS`` (prefixes of a component's keys), and of a model ``_keep_in_fp32_modules``,
+Known for the versions in ``SUPPORTED``. Used of it: ``SINGLE_FILE_LOADABLE_CLASSES`` of
+``loaders.single_file_model`` (class name to ``checkpoint_mapping_fn`` and ``default_subfolder``),
+``LDM_UNET_KEY`` and ``LDM_VAE_KEYS`` of ``loaders.single_file_utils`` (prefixes of a component's keys),
+``models.modeling_utils.ModelMixin`` by its name, and of a model ``_keep_in_fp32_modules``,
 ``_keys_to_ignore_on_load_unexpected`` and ``_fix_state_dict_keys_on_load``.
 """
 
@@ -43,7 +44,8 @@ def require() -> None:
         from diffusers.loaders import single_file_model, single_file_utils
     except ImportError as error:
         raise UnsupportedVersionError(
-            f"the model is one of diffusers, which cannot be imported ({error}): pip install zerostart[diffusers]"
+            f"the model is one of diffusers, which cannot be imported ({error}); install it: "
+            "pip install zerostart[diffusers]"
         ) from error
     version = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
     absent = [
