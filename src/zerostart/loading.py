@@ -335,5 +335,5 @@ def _finish(built: Built, recipes: Recipes, request: Request, catalog: Catalog) 
     if models.is_pretrained(model):
         name = described(request.source, catalog) if named else model.config.name_or_path
         models.finish_pretrained(model, recipes, name, catalog.root, built.dtype)
-    elif models.is_diffusers(model) and named:
+    elif models.is_diffusers(model) and named and str(request.source) not in catalog.files:
         models.finish_diffusers(model, described(request.source, catalog))

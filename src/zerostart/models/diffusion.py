@@ -64,5 +64,5 @@ def _check_described(config: Mapping[str, Any], kind: type, path: Path) -> None:
 
 
 def finish_diffusers(model: Any, source: str) -> None:
-    """Set what ``from_pretrained`` leaves on a model besides its weights: the name, in its configuration."""
+    """Leave the name in the configuration, as ``from_pretrained`` does (``from_single_file`` does not)."""
     model.register_to_config(_name_or_path=source)
