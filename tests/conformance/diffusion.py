@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.conformance import diffusion_layouts as layouts
+from tests.conformance import diffusion_more as more
 from tests.conformance.diffusion_layouts import State
 
 __all__ = ["FAMILIES", "Family"]
@@ -297,5 +298,75 @@ FAMILIES: Sequence[Family] = (
         },
         layouts.minimax,
         _SPLIT,
+    ),
+    Family("sky_reels_v2", "SkyReelsV2Transformer3DModel", _WAN, layouts.wan, "renames"),
+    Family("chrono_edit", "ChronoEditTransformer3DModel", _WAN, layouts.wan, "renames", UNET),
+    Family(
+        "ltx_video",
+        "LTXVideoTransformer3DModel",
+        {
+            "in_channels": 7,
+            "out_channels": 7,
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "cross_attention_dim": 24,
+            "num_layers": 2,
+            "caption_channels": 11,
+        },
+        more.ltx,
+        "renames",
+        UNET,
+    ),
+    Family(
+        "flux3",
+        "Flux3Transformer2DModel",
+        {
+            "in_channels": 5,
+            "cond_in_channels": 5,
+            "num_layers": 2,
+            "num_single_layers": 1,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 21,
+            "timestep_channels": 22,
+            "axes_dims_rope": [4, 4, 4, 4],
+        },
+        more.flux3,
+        _SPLIT,
+    ),
+    Family(
+        "sana",
+        "SanaTransformer2DModel",
+        {
+            "in_channels": 5,
+            "out_channels": 5,
+            "num_attention_heads": 3,
+            "attention_head_dim": 6,
+            "num_layers": 2,
+            "num_cross_attention_heads": 3,
+            "cross_attention_head_dim": 6,
+            "cross_attention_dim": 18,
+            "caption_channels": 13,
+            "sample_size": 8,
+        },
+        more.sana,
+        _SPLIT,
+        UNET,
+    ),
+    Family(
+        "sd_unet",
+        "UNet2DConditionModel",
+        {
+            "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+            "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+            "block_out_channels": [6, 9],
+            "layers_per_block": 1,
+            "norm_num_groups": 3,
+            "cross_attention_dim": 13,
+            "attention_head_dim": 3,
+        },
+        more.ldm_unet,
+        "renames",
+        UNET,
     ),
 )
