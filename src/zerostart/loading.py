@@ -24,7 +24,7 @@ from zerostart.layout import Mesh, replicated
 from zerostart.masters import masters_of
 from zerostart.models import Built, Program, Settled
 from zerostart.planning import Destination, Plan, PlanOptions, join
-from zerostart.recipe import Recipe, Recipes, torch_dtype, trace
+from zerostart.recipe import Recipe, Recipes, main_dtype, torch_dtype, trace
 from zerostart.reporting import Clock, Report, keep
 from zerostart.serving import execute_together
 from zerostart.sources import check_model, described, open_source
@@ -113,7 +113,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
         mesh = request.mesh(world.size)
     with PeakMeter(default_device()) as meter:
         with clock.phase("plan"):
-            catalog = open_source(request.source, world)
+            catalog = open_source(request.source, world, request.model)
         with clock.phase("build"), world.phase("building the model"):
             check_model(request.model, catalog)
             with meter.paused():
@@ -187,7 +187,7 @@ def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
         raise ConfigError(f"rank={rank} is not one of the {world_size} ranks")
     mesh = request.mesh(world_size)
     alone = World(0, 1, None)
-    catalog = open_source(request.source, alone)
+    catalog = open_source(request.source, alone, request.model)
     check_model(request.model, catalog)
     built = _build(request, catalog)
     parallelism = engines.resolve(built.model, request.engine, mesh)
@@ -236,7 +236,7 @@ def _build(request: Request, catalog: Catalog) -> Built:
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
-    built = models.build(request.model, catalog.root, dtype, first)
+    built = models.build(request.model, catalog.root, dtype, first, main_dtype(catalog.tensors.values()))
     models.set_dtypes(built, stored)
     computing = engines.computing_dtype(request.engine, request.engine_config)
     if computing is not None:
@@ -361,9 +361,12 @@ def _whole(settled: Settled) -> tuple[str, ...]:
 
 
 def _finish(built: Built, recipes: Recipes, request: Request, catalog: Catalog) -> None:
-    """Leave a transformers model as ``from_pretrained`` leaves it."""
+    """Leave a model of transformers or diffusers as ``from_pretrained`` leaves it."""
     model: Any = built.model
     model.eval()
+    named = catalog.memory is None
     if models.is_pretrained(model):
-        name = str(request.source) if catalog.memory is None else model.config.name_or_path
+        name = described(request.source, catalog) if named else model.config.name_or_path
         models.finish_pretrained(model, recipes, name, catalog.root, built.dtype)
+    elif models.is_diffusers(model) and named and str(request.source) not in catalog.files:
+        models.finish_diffusers(model, described(request.source, catalog))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from zerostart import models
 from zerostart.checkpoint.catalog import Catalog
@@ -16,16 +19,17 @@ from zerostart.world import World
 __all__ = ["check_model", "described", "open_source"]
 
 
-def open_source(source: Any, world: World) -> Catalog:
+def open_source(source: Any, world: World, model: Any = None) -> Catalog:
     """The catalog of ``source``; collective.
 
-    A path or hub id is the same on every rank, and rank 0 parses the headers for all. A mapping of tensors is
-    held by every rank, or by some while the others pass None. Raises ConfigError on every rank otherwise.
+    A path or hub id is the same on every rank, and rank 0 parses the headers for all; of a pipeline it is the
+    component of the class of ``model``. A mapping of tensors is held by every rank, or by some while the
+    others pass None. Raises ConfigError on every rank otherwise.
     """
     kinds = world.exchange(_kind(source), "arguments")
     holders = _holders(kinds)
     if not holders:
-        return world.share(lambda: open_catalog(source), "reading the checkpoint's headers")
+        return world.share(lambda: open_catalog(source, _classes(model)), "reading the checkpoint's headers")
     own: Catalog | None = None
     with world.phase("looking at the mapping"):
         if source is not None:
@@ -49,7 +53,7 @@ def check_model(model: Any, catalog: Catalog) -> None:
     if catalog.memory is None:
         return
     if model is None or (
-        isinstance(model, type) and (models.is_pretrained(model) or hasattr(model, "load_config"))
+        isinstance(model, type) and (models.is_pretrained(model) or models.is_diffusers(model))
     ):
         what = "without model=" if model is None else f"for model={model.__name__}"
         raise ConfigError(
@@ -60,7 +64,17 @@ def check_model(model: Any, catalog: Catalog) -> None:
 
 def described(source: Any, catalog: Catalog) -> str:
     """What to call the source in messages; the same on every rank."""
-    return str(source) if catalog.memory is None else f"the mapping of {len(catalog.tensors)} tensors"
+    if catalog.memory is not None:
+        return f"the mapping of {len(catalog.tensors)} tensors"
+    return str(Path(source) / catalog.component) if catalog.component else str(source)
+
+
+def _classes(model: Any) -> tuple[str, ...]:
+    """Names of the classes that ``model`` is of; none for a callable, which says so only once it has run."""
+    kind = type(model) if isinstance(model, nn.Module) else model
+    if not isinstance(kind, type):
+        return ()
+    return tuple(base.__name__ for base in kind.__mro__ if issubclass(base, nn.Module))
 
 
 def _kind(source: Any) -> str:

@@ -19,7 +19,7 @@ from zerostart.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.models import Built, Program, Settled
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.planning.plan import Plan
-from zerostart.recipe import Coverage, Recipe, Recipes, torch_dtype, trace
+from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype, trace
 from zerostart.transfer import Progress, execute
 from zerostart.world import World
 
@@ -69,13 +69,15 @@ class _Loaded:
     names: dict[str, list[str]]  # all names of each parameter, by the first
 
 
-def compare(kind: Any, path: Path, expected: Reference, built: nn.Module) -> tuple[list[str], int]:
+def compare(
+    kind: Any, path: Path, expected: Reference, built: nn.Module, converter: Any = None
+) -> tuple[list[str], int]:
     """One line for each thing in which the sharded load differs, and the number of tensors compared.
 
     ``built`` is the model without a load. Where ``from_pretrained`` leaves a plain attribute on meta, the
     value that ``built`` has is expected.
     """
-    loaded = _prepare(kind, path)
+    loaded = _prepare(kind, path, converter)
     found = [] if loaded.coverage.mismatched == {} else [f"mismatched: {loaded.coverage.mismatched}"]
     if sorted(loaded.coverage.missing) != expected.missing:
         found.append(f"missing is {sorted(loaded.coverage.missing)[:6]}, not {expected.missing[:6]}")
@@ -96,13 +98,13 @@ def compare(kind: Any, path: Path, expected: Reference, built: nn.Module) -> tup
     return found, len(want.state) + len(want.unsaved) + len(want.attributes)
 
 
-def _prepare(kind: Any, path: Path) -> _Loaded:
+def _prepare(kind: Any, path: Path, converter: Any) -> _Loaded:
     catalog = open_catalog(path)
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
     first = next((dtype for dtype in stored.values() if dtype.is_floating_point), None)
-    built = models.build(kind, catalog.root, None, first)
+    built = models.build(kind, catalog.root, None, first, main_dtype(catalog.tensors.values()))
     models.set_dtypes(built, stored)
-    recipes = trace(catalog, built.model, models.expectations(built))
+    recipes = trace(catalog, built.model, models.expectations(built), converter)
     coverage = models.tie_names(built.model, recipes, equal_in(catalog, World(0, 1, None)))
     names: dict[int, list[str]] = {}
     for name, parameter in built.model.named_parameters(remove_duplicate=False):

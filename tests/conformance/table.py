@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tests.conformance import diffusion_table
 from tests.conformance.exclusions import EXCLUDED, excluded
 from tests.conformance.registry import identifiers, operations
 from tests.conformance.suite import Result, check
@@ -58,7 +59,7 @@ def text() -> str:
         "|---|---|---|",
         *(f"| {name} | {operations(name)} | {EXCLUDED[name]} |" for name in left),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n\n" + diffusion_table.section()
 
 
 def _row(result: Result) -> str:

@@ -183,7 +183,8 @@ def ties_of(model: nn.Module) -> list[list[str]]:
 def _plain_config(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
-    plain: dict[str, Any] = config.to_dict()
+    # A transformers configuration, or a mapping as diffusers has it.
+    plain: dict[str, Any] = dict(config) if isinstance(config, Mapping) else config.to_dict()
     return plain | {
         "attention": getattr(config, "_attn_implementation", None),
         "experts": getattr(config, "_experts_implementation", None),

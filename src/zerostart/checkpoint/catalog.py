@@ -95,7 +95,8 @@ class Catalog:
 
     ``files`` are absolute paths and ``sizes`` their lengths in bytes; ``tensors`` maps a name to its
     entry; ``root`` is the directory in which the checkpoint's configuration is looked for. For tensors in
-    ``memory`` the files are their storages, under names that serve messages, and ``root`` is empty.
+    ``memory`` the files are their storages, under names that serve messages, and ``root`` is empty. Of a
+    pipeline ``component`` is the name of the model that was chosen.
     """
 
     root: str
@@ -104,6 +105,7 @@ class Catalog:
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str] = field(default_factory=dict)
     memory: Memory | None = field(default=None, compare=False, repr=False)
+    component: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -6,12 +6,15 @@ Hub ids are looked up in the local cache only; nothing is downloaded.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
+from zerostart.checkpoint.pipeline import choose, components
 from zerostart.checkpoint.safetensors import read_header
 from zerostart.checkpoint.strict_json import DAMAGED, read_json, shown
 from zerostart.checkpoint.torch_zip import read_torch_file
@@ -21,6 +24,8 @@ __all__ = ["config_path", "open_catalog", "read_config", "resolve_source"]
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
+#: How an index is called; diffusers puts the name of a variant before the last dot.
+INDEX_NAME = re.compile(r"(?P<weights>.+\.(safetensors|bin))\.index(\.[\w-]+)?\.json")
 #: Suffixes of files that torch.save writes; an index is written for the first kind only.
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 #: The names that transformers and diffusers look for, in their order: safetensors before torch files.
@@ -41,7 +46,7 @@ CONFIG_NAME = "config.json"
 HEADER_THREADS = 8
 
 
-def open_catalog(source: str | os.PathLike[str]) -> Catalog:
+def open_catalog(source: str | os.PathLike[str], classes: Collection[str] = ()) -> Catalog:
     """Catalog of the checkpoint at ``source``, every header checked.
 
     ``source`` is a ``.safetensors`` file, a file of torch.save (``.bin``, ``.pt``, ``.pth``, ``.ckpt``), an
@@ -51,12 +56,19 @@ def open_catalog(source: str | os.PathLike[str]) -> Catalog:
     torch file, of its state dict). A tensor in a listed shard belongs to the checkpoint even if the index
     does not list it, because transformers too loads all that the listed files hold.
 
+    A directory with a ``model_index.json`` is a pipeline: meant is the component whose class is among
+    ``classes``, or the only model that there is.
+
     Raises CheckpointNotFoundError if nothing is there or a listed file is absent, CheckpointError if a
     file is malformed or contradicts the index, ReadError if reading fails.
     """
     path = resolve_source(source)
+    found = components(path) if path.is_dir() else None
+    if found is not None:
+        component = choose(path, found, classes)
+        return replace(open_catalog(component.path), component=component.name)
     weights = _weights_in(path) if path.is_dir() else path
-    if weights.name.endswith((f"{SUFFIX}{INDEX_SUFFIX}", f".bin{INDEX_SUFFIX}")):
+    if INDEX_NAME.fullmatch(weights.name):
         return _open_index(weights)
     return _catalog(weights.parent, [weights], wanted=None)
 
@@ -126,8 +138,10 @@ def _weights_in(directory: Path) -> Path:
         if (directory / name).exists():
             return directory / name
     names = sorted(entry.name for entry in directory.iterdir() if entry.name not in NO_WEIGHTS)
-    for suffix in (f"{SUFFIX}{INDEX_SUFFIX}", SUFFIX, f".bin{INDEX_SUFFIX}", TORCH_SUFFIXES):
-        found = [name for name in names if name.endswith(suffix)]
+    indexes = {name: m["weights"] for name in names if (m := INDEX_NAME.fullmatch(name))}
+    for suffix in (SUFFIX, TORCH_SUFFIXES):
+        found = [name for name, weights in indexes.items() if weights.endswith(suffix)]
+        found = found or [name for name in names if name.endswith(suffix)]
         if len(found) == 1:
             return directory / found[0]
         if found:
@@ -174,7 +188,8 @@ def _check_shard_name(index: Path, name: str, file: object) -> None:
             f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, outside the checkpoint's "
             "directory; do not load this checkpoint"
         )
-    suffix = PurePosixPath(index.name.removesuffix(INDEX_SUFFIX)).suffix
+    match = INDEX_NAME.fullmatch(index.name)
+    suffix = PurePosixPath(match["weights"]).suffix if match else ""
     if not file.endswith(suffix):
         raise CheckpointError(
             f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, which is not a {suffix} file"

@@ -24,9 +24,20 @@ def command(
         bool, typer.Option("--json", help="Print everything, tensor by tensor, as JSON.")
     ] = False,
 ) -> None:
-    """Show the files, tensors and sizes of a checkpoint. Reads headers only, no weights."""
-    from zerostart.checkpoint.source import open_catalog, read_config
+    """Show the files, tensors and sizes of a checkpoint, or the models of a pipeline. Reads no weights."""
+    from zerostart.checkpoint.pipeline import components
+    from zerostart.checkpoint.source import open_catalog, read_config, resolve_source
+    from zerostart.cli.inspect_pipeline import describe, print_components
 
+    path = resolve_source(source)
+    found = components(path) if path.is_dir() else None
+    if found is not None:
+        described = [describe(component, _by_dtype) for component in found]
+        if as_json:
+            print(json.dumps({"root": str(path), "components": described}, indent=1))
+        else:
+            print_components(str(path), described, _readable)
+        return
     catalog = open_catalog(source)
     config = read_config(catalog.root) or {}
     if as_json:
@@ -36,8 +47,8 @@ def command(
 
 
 def _architectures(config: dict[str, Any]) -> list[str]:
-    """What the configuration names, whatever shape a stranger gave the field."""
-    named = config.get("architectures")
+    """What the configuration names, whatever shape a stranger gave the field; diffusers names one class."""
+    named = config.get("architectures", [config["_class_name"]] if "_class_name" in config else None)
     return [str(name) for name in named] if isinstance(named, list) else []
 
 

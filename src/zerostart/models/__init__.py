@@ -1,10 +1,12 @@
 """Models without their weights: built on meta, every tensor's origin settled before anything is sharded."""
 
 from zerostart.models.build import Built, ModelLike, build, require
+from zerostart.models.diffusion import finish_diffusers
 from zerostart.models.initialise import Program, fill_missing
 from zerostart.models.pretrained import finish_pretrained
 from zerostart.models.settle import Settled, initialise_rest, tie_names
 from zerostart.models.tensors import expectations, let_cast, replace_tensor, set_dtypes, state_names
+from zerostart.upstream.diffusers import is_diffusers
 from zerostart.upstream.transformers import is_pretrained
 
 __all__ = [
@@ -15,8 +17,10 @@ __all__ = [
     "build",
     "expectations",
     "fill_missing",
+    "finish_diffusers",
     "finish_pretrained",
     "initialise_rest",
+    "is_diffusers",
     "is_pretrained",
     "let_cast",
     "replace_tensor",

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from zerostart.errors import BuildError, ConfigError
+from zerostart.models.diffusion import construct, named_class, names_diffusers
 from zerostart.models.oplog import OpLog
+from zerostart.upstream.diffusers import is_diffusers
 from zerostart.upstream.transformers import is_pretrained, without_weights
 from zerostart.upstream.transformers_quantizers import dequantizer, prepare
 
@@ -38,14 +40,27 @@ class Built:
     quantizer: Any = None
 
 
-def build(model: ModelLike, root: str | None, dtype: torch.dtype | None, stored: torch.dtype | None) -> Built:
+def build(
+    model: ModelLike,
+    root: str | None,
+    dtype: torch.dtype | None,
+    stored: torch.dtype | None,
+    main: torch.dtype | None = None,
+) -> Built:
     """Build ``model``, or without one the class that the configuration in ``root`` names.
 
-    ``stored`` is the dtype of the checkpoint's first floating tensor. Raises BuildError or ConfigError.
+    ``stored`` is the dtype of the checkpoint's first floating tensor, ``main`` that of most of its elements.
+    Raises BuildError or ConfigError.
     """
     log = OpLog()
+    if model is None and names_diffusers(root):
+        model = named_class(str(root))
     if isinstance(model, nn.Module):
         built = _given(model, root, dtype, stored, log)
+    elif isinstance(model, type) and is_diffusers(model):
+        # from_pretrained constructs a model in the dtype that it is to have: buffers depend on it.
+        with without_weights(_floating(dtype or main)), log, _explained(model.__name__):
+            built = Built(construct(model, root), log, dtype, True)
     elif model is None or is_pretrained(model):
         kind, config = _configured(root, model if isinstance(model, type) else None)
         chosen = dtype or _config_dtype(config) or stored or torch.get_default_dtype()
@@ -71,7 +86,9 @@ def _dequantised(built: Built, root: str | None) -> Built:
 
 def require(model: ModelLike, root: str | None) -> None:
     """Import the model's library and class, where the source names them."""
-    if model is None or is_pretrained(model):
+    if model is None and names_diffusers(root):
+        named_class(str(root))
+    elif model is None or is_pretrained(model):
         _configured(root, model if isinstance(model, type) else None)
 
 
@@ -86,14 +103,7 @@ def _called(
     name = getattr(make, "__name__", repr(make))
     loader: Any = make
     with without_weights(torch.get_default_dtype()), log, _explained(name):
-        if isinstance(make, type) and hasattr(make, "load_config") and hasattr(make, "from_config"):
-            if root is None:
-                raise BuildError(
-                    f"{name} is built from a configuration file, and the source has no directory"
-                )
-            made = loader.from_config(loader.load_config(root))
-        else:
-            made = loader()
+        made = loader()
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model={name} gave a {type(made).__name__}, and not a torch.nn.Module")
     if is_pretrained(made):
@@ -173,6 +183,11 @@ def _read_config(root: str | None) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise BuildError(f"{path} does not hold an object")
     return raw
+
+
+def _floating(dtype: torch.dtype | None) -> torch.dtype:
+    """``dtype`` where torch can compute in it, else the default."""
+    return dtype if dtype is not None and dtype.itemsize > 1 else torch.get_default_dtype()
 
 
 def _config_dtype(config: Any) -> torch.dtype | None:

@@ -26,6 +26,7 @@ from zerostart.models.tensors import (
     state_names,
 )
 from zerostart.recipe import Coverage, Recipe, Recipes
+from zerostart.upstream.diffusers import ignorable_unexpected, is_diffusers
 from zerostart.upstream.transformers import (
     ignorable,
     initialise,
@@ -82,7 +83,9 @@ def tie_names(model: nn.Module, recipes: Recipes, equal: Equal) -> Coverage:
         for name, tensor, _ in state_names(model)
         if name not in present and name not in before.mismatched and id(tensor) not in supplied
     )
-    coverage = Coverage(lacking, before.unexpected, before.mismatched)
+    coverage = Coverage(lacking, before.unexpected, before.mismatched, before.ignored)
+    if is_diffusers(model):
+        return coverage.ignoring((), ignorable_unexpected(model))
     return coverage.ignoring(*ignorable(model)) if is_pretrained(model) else coverage
 
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from zerostart.models.build import Built
 from zerostart.recipe import Target
+from zerostart.upstream.diffusers import is_diffusers, kept_in_fp32
 from zerostart.upstream.transformers import dtype_plan, is_pretrained
 
 __all__ = [
@@ -92,10 +93,32 @@ def expectations(built: Built) -> dict[str, Target]:
     kept: list[tuple[re.Pattern[str], torch.dtype]] = []
     if built.dtype is not None and is_pretrained(built.model):
         kept = dtype_plan(built.model, built.dtype)
+    if is_diffusers(built.model):
+        return _diffusers_expectations(built)
     targets: dict[str, Target] = {}
     for name, tensor, buffer in state_names(built.model):
         dtype = next((other for pattern, other in kept if pattern.search(name)), tensor.dtype)
-        targets[name] = Target(name, tuple(tensor.shape), dtype, buffer)
+        targets[name] = Target(name, tuple(tensor.shape), dtype, buffer, built.dtype is None)
+    return targets
+
+
+def _diffusers_expectations(built: Built) -> dict[str, Target]:
+    """As ``ModelMixin.from_pretrained`` casts: what it keeps in float32, and all else to the one dtype.
+
+    Without one, all else is as the checkpoint stores it.
+    """
+    kept = kept_in_fp32(built.model)
+    targets: dict[str, Target] = {}
+    for name, tensor, buffer in state_names(built.model):
+        dtype, as_stored = tensor.dtype, False
+        if dtype.is_floating_point:
+            if not kept.isdisjoint(name.split(".")):
+                dtype = torch.float32
+            elif built.dtype is None:
+                as_stored = True
+            else:
+                dtype = built.dtype
+        targets[name] = Target(name, tuple(tensor.shape), dtype, buffer, as_stored)
     return targets
 
 

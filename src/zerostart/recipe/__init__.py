@@ -3,7 +3,7 @@
 from zerostart.recipe import operators as _operators  # noqa: F401  # registers the operators
 from zerostart.recipe.computed import Computed, Operand
 from zerostart.recipe.coverage import Coverage
-from zerostart.recipe.dtypes import spelling, torch_dtype
+from zerostart.recipe.dtypes import main_dtype, spelling, torch_dtype
 from zerostart.recipe.recipe import Recipe, Recipes, Target
 from zerostart.recipe.symbolic import SymbolicTensor
 from zerostart.recipe.trace import trace
@@ -16,6 +16,7 @@ __all__ = [
     "Recipes",
     "SymbolicTensor",
     "Target",
+    "main_dtype",
     "spelling",
     "torch_dtype",
     "trace",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 import torch
 
+from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.errors import CheckpointError
 
-__all__ = ["holds", "spelling", "torch_dtype"]
+__all__ = ["holds", "main_dtype", "spelling", "torch_dtype"]
 
 _TORCH: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -69,3 +73,12 @@ def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     return bool(
         mine.eps <= theirs.eps and mine.max >= theirs.max and smallest <= theirs.smallest_normal * theirs.eps
     )
+
+
+def main_dtype(entries: Iterable[TensorEntry]) -> torch.dtype | None:
+    """The floating dtype that most elements are stored in, None if there is no floating tensor."""
+    elements = Counter[torch.dtype]()
+    for entry in entries:
+        if (dtype := torch_dtype(entry.dtype, entry.name)).is_floating_point:
+            elements[dtype] += entry.numel
+    return max(elements, key=lambda dtype: elements[dtype], default=None)

@@ -15,12 +15,16 @@ __all__ = ["Recipe", "Recipes", "Target"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the model expects under a state-dict name: the unsharded shape and the final dtype."""
+    """What the model expects under a state-dict name: the unsharded shape and the final dtype.
+
+    With ``as_stored`` a floating tensor takes instead the dtype in which the checkpoint has it.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     buffer: bool = False
+    as_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)

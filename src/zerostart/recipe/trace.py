@@ -1,12 +1,13 @@
 """From a catalog and a model's expectations to recipes.
 
-Three kinds of conversion meet here, all run on symbolic tensors: none (the names agree), the mapping that
-transformers registers for the model, and a converter of the caller's.
+Four kinds of conversion meet here, all run on symbolic tensors: none (the names agree), the mapping that
+transformers registers for the model, the converter that diffusers registers, and one of the caller's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from zerostart import geometry
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.errors import ConversionError
+from zerostart.recipe import diffusers
 from zerostart.recipe import transformers as hf
 from zerostart.recipe.computed import Computed
 from zerostart.recipe.coverage import Coverage
@@ -21,6 +23,7 @@ from zerostart.recipe.dtypes import torch_dtype
 from zerostart.recipe.operators import cast
 from zerostart.recipe.recipe import Recipe, Recipes, Target
 from zerostart.recipe.symbolic import SymbolicTensor, functionalized
+from zerostart.upstream.diffusers import is_diffusers
 from zerostart.upstream.transformers import is_pretrained, registered_conversions
 
 __all__ = ["trace"]
@@ -45,22 +48,25 @@ def trace(
         for name, entry in catalog.tensors.items()
     }
     if callable(converter):
-        return _from_callable(converter, symbols, targets)
+        name = getattr(converter, "__name__", type(converter).__name__)
+        return _made(_run(name, converter, symbols), targets)
     if is_pretrained(model):
         mapping = registered_conversions(model, quantizer) if converter is None else list(converter)
         result = hf.convert(model, mapping, symbols, targets)
         return _assemble(targets, result.tensors, result.unexpected, result.converted, result.used)
+    if is_diffusers(model):
+        reading = diffusers.convert(model, symbols, targets, _run)
+        return _made(reading.tensors, targets, reading.others)
     unexpected = [name for name in symbols if name not in targets]
     return _assemble(targets, symbols, unexpected, frozenset(), ())
 
 
-def _from_callable(
+def _run(
+    name: str,
     converter: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
-    symbols: dict[str, SymbolicTensor],
-    targets: Mapping[str, Target],
-) -> Recipes:
-    """Run the caller's converter on a state dict of symbolic tensors."""
-    name = getattr(converter, "__name__", type(converter).__name__)
+    symbols: Mapping[str, SymbolicTensor],
+) -> dict[str, SymbolicTensor]:
+    """Run the converter ``name`` on a state dict of symbolic tensors."""
 
     def run(state_dict: dict[str, torch.Tensor]) -> Any:
         made = converter(state_dict)
@@ -88,9 +94,15 @@ def _from_callable(
             f"the converter {name} made {strange[0]!r} (and {len(strange) - 1} more) out of nothing in the "
             "checkpoint; leave such entries out and pass strict=False to have them initialised"
         )
-    tensors = {str(key): value for key, value in made.items() if isinstance(value, SymbolicTensor)}
+    return {str(key): value for key, value in made.items() if isinstance(value, SymbolicTensor)}
+
+
+def _made(
+    tensors: Mapping[str, SymbolicTensor], targets: Mapping[str, Target], ignored: tuple[str, ...] = ()
+) -> Recipes:
+    """Recipes out of what a converter made."""
     unexpected = [key for key in tensors if key not in targets]
-    return _assemble(targets, tensors, unexpected, frozenset(tensors), ())
+    return _assemble(targets, tensors, unexpected, frozenset(tensors), (), ignored)
 
 
 def _assemble(
@@ -99,6 +111,7 @@ def _assemble(
     unexpected: list[str],
     converted: frozenset[str],
     conversions: tuple[object, ...],
+    ignored: tuple[str, ...] = (),
 ) -> Recipes:
     """Match what the conversion gives with what the model expects."""
     by_name: dict[str, Recipe] = {}
@@ -111,9 +124,11 @@ def _assemble(
         elif tuple(tensor.shape) != target.shape:
             mismatched[name] = (tuple(tensor.shape), target.shape)
         else:
+            if target.as_stored and tensor.dtype.is_floating_point:
+                target = replace(target, dtype=tensor.dtype)
             changed = name in converted and not _as_stored(tensor)
             by_name[name] = Recipe(target, cast(tensor, target.dtype).pieces, changed)
-    coverage = Coverage(tuple(missing), tuple(unexpected), mismatched)
+    coverage = Coverage(tuple(missing), tuple(unexpected), mismatched, ignored)
     return Recipes(by_name, coverage, conversions)
 
 

@@ -1,0 +1,78 @@
+"""Several models under one root: a diffusers pipeline, whose ``model_index.json`` names them.
+
+The index maps each component's name, which is its folder, to the library and class that it is of:
+``"transformer": ["diffusers", "WanTransformer3DModel"]``. Of these the ones with a ``config.json`` are
+models; tokenizers, processors and schedulers have configurations of other names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.errors import CheckpointError
+
+__all__ = ["PIPELINE_INDEX", "Component", "choose", "components"]
+
+PIPELINE_INDEX = "model_index.json"
+CONFIG_NAME = "config.json"
+#: A component is an argument of the pipeline's constructor.
+NAME = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One model of a pipeline: its name, the class that the index says it has, and its directory."""
+
+    name: str
+    kind: str
+    path: Path
+
+
+def components(root: Path) -> tuple[Component, ...] | None:
+    """The models of the pipeline in directory ``root``, in the order of its index; None if it is none.
+
+    Raises CheckpointError if the index is no JSON object.
+    """
+    index = root / PIPELINE_INDEX
+    if not index.is_file():
+        return None
+    found = []
+    for name, value in read_json(index, "pipeline index").items():
+        named = isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)
+        # A folder below the root only, whatever a stranger's index says.
+        if named and NAME.fullmatch(name):
+            path = root / name
+            if (path / CONFIG_NAME).is_file():
+                found.append(Component(name, value[1], path))
+    return tuple(found)
+
+
+def choose(root: Path, found: Collection[Component], classes: Collection[str]) -> Component:
+    """The one component whose class is among ``classes``, or the only one if no class is given.
+
+    Raises CheckpointError that names the components where none, or more than one, is meant.
+    """
+    if not found:
+        raise CheckpointError(
+            f"{root}: {PIPELINE_INDEX} names no folder with a {CONFIG_NAME}, hence no model"
+        )
+    fitting = [c for c in found if c.kind in classes] if classes else list(found)
+    if len(fitting) == 1:
+        return fitting[0]
+    if not classes:
+        what, remedy = "is a pipeline of several models", ", or pass its class as model="
+    else:
+        wanted = next(iter(classes))
+        what, remedy = (
+            f"is a pipeline with {'several models' if fitting else 'no model'} of class {wanted}",
+            "",
+        )
+    listed = fitting or list(found)
+    raise CheckpointError(
+        f"{root} {what}: {', '.join(f'{c.name} ({c.kind})' for c in listed)}. Name the directory of the one "
+        f"that is meant, such as {listed[0].path}{remedy}"
+    )

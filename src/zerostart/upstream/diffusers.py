@@ -1,0 +1,125 @@
+"""Private parts of diffusers: its table of single-file converters, and how a model reads its weights.
+
+Known for the versions in ``SUPPORTED``. Used of it: ``SINGLE_FILE_LOADABLE_CLASSES`` of
+``loaders.single_file_model`` (class name to ``checkpoint_mapping_fn`` and ``default_subfolder``),
+``LDM_UNET_KEY`` and ``LDM_VAE_KEYS`` of ``loaders.single_file_utils`` (prefixes of a component's keys),
+``models.modeling_utils.ModelMixin`` by its name, and of a model ``_keep_in_fp32_modules``,
+``_keys_to_ignore_on_load_unexpected`` and ``_fix_state_dict_keys_on_load``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.errors import UnsupportedVersionError
+
+__all__ = [
+    "SUPPORTED",
+    "fix_names",
+    "ignorable_unexpected",
+    "is_diffusers",
+    "kept_in_fp32",
+    "model_class",
+    "original_layout",
+    "require",
+]
+
+#: First known and first unknown version.
+SUPPORTED = ((0, 42), (0, 43))
+
+Converter = Callable[..., Mapping[str, torch.Tensor]]
+_MODEL = ("_keep_in_fp32_modules", "_keys_to_ignore_on_load_unexpected", "_fix_state_dict_keys_on_load")
+
+
+@functools.cache
+def require() -> None:
+    """Raise UnsupportedVersionError unless everything that this file uses is there."""
+    try:
+        import diffusers
+        from diffusers.loaders import single_file_model, single_file_utils
+    except ImportError as error:
+        raise UnsupportedVersionError(
+            f"the model is one of diffusers, which cannot be imported ({error}); install it: "
+            "pip install zerostart[diffusers]"
+        ) from error
+    version = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
+    absent = [
+        f"{owner.__name__}.{name}"
+        for owner, names in (
+            (single_file_model, ("SINGLE_FILE_LOADABLE_CLASSES",)),
+            (single_file_utils, ("LDM_UNET_KEY", "LDM_VAE_KEYS")),
+            (diffusers.ModelMixin, _MODEL),
+        )
+        for name in names
+        if not hasattr(owner, name)
+    ]
+    if not SUPPORTED[0] <= version < SUPPORTED[1] or absent:
+        low, high = (".".join(map(str, v)) for v in SUPPORTED)
+        raise UnsupportedVersionError(
+            f"diffusers {diffusers.__version__} is installed; zerostart knows versions from {low} to "
+            f"before {high}" + (f", and misses {', '.join(absent)}" if absent else "")
+        )
+
+
+def is_diffusers(model: object) -> bool:
+    """Whether ``model`` is a diffusers model (or class), without importing diffusers to find out."""
+    kind = model if isinstance(model, type) else type(model)
+    return any(
+        base.__module__ == "diffusers.models.modeling_utils" and base.__name__ == "ModelMixin"
+        for base in kind.__mro__
+    )
+
+
+def model_class(name: str) -> type[nn.Module] | None:
+    """The model class ``name`` of diffusers, None if it has none."""
+    require()
+    import diffusers
+
+    found = getattr(diffusers, name, None)
+    return found if isinstance(found, type) and issubclass(found, diffusers.ModelMixin) else None
+
+
+def original_layout(kind: type) -> tuple[Converter | None, tuple[str, ...]]:
+    """The converter that diffusers registers for the class, and prefixes that its keys may have.
+
+    The prefixes are those of the component's keys in a file with several components; of the ones that occur
+    the last counts. The converter is called with ``config=`` and ``checkpoint=``.
+    """
+    require()
+    from diffusers.loaders import single_file_model, single_file_utils
+
+    names = {base.__name__ for base in kind.__mro__ if base.__module__.startswith("diffusers.")}
+    for name, entry in single_file_model.SINGLE_FILE_LOADABLE_CLASSES.items():
+        if name in names:
+            prefixes = {
+                "transformer": (single_file_utils.LDM_UNET_KEY,),
+                "unet": (single_file_utils.LDM_UNET_KEY,),
+                "vae": tuple(single_file_utils.LDM_VAE_KEYS),
+                "audio_vae": ("audio_vae.",),
+            }
+            return entry["checkpoint_mapping_fn"], prefixes.get(entry.get("default_subfolder"), ())
+    return None, ()
+
+
+def fix_names(model: Any, state_dict: dict[str, Any]) -> None:
+    """Give keys of older releases their present names, in place."""
+    require()
+    model._fix_state_dict_keys_on_load(state_dict)
+
+
+def kept_in_fp32(model: Any) -> frozenset[str]:
+    """Modules and parameters that stay in float32: a name is one if a part between its dots is here."""
+    require()
+    kept = model._keep_in_fp32_modules or ()
+    return frozenset((kept,) if isinstance(kept, str) else kept)
+
+
+def ignorable_unexpected(model: Any) -> tuple[str, ...]:
+    """The model's own patterns of names that a checkpoint may have too much."""
+    require()
+    return tuple(model._keys_to_ignore_on_load_unexpected or ())

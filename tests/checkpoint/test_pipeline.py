@@ -1,0 +1,114 @@
+"""A pipeline directory as source: which model is meant, and what is said where that is not clear."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from tests.conformance.diffusion_suite import family, pipeline, write_original
+
+import zerostart
+from zerostart.checkpoint.pipeline import components
+from zerostart.checkpoint.source import open_catalog
+from zerostart.cli import main
+from zerostart.errors import BuildError, CheckpointError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pipeline")
+    wan = write_original(family("wan"), root / "wan", torch.float32)
+    vae = write_original(family("ltx2_audio_vae"), root / "vae", torch.float32)
+    return pipeline(root / "pipeline", {"transformer": wan, "transformer_2": wan, "vae": vae})
+
+
+def test_components_are_the_folders_with_a_model(folder: Path) -> None:
+    found = components(folder)
+    assert found is not None
+    assert [(c.name, c.kind) for c in found] == [
+        ("transformer", "WanTransformer3DModel"),
+        ("transformer_2", "WanTransformer3DModel"),
+        ("vae", "AutoencoderKLLTX2Audio"),
+    ]
+    assert components(folder / "vae") is None
+
+
+def test_the_component_of_the_class(folder: Path) -> None:
+    plan = zerostart.plan(folder, world_size=2, model=diffusers.AutoencoderKLLTX2Audio)
+    assert plan.parameters == zerostart.plan(folder / "vae", world_size=2).parameters
+    assert (plan.missing, plan.unexpected) == ((), ())
+    assert open_catalog(folder, ["AutoencoderKLLTX2Audio"]).component == "vae"
+
+
+def test_an_only_model_needs_no_class(folder: Path, tmp_path: Path) -> None:
+    only = tmp_path / "only"
+    only.mkdir()
+    (only / "vae").symlink_to(folder / "vae")
+    (only / "model_index.json").write_text(json.dumps({"_class_name": "P", "vae": ["diffusers", "AnyName"]}))
+    assert zerostart.plan(only, world_size=2).missing == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            None,
+            ["a pipeline of several models", "vae (Auto", "or pass its class as model="],
+        ),
+        (diffusers.WanTransformer3DModel, ["several models of class WanTransformer3DModel", "transformer_2"]),
+        (diffusers.FluxTransformer2DModel, ["no model of class FluxTransformer2DModel", "vae (Auto"]),
+    ],
+)
+def test_an_unclear_choice_names_the_components(folder: Path, model: type | None, words: list[str]) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        zerostart.load(folder, model=model, engine="fsdp2", progress=False)
+    for word in (*words, str(folder / "transformer")):
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc", "a/b", "..", ""])
+def test_an_index_leads_nowhere_outside(name: str, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "config.json").write_text("{}")
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "model_index.json").write_text(json.dumps({name: ["diffusers", "X"]}))
+    assert components(tmp_path / "p") == ()
+    with pytest.raises(CheckpointError, match="names no folder with a config"):
+        open_catalog(tmp_path / "p")
+
+
+def test_configuration_of_the_original_release_is_not_taken_for_diffusers(tmp_path: Path) -> None:
+    write_original(family("wan"), tmp_path / "wan", torch.float32)
+    theirs = {"_class_name": "WanModel", "_diffusers_version": "0.30.0", "dim": 24, "model_type": "t2v"}
+    (tmp_path / "wan" / "config.json").write_text(json.dumps(theirs))
+    for model in (None, diffusers.WanTransformer3DModel):
+        with pytest.raises(BuildError, match=r"class WanModel, which .*[Pp]ass model="):
+            zerostart.plan(tmp_path / "wan", world_size=2, model=model)
+
+
+def test_inspect_lists_the_models(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", str(folder), "--json"])
+    assert not ended.value.code
+    document = json.loads(capsys.readouterr().out)
+    assert [(c["name"], c["class"]) for c in document["components"]] == [
+        (c.name, c.kind) for c in components(folder) or ()
+    ]
+    assert document["components"][2]["tensor_count"] == len(open_catalog(folder / "vae").tensors)
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", str(folder)])
+    assert not ended.value.code
+    assert "transformer_2" in capsys.readouterr().out
+
+
+def test_plan_of_an_unclear_pipeline_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(folder), "--world-size", "2"])
+    assert ended.value.code == 1
+    assert "a pipeline of several models: transformer (WanTransformer3DModel)" in capsys.readouterr().err

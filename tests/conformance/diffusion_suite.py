@@ -1,0 +1,165 @@
+"""One family of diffusers, from its small configuration to the comparison of every shard."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tests.conformance.checkpoints import randomise
+from tests.conformance.diffusion import FAMILIES, Family
+from tests.conformance.sharded import Reference, compare
+
+__all__ = ["DiffusionResult", "check_family", "family", "write_original"]
+
+_HALF = (torch.bfloat16, torch.float16)
+#: In FLUX.1's converter; the small model has the other one.
+_FLUX_WIDTH, _SMALL_WIDTH = 3072, 32
+
+
+@dataclass(frozen=True)
+class DiffusionResult:
+    """What came of a family, in float32 and in a half precision, in the original and in its own layout."""
+
+    family: Family
+    converter: str
+    dtypes: tuple[str, ...]
+    parameters: int
+    tensors: int
+    differences: tuple[str, ...]
+
+
+def family(key: str) -> Family:
+    """The family of that name."""
+    return next(one for one in FAMILIES if one.key == key)
+
+
+@functools.cache
+def check_family(key: str) -> DiffusionResult:
+    """Write the family's checkpoints, load them in shards and compare with what diffusers makes of them."""
+    one = family(key)
+    differences: list[str] = []
+    half = _HALF[sum(map(ord, key)) % len(_HALF)]
+    with small_converters(), tempfile.TemporaryDirectory() as folder:
+        for dtype in (torch.float32, half):
+            path = Path(folder) / str(dtype)
+            made = write_original(one, path / "original", dtype)
+            converter = explicit_converter(one, made)
+            expected = _reference(one, path, made, dtype)
+            file = path / "original" / "release.safetensors"
+            lines, tensors = compare(type(made), file, expected, made, converter)
+            differences += [f"original, {dtype}: {line}" for line in lines]
+            if not expected.missing:
+                lines, _ = compare(type(made), path / "own", expected, made)
+                differences += [f"own layout, {dtype}: {line}" for line in lines]
+        name = getattr(_converter(one), "__name__", "")
+    return DiffusionResult(
+        family=one,
+        converter="the identity" if name == "<lambda>" else f"`{name}`",
+        dtypes=("float32", str(half).removeprefix("torch.")),
+        parameters=sum(1 for _ in made.parameters()),
+        tensors=tensors,
+        differences=tuple(differences),
+    )
+
+
+def write_original(one: Family, path: Path, dtype: torch.dtype) -> Any:
+    """A random model, and its ``release.safetensors`` beside its diffusers configuration in ``path``.
+
+    With a prefix there is a tensor of another component in the file, too.
+    """
+    import diffusers
+
+    torch.manual_seed(3)
+    model = getattr(diffusers, one.kind).from_config(dict(one.config))
+    randomise(model)
+    state = {name: _cast(tensor, dtype) for name, tensor in model.state_dict().items()}
+    original = {one.prefix + name: t.contiguous() for name, t in one.original(state).items()}
+    if one.prefix:
+        original["text_encoders.of.another.component"] = torch.ones(7)
+    path.mkdir(parents=True)
+    save_file(original, path / "release.safetensors")
+    model.save_config(path)
+    return model.eval()
+
+
+def explicit_converter(one: Family, model: Any) -> Callable[[Any], Any] | None:
+    """What a user passes as ``converter=`` where diffusers registers none for the class."""
+    if not one.explicit:
+        return None
+    return functools.partial(_converter(one), config=dict(model.config))
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _converter(one: Family) -> Any:
+    from diffusers.loaders import single_file_model, single_file_utils
+
+    if one.explicit:
+        return getattr(single_file_utils, one.explicit)
+    return single_file_model.SINGLE_FILE_LOADABLE_CLASSES[one.kind]["checkpoint_mapping_fn"]
+
+
+def _reference(one: Family, path: Path, model: Any, dtype: torch.dtype) -> Reference:
+    """What diffusers makes of the original file.
+
+    In float32 by its own ``from_single_file``. In a lower precision that casts what the model keeps in
+    float32 as well; there the eagerly converted tensors are saved and read by ``from_pretrained``.
+    """
+    from safetensors.torch import load_file
+
+    file = path / "original" / "release.safetensors"
+    whole = {name: t for name, t in load_file(file).items() if name.startswith(one.prefix)}
+    converted = _converter(one)(config=dict(model.config), checkpoint=whole)
+    missing = sorted(model.state_dict().keys() - converted.keys())
+    own = path / "own"
+    model.save_config(own)
+    save_file(
+        {name: t.contiguous() for name, t in converted.items()}, own / "diffusion_pytorch_model.safetensors"
+    )
+    if dtype == torch.float32 and not one.explicit and hasattr(model, "from_single_file"):
+        loaded = type(model).from_single_file(str(file), config=str(path / "original"))
+    else:
+        loaded = type(model).from_pretrained(own, torch_dtype=dtype)
+    assert not any(parameter.is_meta for parameter in loaded.parameters())
+    return Reference(loaded, missing, [], [])
+
+
+@contextlib.contextmanager
+def small_converters() -> Iterator[None]:
+    """Inside, FLUX.1's registered converter is for the width of the small model: one constant of its code."""
+    from diffusers.loaders import single_file_model
+
+    entry = single_file_model.SINGLE_FILE_LOADABLE_CLASSES["FluxTransformer2DModel"]
+    function = entry["checkpoint_mapping_fn"]
+    constants = tuple(_SMALL_WIDTH if c == _FLUX_WIDTH else c for c in function.__code__.co_consts)
+    assert constants != function.__code__.co_consts, "the width is no constant of the converter any more"
+    small = types.FunctionType(function.__code__.replace(co_consts=constants), function.__globals__)
+    entry["checkpoint_mapping_fn"] = small
+    try:
+        yield
+    finally:
+        entry["checkpoint_mapping_fn"] = function
+
+
+def pipeline(path: Path, parts: dict[str, Any]) -> Path:
+    """A pipeline directory with the models ``parts`` by component name, in diffusers' own layout."""
+    index: dict[str, Any] = {"_class_name": "AnyPipeline", "_diffusers_version": "0.42.1"}
+    for name, model in parts.items():
+        model.save_pretrained(path / name)
+        index[name] = [type(model).__module__.partition(".")[0], type(model).__name__]
+    index["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
+    (path / "scheduler").mkdir(parents=True)
+    (path / "scheduler" / "scheduler_config.json").write_text("{}")
+    (path / "model_index.json").write_text(json.dumps(index))
+    return path

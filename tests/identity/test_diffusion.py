@@ -1,0 +1,125 @@
+"""Diffusers models on real ranks: an original file, a pipeline, a component, each as diffusers loads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from snapshots import Snapshot, differences
+from tests.conformance.diffusion_suite import family, pipeline, write_original
+
+import zerostart
+from ranks import run_ranks
+
+Sources = dict[str, tuple[Path, str | None, Path]]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    """By the name of the case: the source, the class to pass as ``model``, and the expected snapshot."""
+    root = tmp_path_factory.mktemp("diffusion")
+    wan = write_original(family("wan"), root / "wan", torch.float32)
+    qwen = write_original(family("qwen_image"), root / "qwen", torch.float32)
+    vae = write_original(family("wan_vae"), root / "vae", torch.float32)
+    whole = pipeline(root / "pipeline", {"transformer": wan, "vae": vae, "other": qwen})
+    file = root / "wan" / "release.safetensors"
+    expected = {
+        "original file": diffusers.WanTransformer3DModel.from_single_file(
+            str(file), config=str(root / "wan")
+        ),
+        "pipeline": diffusers.AutoencoderKLWan.from_pretrained(str(whole / "vae")),
+        "component": diffusers.QwenImageTransformer2DModel.from_pretrained(str(whole / "other")),
+    }
+    given = {
+        "original file": (file, "WanTransformer3DModel"),
+        "pipeline": (whole, "AutoencoderKLWan"),
+        "component": (whole / "other", None),
+    }
+    for case, model in expected.items():
+        torch.save(Snapshot.of(model), root / f"{case}.pt")
+    return {case: (*given[case], root / f"{case}.pt") for case in given}
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_equals_diffusers_load(engine: str, sources: Sources, deepspeed_op: None) -> None:
+    for lines in run_ranks(load_on_rank, 2, engine, sources):
+        assert not lines, "\n".join(lines)
+
+
+def load_on_rank(engine: str, sources: Sources) -> list[str]:
+    lines = []
+    for case, (source, kind, reference) in sources.items():
+        model = zerostart.load(source, kind and getattr(diffusers, kind), engine=engine, progress=False)
+        expected = torch.load(reference, weights_only=False)
+        lines += [f"{case}: {line}" for line in differences(model, expected, engine)]
+    return lines
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_dtype_means_what_it_means_to_from_pretrained(dtype: torch.dtype, sources: Sources) -> None:
+    """Wan keeps its time embedder and modulation in float32."""
+    source = sources["pipeline"][0] / "transformer"
+    expected = diffusers.WanTransformer3DModel.from_pretrained(str(source), torch_dtype=dtype)
+    (kinds,) = {frozenset(p.dtype for p in expected.parameters())}
+    assert kinds == {dtype, torch.float32}
+    model = zerostart.load(source, engine="fsdp2", dtype=dtype, progress=False)
+    assert not differences(model, Snapshot.of(expected), "fsdp2")
+
+
+def test_a_variant_is_found(sources: Sources, tmp_path: Path) -> None:
+    """``save_pretrained(variant=...)`` puts its name into those of the files and of the index."""
+    source = sources["pipeline"][0] / "transformer"
+    model = diffusers.WanTransformer3DModel.from_pretrained(source, torch_dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "one", variant="bf16")
+    model.save_pretrained(tmp_path / "many", variant="bf16", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    for folder in ("one", "many"):
+        expected = diffusers.WanTransformer3DModel.from_pretrained(
+            str(tmp_path / folder), variant="bf16", torch_dtype=torch.bfloat16
+        )
+        loaded = zerostart.load(tmp_path / folder, engine="fsdp2", progress=False)
+        assert not differences(loaded, Snapshot.of(expected), "fsdp2")
+
+
+def test_names_of_an_old_release(tmp_path: Path) -> None:
+    """diffusers renames the attention of VAEs that were saved before its blocks were called so."""
+    from safetensors.torch import load_file, save_file
+
+    model = write_original(family("flux_vae"), tmp_path / "made", torch.float32)
+    model.save_pretrained(tmp_path / "old")
+    file = tmp_path / "old" / "diffusion_pytorch_model.safetensors"
+    state = load_file(file)
+    for new, old in (("to_q", "query"), ("to_k", "key"), ("to_v", "value"), ("to_out.0", "proj_attn")):
+        state = {name.replace(f"attentions.0.{new}.", f"attentions.0.{old}."): t for name, t in state.items()}
+    save_file(state, file)
+    expected = diffusers.AutoencoderKL.from_pretrained(str(tmp_path / "old"))
+    loaded = zerostart.load(tmp_path / "old", engine="fsdp2", progress=False)
+    assert not differences(loaded, Snapshot.of(expected), "fsdp2")
+    assert len(zerostart.report(loaded).converted) == 16
+
+
+def test_an_explicit_converter_wins(sources: Sources) -> None:
+    source = sources["original file"][0]
+    seen = []
+
+    def mine(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
+        seen.extend(state)
+        state.pop("text_encoders.of.another.component")
+        return convert_wan_transformer_to_diffusers(state)
+
+    config = json.loads((source.parent / "config.json").read_text())
+    model = zerostart.load(
+        source,
+        model=lambda: diffusers.WanTransformer3DModel.from_config(config),
+        engine="fsdp2",
+        converter=mine,
+        progress=False,
+    )
+    assert seen
+    assert zerostart.report(model).ignored == ()
+    assert not differences(model, torch.load(sources["original file"][2], weights_only=False), "fsdp2")

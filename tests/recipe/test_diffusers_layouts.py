@@ -1,0 +1,167 @@
+"""Which layout a checkpoint of a diffusers model is in, and what of the file belongs to the model."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.conformance.diffusion_layouts import flux
+from tests.conformance.diffusion_suite import family, write_original
+
+import zerostart
+from zerostart.errors import ConversionError, CoverageError
+
+State = dict[str, torch.Tensor]
+
+
+def released(key: str, path: Path, edit: Callable[[State], None]) -> tuple[Path, type]:
+    """The family's original file with its tensors edited, and its class."""
+    model = write_original(family(key), path, torch.float32)
+    file = path / "release.safetensors"
+    state = load_file(file)
+    edit(state)
+    save_file(state, file)
+    return file, type(model)
+
+
+def own(key: str, path: Path, edit: Callable[[State], None]) -> Path:
+    """A directory in diffusers' own layout with its tensors edited."""
+    model = write_original(family(key), path / "original", torch.float32)
+    model.save_pretrained(path / "own")
+    file = path / "own" / "diffusion_pytorch_model.safetensors"
+    state = load_file(file)
+    edit(state)
+    save_file(state, file)
+    return path / "own"
+
+
+def misspell(state: State) -> None:
+    state["blocks.0.attn1.to_qq.weight"] = state.pop("blocks.0.attn1.to_q.weight")
+
+
+def test_own_layout_that_lacks_a_tensor_is_not_converted(tmp_path: Path) -> None:
+    """Wan's converter exchanges norm2 and norm3: on the model's own names that would be wrong."""
+    source = own("wan", tmp_path, misspell)
+    with pytest.raises(CoverageError) as raised:
+        zerostart.load(source, engine="fsdp2", progress=False)
+    assert raised.value.missing == ("blocks.0.attn1.to_q.weight",)
+    assert raised.value.unexpected == ("blocks.0.attn1.to_qq.weight",)
+    model = zerostart.load(source, engine="fsdp2", strict=False, progress=False)
+    assert zerostart.report(model).converted == ()
+    stored = load_file(source / "diffusion_pytorch_model.safetensors")
+    for name, tensor in zerostart.full_tensors(model):
+        if name in stored:
+            assert torch.equal(tensor, stored[name]), name
+
+
+def test_own_layout_with_a_tensor_too_many_is_not_converted(tmp_path: Path) -> None:
+    source = own("wan", tmp_path, lambda state: state.update(extra=torch.ones(3)))
+    with pytest.raises(CoverageError) as raised:
+        zerostart.load(source, engine="fsdp2", progress=False)
+    assert raised.value.unexpected == ("extra",)
+    assert raised.value.missing == ()
+
+
+def test_names_that_the_model_ignores_are_not_unexpected(tmp_path: Path) -> None:
+    name = "blocks.0.attn2.norm_added_q.weight"
+    source = own("wan", tmp_path, lambda state: state.update({name: torch.ones(3)}))
+    model = zerostart.load(source, engine="fsdp2", progress=False)
+    assert zerostart.report(model).ignored == (name,)
+
+
+def test_original_layout_that_lacks_a_tensor_names_it(tmp_path: Path) -> None:
+    prefix = "model.diffusion_model."
+    file, kind = released(
+        "wan", tmp_path / "a", lambda state: state.pop(prefix + "blocks.1.self_attn.q.weight")
+    )
+    with pytest.raises(CoverageError) as raised:
+        zerostart.load(file, model=kind, engine="fsdp2", progress=False)
+    assert raised.value.missing == ("blocks.1.attn1.to_q.weight",)
+    # FLUX.1's converter looks up every key; what it misses is all that it says.
+    file, kind = released("flux", tmp_path / "b", lambda state: state.pop(prefix + "txt_in.weight"))
+    with pytest.raises(
+        ConversionError, match=r"0 of the 112 tensors of FluxTransformer2DModel.*txt_in\.weight"
+    ):
+        zerostart.load(file, model=kind, engine="fsdp2", progress=False)
+
+
+def test_another_model_s_file_is_told_by_its_names(tmp_path: Path) -> None:
+    write_original(family("z_image"), tmp_path / "z", torch.float32)
+    write_original(family("wan"), tmp_path / "wan", torch.float32)
+    (tmp_path / "z" / "config.json").write_text((tmp_path / "wan" / "config.json").read_text())
+    with pytest.raises(CoverageError, match=r"does not match WanTransformer3DModel(.|\n)*missing \(69\)"):
+        zerostart.load(tmp_path / "z" / "release.safetensors", engine="fsdp2", progress=False)
+
+
+@pytest.mark.parametrize("key", ["qwen_image", "flux2", "krea2"])
+def test_a_prefix_that_the_converter_does_not_know(key: str, tmp_path: Path) -> None:
+    def add(state: State) -> None:
+        for name in list(state):
+            state["model.diffusion_model." + name.removeprefix("model.diffusion_model.")] = state.pop(name)
+
+    file, kind = released(key, tmp_path / key, add)
+    state = load_file(file)
+    state["vae.decoder.weight"] = torch.ones(5)
+    save_file({name: t for name, t in state.items() if "another.component" not in name}, file)
+    model = zerostart.load(file, model=kind, engine="fsdp2", progress=False)
+    assert zerostart.report(model).ignored == ("vae.decoder.weight",)
+    assert zerostart.report(model).missing == ()
+
+
+def test_of_several_components_only_the_wanted_one_is_read(tmp_path: Path) -> None:
+    """Transformer, VAE and audio VAE of one model in one file, as LTX-2 is released."""
+    state: State = {"text_encoder.embedding": torch.zeros(100_000)}
+    sizes = {}
+    for key in ("ltx2", "ltx2_vae", "ltx2_audio_vae"):
+        write_original(family(key), tmp_path / key, torch.float32)
+        part = load_file(tmp_path / key / "release.safetensors")
+        part.pop("text_encoders.of.another.component")
+        state |= part
+        sizes[key] = sum(t.nbytes for t in part.values())
+    for key, size in sizes.items():
+        file = tmp_path / key / "release.safetensors"
+        save_file(state, file)
+        plan = zerostart.plan(file, world_size=2, model=getattr(diffusers, family(key).kind))
+        assert (plan.missing, plan.unexpected) == ((), ())
+        # Besides, a rank reads small gaps, and buffers whole.
+        assert sum(rank.read_bytes for rank in plan.ranks) <= 1.05 * size + 512 * sum(
+            rank.read_ops for rank in plan.ranks
+        )
+
+
+def test_flux_at_its_true_width(tmp_path: Path) -> None:
+    """The registered converter as it is, on a sparse file of one double and one single block."""
+    config = {"num_layers": 1, "num_single_layers": 1, "guidance_embeds": True}
+    with torch.device("meta"):
+        model = diffusers.FluxTransformer2DModel(**config)
+    file = tmp_path / "flux1.safetensors"
+    size = _sparse(file, flux(dict(model.state_dict())))
+    model.save_config(tmp_path)
+    plan = zerostart.plan(file, world_size=3, model=diffusers.FluxTransformer2DModel)
+    assert (plan.missing, plan.unexpected) == ((), ())
+    assert size == plan.checkpoint_bytes > 900_000_000
+    assert sum(rank.read_bytes for rank in plan.ranks) <= 1.05 * size
+    assert all(rank.read_bytes <= 1.05 * size / 3 for rank in plan.ranks)
+
+
+def _sparse(file: Path, state: State) -> int:
+    """A safetensors file of bf16 zeros that takes no room; returns the bytes of its tensors."""
+    header, at = {}, 0
+    for name, tensor in state.items():
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + 2 * tensor.numel()],
+        }
+        at += 2 * tensor.numel()
+    text = json.dumps(header).encode()
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        out.truncate(8 + len(text) + at)
+    return at
