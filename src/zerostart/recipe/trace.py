@@ -17,7 +17,6 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.errors import ConversionError
 from zerostart.recipe import diffusers
 from zerostart.recipe import transformers as hf
-from zerostart.recipe.computed import Computed
 from zerostart.recipe.coverage import Coverage
 from zerostart.recipe.dtypes import torch_dtype
 from zerostart.recipe.operators import cast
@@ -126,16 +125,16 @@ def _assemble(
         else:
             if target.as_stored and tensor.dtype.is_floating_point:
                 target = replace(target, dtype=tensor.dtype)
-            changed = name in converted and not _as_stored(tensor)
+            changed = name in converted and not _as_stored(name, tensor)
             by_name[name] = Recipe(target, cast(tensor, target.dtype).pieces, changed)
     coverage = Coverage(tuple(missing), tuple(unexpected), mismatched, ignored)
     return Recipes(by_name, coverage, conversions)
 
 
-def _as_stored(tensor: SymbolicTensor) -> bool:
-    """Whether the tensor is a checkpoint tensor in row-major order, whole and unchanged."""
+def _as_stored(name: str, tensor: SymbolicTensor) -> bool:
+    """Whether the tensor is the checkpoint tensor ``name`` in row-major order, whole and unchanged."""
     if len(tensor.pieces) != 1:
         return False
     (piece,) = tensor.pieces
     source = piece.source[0]
-    return not isinstance(source, Computed) and geometry.whole(source, tuple(tensor.shape)) == (piece,)
+    return source == name and geometry.whole(source, tuple(tensor.shape)) == (piece,)
