@@ -31,6 +31,7 @@ NOT_BACK = (
     "Tipsv2DptForNormalEstimation",
     "Tipsv2DptForSemanticSegmentation",
     "colqwen2",
+    "jev",
     "tipsv2_dpt",
 )
 
