@@ -56,9 +56,9 @@ def load(
 
     Args:
         source: a directory, a ``.safetensors`` file, a file of ``torch.save`` (weights are read as data, no
-            code in it is run), a hub id in the local cache, or a mapping of name to tensor. A mapping needs
-            ``model``, and is held by every rank or, with the others passing None, by one; it must not change
-            during the load.
+            code in it is run), a hub id in the local cache, or a mapping of name to tensor. Of a diffusers
+            pipeline it is the component of the class of ``model``. A mapping needs ``model``, and is held by
+            every rank or, with the others passing None, by one; it must not change during the load.
         model: a module on the meta device, a class, or a callable that builds one; without it, the class that
             the checkpoint's configuration names.
         engine: ``"deepspeed"`` or ``"fsdp2"``.
@@ -69,8 +69,8 @@ def load(
         tensor_parallel: 1.
         dtype: floating dtype of the model; None keeps the checkpoint's own (its configuration's, else the
             stored one), or the one that ``engine_config`` asks for.
-        converter: None for the conversions registered for the model, a callable from state dict to state
-            dict that only moves elements, or a list of transformers conversions.
+        converter: None for the conversions that transformers or diffusers registers for the model, a callable
+            from state dict to state dict, or a list of transformers conversions.
         memory_limit: most bytes of staging buffers on this rank.
         chunk_size: most bytes of one read.
         strict: raise on missing, unexpected and mismatched tensors before weights are read; if False,
