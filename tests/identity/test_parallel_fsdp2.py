@@ -67,7 +67,7 @@ def train(path: Path, accumulation: int, options: dict[str, int]) -> Trace:
 
 def whole(gradient: torch.Tensor | None) -> torch.Tensor:
     assert gradient is not None
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
 
 
 def clip(model: nn.Module) -> float:
@@ -109,3 +109,14 @@ def look(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], 
     local = {n: p.to_local().detach() for n, p in model.named_parameters() if ".experts." in n}
     gathered = {n: t for n, t in zerostart.full_tensors(model, rank=None) if t is not None}
     return local, gathered, zerostart.report(model).read_bytes
+
+
+@pytest.mark.parametrize(
+    ("world", "accumulation"), [(2, 1), (2, 2), (4, 1)], ids=["tp2", "tp2-acc", "tp2xdp2"]
+)
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_tensors_train_as_in_one_process(kind: str, world: int, accumulation: int, folder: Path) -> None:
+    path = checkpoint(kind, folder)
+    wanted = run_ranks(alone, 1, path)[0]
+    for found in run_ranks(train, world, path, accumulation, {"tensor_parallel": 2}):
+        assert differences(found, wanted) == []

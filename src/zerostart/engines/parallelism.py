@@ -98,12 +98,28 @@ def _tensors(
             f"tensor_parallel={size}, but {kind} declares no tensor-parallel plan; use tensor_parallel=1, or "
             "give one as engine_config={'tp_plan': {'model.layers.*.self_attn.q_proj': 'colwise', ...}}"
         )
+    _check_heads(model, size, plan)
     for name, cut in plan.cuts.items():
         try:
             cut.section(shapes[name], 0, size)
         except (ValueError, IndexError) as error:
             raise ConfigError(f"the tensor-parallel plan does not fit {name}: {error}") from error
     return plan
+
+
+def _check_heads(model: nn.Module, size: int, plan: ParallelPlan) -> None:
+    """Heads are not cut in two: attention looks at what is local as whole heads."""
+    if not any("attn" in name or "attention" in name for name in plan.cuts):
+        return
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text, key, None)
+        if isinstance(heads, int) and heads % size:
+            raise ConfigError(
+                f"tensor_parallel={size} does not divide the {heads} of {key} in {type(model).__name__}; "
+                f"use tensor_parallel={max(n for n in range(1, size) if heads % n == 0)}"
+            )
 
 
 def _modules(model: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""FSDP2 shards where a mesh cuts experts: DTensors over the experts' mesh, sharded over their owners.
+"""FSDP2 shards where a mesh cuts experts or tensors: DTensors over that mesh, sharded over their owners.
 
 Experts are units of their own. Their gradients are sums over the batches of all ranks, since tokens come from
 everywhere, while their owners are fewer: so the sum is divided by the number of batches, and not of owners.
@@ -11,20 +11,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from zerostart.engines.exchange import exchange_tokens
 from zerostart.engines.fsdp2.engine import OPTIONS, blocks_of
 from zerostart.engines.fsdp2.layouts import expert_dimension
+from zerostart.engines.fsdp2.tensors import cut_tensors, distributed
 from zerostart.engines.placement import parallel_layout
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Layout, Parallelism
 from zerostart.transfer import Arena
 from zerostart.upstream.torch import adopt_local_tensors, hide_padding
+from zerostart.upstream.transformers_tensor import require as require_styles
 from zerostart.world import World, default_device
 
 __all__ = ["FSDP2ParallelShards", "parallel_shards"]
@@ -52,12 +54,16 @@ class FSDP2ParallelShards:
             )
         if "CPU" in type(options.get("offload_policy")).__name__:
             raise EngineError("FSDP2 with CPU offload is not available here; remove offload_policy")
+        if parallelism.mesh.tensor_parallel > 1:
+            require_styles()
         self._options = options
         self._parallelism = parallelism
         self._rank = world.rank
         self.device = default_device()
         mesh = parallelism.mesh
-        self._dense = init_device_mesh(self.device.type, (mesh.world_size,), mesh_dim_names=("data",))
+        sizes = (mesh.world_size // mesh.tensor_parallel, mesh.tensor_parallel)
+        dense = init_device_mesh(self.device.type, sizes, mesh_dim_names=("data", "tensor"))
+        self._dense, self._tensors = dense["data"], dense["tensor"]
         owners = mesh.world_size // mesh.expert_parallel
         self._experts = init_device_mesh(
             self.device.type, (owners, mesh.expert_parallel), mesh_dim_names=("expert_data", "expert")
@@ -66,6 +72,8 @@ class FSDP2ParallelShards:
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Cut the experts, wrap them, the model's blocks and then its root; give local shards storage."""
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        if self._tensors.size() > 1:
+            cut_tensors(model, self._parallelism, self._tensors)
         for module, own in _expert_modules(model, self._parallelism).items():
             self._wrap_experts(module, own)
         for block in blocks_of(model, self._wrap):
@@ -89,7 +97,7 @@ class FSDP2ParallelShards:
             sections = [self._parallelism.section(name, shape, r) for r in range(expert.size())]
             counts = [section.shape[0] for section in sections]
             local = torch.empty(sections[expert.get_local_rank()].shape, dtype=old.dtype, device="meta")
-            module._parameters[leaf] = _distributed(old, local, expert, [ShardPlacement(0)])
+            module._parameters[leaf] = distributed(old, local, expert, [ShardPlacement(0)])
         exchange_tokens(module, expert.get_group(), counts)
         fully_shard(module, mesh=owners, shard_placement_fn=_placement_over(owners.size()), **self._options)
         unit: Any = module
@@ -131,17 +139,7 @@ class FSDP2ParallelShards:
         owners = self._parallelism.owners(name, self._rank)[1]
         dim = expert_dimension(section, owners) if self._parallelism.is_expert(name) else 0
         chunk = (*section[:dim], -(-section[dim] // owners), *section[dim + 1 :])
-        return _distributed(old, storage.view(chunk), data.device_mesh, data.placements)
-
-
-def _distributed(
-    old: nn.Parameter, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
-) -> nn.Parameter:
-    """A parameter like ``old`` whose local tensor is ``local``."""
-    data = DTensor.from_local(local, mesh, placements, run_check=False, shape=old.shape, stride=old.stride())
-    new = nn.Parameter(data, requires_grad=old.requires_grad)
-    new.__dict__.update({k: v for k, v in old.__dict__.items() if not k.startswith("_local")})
-    return new
+        return distributed(old, storage.view(chunk), data.device_mesh, data.placements)
 
 
 def _placement_over(owners: int) -> Any:
