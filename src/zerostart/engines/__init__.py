@@ -81,6 +81,10 @@ def make_engine(
         from zerostart.engines.fsdp2.parallel import FSDP2ParallelShards
 
         return FSDP2ParallelShards(world, engine_config, parallelism)
+    if parallelism.mesh.parallel:
+        from zerostart.engines.deepspeed.experts import DeepSpeedExpertShards
+
+        return DeepSpeedExpertShards(world, dtype, engine_config, parallelism)
     if engine == "deepspeed":
         from zerostart.engines.deepspeed.engine import DeepSpeedShards
 
@@ -120,6 +124,10 @@ def local_shards(
         from zerostart.engines.fsdp2.parallel import parallel_shards
 
         return parallel_shards(model, parallelism, rank)
+    if parallelism.mesh.parallel:
+        from zerostart.engines.deepspeed.experts import expert_shards
+
+        return expert_shards(model, parallelism, rank)
     from zerostart.engines.deepspeed.engine import current_shards as deepspeed_shards
     from zerostart.engines.fsdp2.engine import current_shards as fsdp2_shards
 

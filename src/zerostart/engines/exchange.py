@@ -19,7 +19,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["exchange_tokens"]
+from zerostart.layout import Parallelism
+
+__all__ = ["exchange_tokens", "expert_modules"]
+
+
+def expert_modules(model: nn.Module, parallelism: Parallelism) -> dict[nn.Module, dict[str, str]]:
+    """The modules that hold experts, with their cut parameters' names there and in the model."""
+    found: dict[nn.Module, dict[str, str]] = {}
+    for prefix, module in model.named_modules():
+        own = {
+            leaf: name
+            for leaf in module._parameters
+            if parallelism.is_expert(name := f"{prefix}.{leaf}" if prefix else leaf)
+        }
+        if own:
+            found[module] = own
+    return found
 
 
 def exchange_tokens(experts: nn.Module, group: dist.ProcessGroup, counts: Sequence[int]) -> None:

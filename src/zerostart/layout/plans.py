@@ -161,6 +161,10 @@ class Parallelism:
         cut = self.tensors.cuts.get(name)
         return cut.section(shape, *self.mesh.tensor(rank)) if cut is not None else entire(shape)
 
+    def expert_sections(self, name: str) -> list[Section]:
+        """What each rank of an expert-parallel group gets of the experts' parameter ``name``."""
+        return [self.section(name, self.shapes[name], r) for r in range(self.mesh.expert_parallel)]
+
     def owners(self, name: str, rank: int) -> tuple[int, int]:
         """Rank and size of ``rank`` among those that hold the same section of ``name``."""
         return self.mesh.expert_data(rank) if name in self.experts.cuts else self.mesh.data(rank)

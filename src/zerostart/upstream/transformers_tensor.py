@@ -2,7 +2,7 @@
 
 Used of it: the registry ``ALL_PARALLEL_STYLES`` of ``transformers.distributed.parallel_utils`` and each
 style's ``install_forward(module, mesh)``, which replaces ``module.forward``; ``mla_kv_a_proj`` looks for
-``module.config``. Releases before the registry moved there run their styles by other means, which zerostart does not know.
+``module.config``. Releases before the registry moved there run their styles by means unknown to zerostart.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _styles() -> Any:
             styles = None
     if styles is None:
         raise UnsupportedVersionError(
-            "tensor_parallel needs a transformers whose tensor-parallel styles zerostart knows, such as 5.23; "
+            "tensor_parallel needs a transformers whose styles zerostart knows, such as 5.23; "
             f"{transformers.__version__} is installed"
         )
     return styles

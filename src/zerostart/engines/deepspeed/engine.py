@@ -62,7 +62,7 @@ class DeepSpeedShards:
         arena = Arena(self.device)
         placed: list[tuple[str, Layout, int]] = []
         for name in names:
-            layout = parameter_layout(parameters[name].shape, self._world.rank, self._world.size)
+            layout = self._layout(name, parameters[name])
             placed.append((name, layout, arena.reserve(layout.numel, parameters[name].dtype)))
         new: dict[int, nn.Parameter] = {}
         shards = []
@@ -73,6 +73,10 @@ class DeepSpeedShards:
             shards.append(Shard(name, layout, partition))
         replace_everywhere(model, new)
         return shards
+
+    def _layout(self, name: str, parameter: nn.Parameter) -> Layout:
+        """What this rank holds of the parameter ``name`` of the unsharded model."""
+        return parameter_layout(parameter.shape, self._world.rank, self._world.size)
 
     def finish(self, model: nn.Module) -> None:
         """Nothing is left to do: a partition is in place as soon as it is filled."""

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from zerostart.engines.exchange import exchange_tokens
+from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.fsdp2.engine import OPTIONS, blocks_of
 from zerostart.engines.fsdp2.layouts import expert_dimension
 from zerostart.engines.fsdp2.tensors import cut_tensors, distributed
@@ -74,7 +74,7 @@ class FSDP2ParallelShards:
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         if self._tensors.size() > 1:
             cut_tensors(model, self._parallelism, self._tensors)
-        for module, own in _expert_modules(model, self._parallelism).items():
+        for module, own in expert_modules(model, self._parallelism).items():
             self._wrap_experts(module, own)
         for block in blocks_of(model, self._wrap):
             if not isinstance(block, FSDPModule):
@@ -93,8 +93,7 @@ class FSDP2ParallelShards:
         for leaf, name in names.items():
             old = module._parameters[leaf]
             assert old is not None, "a cut names a parameter that is there"
-            shape = tuple(old.shape)
-            sections = [self._parallelism.section(name, shape, r) for r in range(expert.size())]
+            sections = self._parallelism.expert_sections(name)
             counts = [section.shape[0] for section in sections]
             local = torch.empty(sections[expert.get_local_rank()].shape, dtype=old.dtype, device="meta")
             module._parameters[leaf] = distributed(old, local, expert, [ShardPlacement(0)])
@@ -148,20 +147,6 @@ def _placement_over(owners: int) -> Any:
         return ShardPlacement(expert_dimension(tuple(local.shape), owners))
 
     return place
-
-
-def _expert_modules(model: nn.Module, parallelism: Parallelism) -> dict[nn.Module, dict[str, str]]:
-    """The modules that hold experts, with their cut parameters' names there and in the model."""
-    found: dict[nn.Module, dict[str, str]] = {}
-    for prefix, module in model.named_modules():
-        own = {
-            leaf: name
-            for leaf in module._parameters
-            if parallelism.is_expert(name := f"{prefix}.{leaf}" if prefix else leaf)
-        }
-        if own:
-            found[module] = own
-    return found
 
 
 def parallel_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:

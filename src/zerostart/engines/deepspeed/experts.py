@@ -1,0 +1,70 @@
+"""ZeRO-3 partitions where experts live on several ranks: each expert partitioned among its owners alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.engines.deepspeed.engine import DeepSpeedShards, current_shards
+from zerostart.engines.exchange import exchange_tokens, expert_modules
+from zerostart.engines.placement import parallel_layout
+from zerostart.engines.shard import Shard
+from zerostart.layout import Layout, Parallelism
+from zerostart.upstream.deepspeed_experts import ExpertGroups, mark_expert
+from zerostart.world import World
+
+__all__ = ["DeepSpeedExpertShards", "expert_shards"]
+
+
+class DeepSpeedExpertShards(DeepSpeedShards):
+    """Makes ZeRO-3 partitions, of experts over their owners and of the rest over the whole world."""
+
+    def __init__(
+        self,
+        world: World,
+        dtype: torch.dtype | None,
+        engine_config: Mapping[str, Any] | None,
+        parallelism: Parallelism,
+    ) -> None:
+        super().__init__(world, dtype, engine_config)
+        self._parallelism = parallelism
+        self._groups = ExpertGroups(parallelism.mesh.expert_parallel)
+
+    def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
+        """Cut the experts and make them serve all ranks' tokens; then partition everything."""
+        for module, own in expert_modules(model, self._parallelism).items():
+            counts: list[int] = []
+            for leaf, name in own.items():
+                sections = self._parallelism.expert_sections(name)
+                counts = [section.shape[0] for section in sections]
+                here = sections[self._parallelism.mesh.expert(self._world.rank)[0]]
+                module._parameters[leaf] = self._local(module._parameters[leaf], here.shape)
+            exchange_tokens(module, self._groups.experts, counts)
+        return super().shard(model, names)
+
+    def _local(self, old: nn.Parameter | None, shape: tuple[int, ...]) -> nn.Parameter:
+        assert old is not None, "a cut names a parameter that is there"
+        data = torch.empty(shape, dtype=old.dtype, device="meta")
+        new = nn.Parameter(data, requires_grad=old.requires_grad)
+        new.__dict__.update(old.__dict__)
+        mark_expert(new, self._groups)
+        return new
+
+    def _layout(self, name: str, parameter: nn.Parameter) -> Layout:
+        shape = self._parallelism.shapes[name]
+        return parallel_layout("deepspeed", self._parallelism, name, shape, self._world.rank)
+
+
+def expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
+    """The ZeRO-3 partitions of ``model`` as they are now, with layouts of the unsharded parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    aliases = {alias: names[id(p)] for alias, p in model.named_parameters(remove_duplicate=False)}
+    found = {}
+    for alias, shard in current_shards(model).items():
+        name = aliases[alias]  # A tied parameter lies as its first name says.
+        layout = parallel_layout("deepspeed", parallelism, name, parallelism.shapes[name], rank)
+        found[alias] = Shard(name, layout, shard.storage)
+    return found
