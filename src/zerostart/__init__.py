@@ -64,9 +64,12 @@ def load(
         engine: ``"deepspeed"`` or ``"fsdp2"``.
         zero_stage: 3.
         engine_config: for DeepSpeed its configuration; for FSDP2 keyword arguments of ``fully_shard``
-            (``mesh``, ``reshard_after_forward``, ``mp_policy``) and ``wrap``, class names of the units.
-        expert_parallel: 1.
-        tensor_parallel: 1.
+            (``mesh``, ``reshard_after_forward``, ``mp_policy``), ``wrap``, class names of the units, and
+            ``ep_plan`` and ``tp_plan`` in the place of the plans that the model declares.
+        expert_parallel: ranks that share the experts of a mixture: each holds its own alone, and tokens
+            travel to them. Divides the number of ranks; 1 or more, with ``tensor_parallel=1``.
+        tensor_parallel: ranks that share tensors and see one batch, by the model's tensor-parallel plan;
+            FSDP2 only. Divides the number of ranks; 1 or more, with ``expert_parallel=1``.
         dtype: floating dtype of the model; None keeps the checkpoint's own (its configuration's, else the
             stored one), or the one that ``engine_config`` asks for.
         converter: None for the conversions that transformers or diffusers registers for the model, a callable
