@@ -1,0 +1,45 @@
+"""Fails when upstream moves: plans that transformers declares, its styles, and DeepSpeed's groups of experts."""
+
+from __future__ import annotations
+
+import torch
+
+from ranks import run_ranks
+from zerostart.layout.plans import EXPERT_STYLES, TENSOR_STYLES
+from zerostart.upstream import transformers as hf
+from zerostart.upstream.transformers_tensor import require
+
+
+def test_transformers_tensor_parallel_styles() -> None:
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    require()
+    assert set(ALL_PARALLEL_STYLES) == {*TENSOR_STYLES, *EXPERT_STYLES}
+
+
+def test_transformers_declares_plans_on_models() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", num_hidden_layers=1))
+    experts = hf.parallel_rules(model, "ep")
+    assert experts["model.layers.*.mlp.experts.gate_up_proj"] == "grouped_gemm"
+    assert hf.parallel_rules(model, "tp")["lm_head"] == "colwise_gather_output"
+
+
+def test_deepspeed_groups_of_experts(deepspeed_op: None) -> None:
+    found = run_ranks(expert_groups, 4)
+    assert found == [((0, 1), (0, 2)), ((0, 1), (1, 3)), ((2, 3), (0, 2)), ((2, 3), (1, 3))]
+
+
+def expert_groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ranks of this rank's expert group, and of its owners, in a world of 4 with 2 that share experts."""
+    import deepspeed
+    from torch.distributed import get_process_group_ranks as ranks_of
+
+    from zerostart.upstream.deepspeed_experts import ExpertGroups
+
+    deepspeed.init_distributed("gloo", dist_init_required=False)
+    groups = ExpertGroups(2)
+    assert ExpertGroups(2).experts is groups.experts  # Made once.
+    return tuple(ranks_of(groups.experts)), tuple(ranks_of(groups.owners))
