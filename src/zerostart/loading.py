@@ -111,7 +111,6 @@ def _load(request: Request, clock: Clock) -> nn.Module:
     with world.phase("arguments"):
         request.check()
         mesh = request.mesh(world.size)
-        engines.check_loading(request.engine, mesh)
     with PeakMeter(default_device()) as meter:
         with clock.phase("plan"):
             catalog = open_source(request.source, world, request.model)

@@ -1,4 +1,4 @@
-"""Meshes that can be planned for and not loaded for are refused on every rank, and never loaded otherwise."""
+"""Meshes that an engine or a model cannot serve are refused on every rank, and never loaded otherwise."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ranks import run_ranks
 from tiny import TinyCheckpoints
 
 CASES = [
-    ("deepspeed", {"expert_parallel": 2}, "expert_parallel=2"),
-    ("deepspeed", {"tensor_parallel": 2}, "tensor_parallel=2"),
-    ("fsdp2", {"tensor_parallel": 2}, "tensor_parallel=2"),
+    ("deepspeed", {"expert_parallel": 3}, "expert_parallel=3 does not divide the 2 ranks"),
+    ("deepspeed", {"tensor_parallel": 2}, "tensor_parallel=2 is not available on deepspeed"),
+    ("fsdp2", {"tensor_parallel": 2}, "does not divide the 3 of num_attention_heads"),
+    ("fsdp2", {"expert_parallel": 2, "tensor_parallel": 2}, "expert_parallel=2 with tensor_parallel=2"),
 ]
 
 

@@ -87,7 +87,7 @@ def test_one_rank_alone_has_the_same_plan(checkpoints: TinyCheckpoints, options:
         ("mixtral", {"expert_parallel": 4}, "ranks without any of the 3 experts .* use expert_parallel=2"),
         ("minilm", {"tensor_parallel": 2, "engine": "fsdp2"}, "declares no tensor-parallel plan"),
         ("qwen3", {"tensor_parallel": 2}, "not available on deepspeed in this version; use engine='fsdp2'"),
-        ("mixtral", {"expert_parallel": 2, "tensor_parallel": 2, "engine": "fsdp2"}, "set one of them to 1"),
+        ("mixtral", {"expert_parallel": 2, "tensor_parallel": 2, "engine": "fsdp2"}, "use 1 for one of them"),
         ("mixtral", {"expert_parallel": 0}, "must be at least 1"),
         ("mixtral", {"rank": 4}, "rank=4 is not one of the 4 ranks"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerostart.engines.parallelism import check_loading, check_sizes, resolve
+from zerostart.engines.parallelism import check_sizes, resolve
 from zerostart.engines.placement import parallel_layout
 from zerostart.engines.shard import Engine, Shard
 from zerostart.errors import ConfigError
@@ -20,7 +20,6 @@ __all__ = [
     "Engine",
     "Shard",
     "check_choice",
-    "check_loading",
     "check_sizes",
     "computing_dtype",
     "local_shards",

@@ -11,7 +11,7 @@ from zerostart.errors import ConfigError
 from zerostart.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
 from zerostart.upstream.transformers import parallel_rules
 
-__all__ = ["check_loading", "check_sizes", "resolve"]
+__all__ = ["check_sizes", "resolve"]
 
 
 def check_sizes(engine: str, mesh: Mesh) -> None:
@@ -20,20 +20,6 @@ def check_sizes(engine: str, mesh: Mesh) -> None:
         raise ConfigError(
             f"tensor_parallel={mesh.tensor_parallel} is not available on deepspeed in this version; "
             "use engine='fsdp2', or tensor_parallel=1"
-        )
-
-
-def check_loading(engine: str, mesh: Mesh) -> None:
-    """Raise ConfigError for a mesh that can be planned for, but not yet loaded for."""
-    if mesh.tensor_parallel > 1:
-        raise ConfigError(
-            f"tensor_parallel={mesh.tensor_parallel} can be planned but not loaded in this version; "
-            "use tensor_parallel=1"
-        )
-    if engine == "deepspeed" and mesh.expert_parallel > 1:
-        raise ConfigError(
-            f"expert_parallel={mesh.expert_parallel} can be planned but not loaded on deepspeed in this "
-            "version; use engine='fsdp2', or expert_parallel=1"
         )
 
 

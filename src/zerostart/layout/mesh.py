@@ -38,7 +38,7 @@ class Mesh:
         if self.expert_parallel > 1 and self.tensor_parallel > 1:
             raise ConfigError(
                 f"expert_parallel={self.expert_parallel} with tensor_parallel={self.tensor_parallel} "
-                "is not available in this version; set one of them to 1"
+                "is not available in this version; use 1 for one of them"
             )
 
     @property
