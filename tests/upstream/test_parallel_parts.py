@@ -1,4 +1,4 @@
-"""Fails when upstream moves: plans that transformers declares, its styles, and DeepSpeed's groups of experts."""
+"""Fails when upstream moves: plans that transformers declares, its styles, and the expert groups of DeepSpeed."""
 
 from __future__ import annotations
 
