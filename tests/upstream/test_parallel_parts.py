@@ -1,4 +1,4 @@
-"""Fails when upstream moves: plans that transformers declares, its styles, and the expert groups of DeepSpeed."""
+"""Fails when upstream moves: the plans that transformers declares, its styles, DeepSpeed's expert groups."""
 
 from __future__ import annotations
 
