@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import zerostart
+from parity import checkpoint
 from tiny import TinyCheckpoints
 from zerostart.engines import parallel_layout, resolve
 from zerostart.errors import ConfigError
@@ -66,9 +67,12 @@ def test_a_rank_reads_its_own_experts_alone(checkpoints: TinyCheckpoints, engine
     assert cut.ranks[0].device_bytes == cut.ranks[1].device_bytes > cut.ranks[2].device_bytes
 
 
-@pytest.mark.parametrize("options", [{"expert_parallel": 2}, {"tensor_parallel": 2, "engine": "fsdp2"}])
-def test_one_rank_alone_has_the_same_plan(checkpoints: TinyCheckpoints, options: dict[str, object]) -> None:
-    path = checkpoints("mixtral", torch.float32)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("mixtral", {"expert_parallel": 2}), ("qwen3", {"tensor_parallel": 2, "engine": "fsdp2"})],
+)
+def test_one_rank_alone_has_the_same_plan(kind: str, options: dict[str, object], tmp_path: Path) -> None:
+    path = checkpoint(kind, tmp_path)
     every = zerostart.plan(path, world_size=4, **options)  # type: ignore[arg-type]
     for rank in range(4):
         alone = zerostart.plan(path, world_size=4, rank=rank, **options)  # type: ignore[arg-type]
