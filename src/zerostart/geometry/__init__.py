@@ -13,6 +13,7 @@ from zerostart.geometry.pieces import (
     permute,
     reshape,
     shift,
+    stack,
     whole,
 )
 from zerostart.geometry.regions import Region, regions, split_region
@@ -43,5 +44,6 @@ __all__ = [
     "simplify",
     "split_at",
     "split_region",
+    "stack",
     "whole",
 ]

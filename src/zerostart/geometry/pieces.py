@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 
@@ -24,6 +25,7 @@ __all__ = [
     "permute",
     "reshape",
     "shift",
+    "stack",
     "whole",
 ]
 
@@ -60,11 +62,15 @@ def whole(source: Hashable, shape: Sequence[int], strides: Sequence[int] | None 
     """A source tensor of ``shape`` as it is stored: row-major, or with ``strides`` (elements)."""
     if prod(shape) == 0:
         return ()
-    if strides is None:
-        strides = row_major_strides(shape)
+    axes, unit = _stored_axes(tuple(shape), tuple(row_major_strides(shape) if strides is None else strides))
+    return (Piece((0,) * len(axes), axes, (source,), unit, 0),)
+
+
+@lru_cache(maxsize=4096)
+def _stored_axes(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[Digits, ...], int]:
+    """Axes and unit of a stored tensor; a checkpoint has thousands of tensors of a few shapes."""
     axes = tuple(simplify(((size, stride),)) for size, stride in zip(shape, strides, strict=True))
-    unit = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return (Piece((0,) * len(shape), axes, (source,), unit, 0),)
+    return axes, 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def crop(pieces: Sequence[Piece], dim: int, start: int, stop: int, step: int = 1) -> tuple[Piece, ...]:
@@ -141,6 +147,28 @@ def concatenate(parts: Sequence[tuple[Sequence[Piece], int]], dim: int) -> tuple
         out += shift(pieces, dim, at)
         at += size
     return join_runs(out, dim)
+
+
+def stack(parts: Sequence[Sequence[Piece]], dim: int) -> tuple[Piece, ...]:
+    """Join parts of one shape along a new dimension ``dim``."""
+    firsts = [pieces[0] for pieces in parts if len(pieces) == 1]
+    if 1 < len(firsts) == len(parts) and all(_alike(firsts[0], p) for p in firsts):
+        # What concatenating would come to, without two pieces more for each expert of a stack of hundreds.
+        (p, *_) = insert_axis(firsts[:1], dim)
+        axes = (*p.axes[:dim], ((len(firsts), p.unit),), *p.axes[dim + 1 :])
+        return (replace(p, axes=axes, source=tuple(part.source[0] for part in firsts)),)
+    return concatenate([(insert_axis(pieces, dim), 1) for pieces in parts], dim)
+
+
+def _alike(p: Piece, q: Piece) -> bool:
+    """Whether two pieces of one source tensor each differ in nothing but that tensor."""
+    return (
+        len(p.source) == len(q.source) == 1
+        and p.unit == q.unit
+        and p.offset == q.offset
+        and p.axes == q.axes
+        and p.origin == q.origin
+    )
 
 
 def join_runs(pieces: Sequence[Piece], dim: int) -> tuple[Piece, ...]:

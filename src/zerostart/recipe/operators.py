@@ -191,19 +191,19 @@ def _cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
 
 @_handles(aten.stack.default)
 def _stack(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
-    if any(t.shape != tensors[0].shape for t in tensors):
+    size = tensors[0].shape
+    if any(t.shape != size for t in tensors):
         raise RuntimeError(f"stack expects equal sizes: {[tuple(t.shape) for t in tensors[:4]]}")
     at = _dim(tensors[0], dim, extra=1)
     # Not by way of unsqueezed tensors: a stack of experts has hundreds, and each would be a tensor more.
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+    dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors})
     tensors = [t if t.dtype == dtype else cast(t, dtype) for t in tensors]
-    pieces = geometry.concatenate([(geometry.insert_axis(t.pieces, at), 1) for t in tensors], at)
-    shape = [*tensors[0].shape[:at], len(tensors), *tensors[0].shape[at:]]
-    return SymbolicTensor(pieces, shape, dtype, _stored(tensors))
+    pieces = geometry.stack([t.pieces for t in tensors], at)
+    return SymbolicTensor(pieces, [*size[:at], len(tensors), *size[at:]], dtype, _stored(tensors))
 
 
 def _stored(tensors: Sequence[SymbolicTensor]) -> frozenset[torch.dtype]:
-    return frozenset().union(*(t.stored for t in tensors))
+    return frozenset().union(*{t.stored for t in tensors})
 
 
 @_handles(aten.split_with_sizes.default)

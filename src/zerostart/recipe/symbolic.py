@@ -52,6 +52,9 @@ class SymbolicTensor(torch.Tensor):
     pieces: tuple[geometry.Piece, ...]
     stored: frozenset[torch.dtype]
 
+    # Everything is recorded at dispatch; the detour before it would cost more than the recording.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
     @staticmethod
     def __new__(
         cls,
