@@ -15,23 +15,35 @@ from torch import nn
 
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.engines import Engine, Shard
+from zerostart.engines import Shard
 from zerostart.engines.fsdp2.units import let_cast
 from zerostart.equality import equal_in
 from zerostart.errors import ConfigError, ReadError
 from zerostart.forecast import WorldPlan, forecast_ranks
-from zerostart.layout import Mesh, replicated
+from zerostart.layout import Mesh, Parallelism, replicated
 from zerostart.masters import masters_of
 from zerostart.models import Built, Program, Settled
 from zerostart.planning import Destination, Plan, PlanOptions, join
-from zerostart.recipe import Recipe, Recipes, main_dtype, torch_dtype, trace
+from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype, trace
 from zerostart.reporting import Clock, Report, keep
 from zerostart.serving import execute_together
 from zerostart.sources import check_model, described, open_source
 from zerostart.transfer import PeakMeter, Progress, reader_threads
 from zerostart.world import World, current_world, default_device
 
-__all__ = ["Request", "forecast", "run"]
+__all__ = [
+    "Prepared",
+    "Request",
+    "collector_paused",
+    "forecast",
+    "initialise_missing",
+    "place_buffers",
+    "prepare",
+    "reported",
+    "run",
+    "transfer",
+    "wanted_of",
+]
 
 
 @dataclass(frozen=True)
@@ -90,12 +102,12 @@ MIN_CHUNK = 1 << 16
 def run(request: Request) -> nn.Module:
     """Load, collectively; see ``zerostart.load``."""
     clock = Clock()
-    with _collector_paused():
+    with collector_paused():
         return _load(request, clock)
 
 
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Planning makes many objects and no cycles; a full collection amid them costs more than the plan."""
     before = gc.isenabled()
     gc.disable()
@@ -131,55 +143,106 @@ def _load(request: Request, clock: Clock) -> nn.Module:
                 request.engine, world, built.dtype, request.engine_config, parallelism
             )
             shards = engine.shard(built.model, list(settled.parameters))
-            buffers = _place_buffers(built.model, settled, engine)
+            buffers = place_buffers(built.model, settled, engine.device)
         with clock.phase("plan"), world.phase("planning"):
             threads = reader_threads()
             options = request.options(threads, bool(recipes.computed))
-            plan = join(catalog, _wanted(settled, shards, buffers), options)
+            plan = join(catalog, wanted_of(settled, shards, buffers), options)
         with clock.phase("read"), world.phase("reading"):
-            read_bytes = _transfer(
+            read_bytes = transfer(
                 plan, settled, shards, buffers, threads, request.progress and world.rank == 0, world
             )
         with clock.phase("read"), world.phase("initialising"):
-            _initialise(world, settled, shards)
+            initialise_missing(world, settled, shards)
         with clock.phase("build"), world.phase("handing over"):
             engine.finish(built.model)
             _offer_masters(built.model, catalog, request, settled, shards, options, threads)
             _finish(built, recipes, request, catalog)
     keep(
         built.model,
-        Report(
-            missing=coverage.missing,
-            unexpected=coverage.unexpected,
-            mismatched=tuple(coverage.mismatched),
-            ignored=coverage.ignored,
-            initialised=settled.initialised,
-            initialised_whole=_whole(settled),
-            converted=recipes.converted,
-            computed=recipes.computed,
-            computed_whole=recipes.computed_whole,
-            phases=clock.stop(),
-            read_bytes=read_bytes,
-            planned_bytes=plan.read_bytes,
-            peak_host_bytes=meter.host_bytes,
-            peak_device_bytes=meter.device_bytes,
-            rank=world.rank,
-            world_size=world.size,
-            engine=request.engine,
-            parallelism=parallelism,
+        reported(
+            Prepared(catalog, built, parallelism, recipes, coverage, settled),
+            request,
+            (world.rank, world.size),
+            clock,
+            (read_bytes, plan.read_bytes),
+            meter,
         ),
     )
     return built.model
 
 
+def reported(
+    known: Prepared,
+    request: Request,
+    place: tuple[int, int],
+    clock: Clock,
+    nbytes: tuple[int, int],
+    meter: PeakMeter,
+) -> Report:
+    """The report of the rank ``place`` (rank, world size), which read and planned ``nbytes``."""
+    return Report(
+        missing=known.coverage.missing,
+        unexpected=known.coverage.unexpected,
+        mismatched=tuple(known.coverage.mismatched),
+        ignored=known.coverage.ignored,
+        initialised=known.settled.initialised,
+        initialised_whole=_whole(known.settled),
+        converted=known.recipes.converted,
+        computed=known.recipes.computed,
+        computed_whole=known.recipes.computed_whole,
+        phases=clock.stop(),
+        read_bytes=nbytes[0],
+        planned_bytes=nbytes[1],
+        peak_host_bytes=meter.host_bytes,
+        peak_device_bytes=meter.device_bytes,
+        rank=place[0],
+        world_size=place[1],
+        engine=request.engine,
+        parallelism=known.parallelism,
+    )
+
+
 def forecast(request: Request, world_size: int, rank: int | None = None) -> WorldPlan:
     """The plan of every rank, or of one, without a process group; see ``zerostart.plan``."""
-    with _collector_paused():
+    with collector_paused():
         return _forecast(request, world_size, rank)
 
 
 def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
     clock = Clock()
+    known = prepare(request, world_size, rank)
+    threads = reader_threads()
+    ranks = forecast_ranks(
+        known.catalog,
+        known.built.model,
+        known.settled,
+        request.engine,
+        known.parallelism,
+        range(world_size) if rank is None else [rank],
+        request.options(threads, bool(known.recipes.computed)),
+        threads,
+    )
+    seconds = clock.stop()["total"]
+    return WorldPlan.of(
+        known.catalog, known.recipes, known.coverage, request.engine, world_size, ranks, seconds
+    )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is known of a load before anything is sharded; the same on every rank."""
+
+    catalog: Catalog
+    built: Built
+    parallelism: Parallelism
+    recipes: Recipes
+    coverage: Coverage
+    settled: Settled
+
+
+def prepare(request: Request, world_size: int, rank: int | None = None, strict: bool = False) -> Prepared:
+    """What a load over ``world_size`` ranks starts from, found out by this process alone."""
     request.check()
     if world_size < 1:
         raise ConfigError(f"world_size={world_size} must be at least 1")
@@ -190,23 +253,12 @@ def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
     catalog = open_source(request.source, alone, request.model)
     check_model(request.model, catalog)
     built = _build(request, catalog)
-    parallelism = engines.resolve(built.model, request.engine, mesh)
+    parallelism = engines.resolve(built.model, request.engine, mesh, request.engine_config)
     recipes = _recipes(request, catalog, built)
     coverage = models.tie_names(built.model, recipes, equal_in(catalog, alone))
-    coverage.check(described(request.source, catalog), type(built.model).__name__, strict=False)
+    coverage.check(described(request.source, catalog), type(built.model).__name__, strict)
     settled = models.initialise_rest(built, recipes)
-    threads = reader_threads()
-    ranks = forecast_ranks(
-        catalog,
-        built.model,
-        settled,
-        request.engine,
-        parallelism,
-        range(world_size) if rank is None else [rank],
-        request.options(threads, bool(recipes.computed)),
-        threads,
-    )
-    return WorldPlan.of(catalog, recipes, coverage, request.engine, world_size, ranks, clock.stop()["total"])
+    return Prepared(catalog, built, parallelism, recipes, coverage, settled)
 
 
 def _world(request: Request) -> World:
@@ -261,17 +313,17 @@ def _stored_wider(catalog: Catalog, dtype: torch.dtype) -> bool:
 Placed = dict[str, tuple[Recipe, torch.Tensor]]
 
 
-def _place_buffers(model: nn.Module, settled: Settled, engine: Engine) -> Placed:
-    """Move buffers to the engine's device; those that the checkpoint fills get storage of their own there."""
+def place_buffers(model: nn.Module, settled: Settled, device: torch.device) -> Placed:
+    """Move buffers to ``device``; those that the checkpoint fills get storage of their own there."""
     moved: dict[int, torch.Tensor] = {}
     placed: Placed = {}
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         recipe = settled.buffers.get(name)
         if id(buffer) not in moved:
             moved[id(buffer)] = (
-                buffer.to(engine.device)
+                buffer.to(device)
                 if recipe is None
-                else torch.empty(buffer.shape, dtype=recipe.target.dtype, device=engine.device)
+                else torch.empty(buffer.shape, dtype=recipe.target.dtype, device=device)
             )
             if recipe is not None:
                 placed[name] = (recipe, moved[id(buffer)])
@@ -279,7 +331,9 @@ def _place_buffers(model: nn.Module, settled: Settled, engine: Engine) -> Placed
     return placed
 
 
-def _wanted(settled: Settled, shards: list[Shard], buffers: Placed) -> list[tuple[Recipe, Any, Destination]]:
+def wanted_of(
+    settled: Settled, shards: list[Shard], buffers: Placed
+) -> list[tuple[Recipe, Any, Destination]]:
     """Recipe, layout and destination of everything that is read, in the order of ``_storages``."""
     wanted: list[tuple[Recipe, Any, Destination]] = []
     for shard in shards:
@@ -301,7 +355,7 @@ def _destination(name: str, storage: torch.Tensor, owned: int) -> Destination:
     return Destination(name, storage.numel(), owned, storage.dtype, storage.device.type == "cpu")
 
 
-def _transfer(
+def transfer(
     plan: Plan,
     settled: Settled,
     shards: list[Shard],
@@ -320,7 +374,7 @@ def _transfer(
     return done
 
 
-def _initialise(world: World, settled: Settled, shards: list[Shard]) -> None:
+def initialise_missing(world: World, settled: Settled, shards: list[Shard]) -> None:
     """Fill what the checkpoint lacks, from rank 0's random stream.
 
     Every rank's shard has to come from one stream, and nothing says that the ranks were seeded alike. On

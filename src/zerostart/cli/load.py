@@ -29,7 +29,9 @@ __all__ = ["command"]
 
 def command(
     source: SourceArgument,
-    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Local ranks.", show_default=False)],
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Local ranks.", show_default=False)
+    ] = None,
     engine: EngineOption = "deepspeed",
     zero_stage: StageOption = 3,
     expert_parallel: ExpertParallelOption = 1,
@@ -38,10 +40,19 @@ def command(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every element with transformers' unsharded load.")
     ] = False,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", min=1, help="With --rank: ranks of the whole job.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Play this rank alone.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
 ) -> None:
-    """Rehearse a load on local ranks: time it, measure it, and with --verify compare every element."""
+    """Rehearse a load: on local ranks, or one rank of a bigger job by itself; time it and measure it.
+
+    With --nproc all ranks load, on their engine; --verify compares every element with an unsharded load.
+    With --world-size and --rank one process reads what that rank reads, and drops it.
+    """
     named_dtype(dtype)
+    _check(nproc, world_size, rank, verify)
     options = {
         "source": source,
         "engine": engine,
@@ -50,8 +61,9 @@ def command(
         "tensor_parallel": tensor_parallel,
         "dtype": dtype,
         "verify": verify,
+        "place": None if rank is None else (rank, world_size),
     }
-    ranks = run_local_ranks("zerostart.cli.load", [json_module.dumps(options)], nproc)
+    ranks = run_local_ranks("zerostart.cli.load", [json_module.dumps(options)], nproc or 1)
     result = _summed(ranks)
     if json is not None:
         json.write_text(json_module.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -59,6 +71,16 @@ def command(
     if result["verified"] is False:
         wrong = ranks[0]["wrong"]
         raise ZerostartError(f"{len(wrong)} tensors differ from the unsharded load: {', '.join(wrong[:5])}")
+
+
+def _check(nproc: int | None, world_size: int | None, rank: int | None, verify: bool) -> None:
+    """Raise a usage error where it is not clear who is to load."""
+    if (world_size is None) != (rank is None):
+        raise typer.BadParameter("--world-size and --rank belong together")
+    if (nproc is None) == (rank is None):
+        raise typer.BadParameter("give --nproc, or --world-size and --rank")
+    if rank is not None and verify:
+        raise typer.BadParameter("--verify compares whole tensors, and --rank reads a share; use --nproc")
 
 
 def _summed(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -78,9 +100,10 @@ def _summed(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def _show(result: dict[str, Any], text: str) -> None:
     typer.echo(text)
     slowest = max(result["ranks"], key=lambda rank: rank["seconds"]["total"])
-    typer.echo(
-        f"All {len(result['ranks'])} ranks: {result['seconds']:.2f} s (rank {slowest['rank']} was last)"
-    )
+    if len(result["ranks"]) > 1:
+        typer.echo(
+            f"All {len(result['ranks'])} ranks: {result['seconds']:.2f} s (rank {slowest['rank']} was last)"
+        )
     if result["verified"]:
         typer.echo("Verified: every element equals the unsharded load")
 
@@ -92,18 +115,25 @@ def _run(argv: list[str]) -> dict[str, Any]:
     import zerostart
     from zerostart import engines, models
     from zerostart.checkpoint.source import open_catalog
+    from zerostart.loading import Request
+    from zerostart.rehearsal import rehearse
 
     options = json_module.loads(argv[0])
     verify = options.pop("verify")
+    place = options.pop("place")
     options["dtype"] = named_dtype(options["dtype"])
-    join_group()
     # What a training script has imported long before; the rehearsal times the load alone.
     engines.require(options["engine"])
     models.require(None, open_catalog(options["source"]).root)
-    model = zerostart.load(**options)
-    made = zerostart.report(model)
-    wrong = _differences(model, str(options["source"]), options["dtype"]) if verify else None
-    leave_group()
+    wrong = None
+    if place is None:
+        join_group()
+        model = zerostart.load(**options)
+        made = zerostart.report(model)
+        wrong = _differences(model, str(options["source"]), options["dtype"]) if verify else None
+        leave_group()
+    else:
+        made, _ = rehearse(Request(**options), place[1], place[0])
     facts = dataclasses.asdict(made)
     return {
         **facts,

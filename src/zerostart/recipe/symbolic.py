@@ -53,7 +53,7 @@ class SymbolicTensor(torch.Tensor):
     stored: frozenset[torch.dtype]
 
     # Everything is recorded at dispatch; the detour before it would cost more than the recording.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own idiom
 
     @staticmethod
     def __new__(

@@ -1,0 +1,78 @@
+"""One rank's load, played by a process that is alone: its own bytes, read into its own shards.
+
+What a rank of a big job will read, hold and wait for can be tried on one machine before the job has any
+others. There is no engine here: the shards are those that the engine's layout gives the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from zerostart.engines import Shard, parallel_layout
+from zerostart.layout import Parallelism
+from zerostart.loading import (
+    Request,
+    collector_paused,
+    initialise_missing,
+    place_buffers,
+    prepare,
+    reported,
+    transfer,
+    wanted_of,
+)
+from zerostart.planning import join
+from zerostart.reporting import Clock, Report
+from zerostart.transfer import Arena, PeakMeter, reader_threads
+from zerostart.world import World, default_device
+
+__all__ = ["rehearse"]
+
+
+def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list[Shard]]:
+    """Do what ``rank`` of ``world_size`` does in a load of ``request``, without the other ranks.
+
+    Gives its report, and its shards, filled. Buffers are loaded whole, as on every rank; what the checkpoint
+    lacks is initialised. Raises what
+    ``zerostart.load`` raises, and ConfigError for a rank that is not there.
+    """
+    with collector_paused():
+        return _rehearse(request, world_size, rank)
+
+
+def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list[Shard]]:
+    clock, alone, device = Clock(), World(0, 1, None), default_device()
+    with PeakMeter(device) as meter:
+        with clock.phase("plan"):
+            known = prepare(request, world_size, rank, request.strict)
+        settled = known.settled
+        with clock.phase("build"):
+            names = list(settled.parameters)
+            shards = _shards(known.built.model, names, request.engine, known.parallelism, rank)
+            buffers = place_buffers(known.built.model, settled, device)
+        with clock.phase("plan"):
+            threads = reader_threads()
+            options = request.options(threads, bool(known.recipes.computed))
+            plan = join(known.catalog, wanted_of(settled, shards, buffers), options)
+        with clock.phase("read"):
+            done = transfer(plan, settled, shards, buffers, threads, request.progress, alone)
+            initialise_missing(alone, settled, shards)
+    made = reported(known, request, (rank, world_size), clock, (done, plan.read_bytes), meter)
+    return made, shards
+
+
+def _shards(
+    model: nn.Module, names: Sequence[str], engine: str, parallelism: Parallelism, rank: int
+) -> list[Shard]:
+    """The shards of the parameters ``names`` that ``rank`` holds, uninitialised."""
+    parameters = dict(model.named_parameters())
+    arena = Arena(default_device())
+    placed = []
+    for name in names:
+        parameter = parameters[name]
+        layout = parallel_layout(engine, parallelism, name, tuple(parameter.shape), rank)
+        placed.append((name, layout, parameter.dtype, arena.reserve(layout.numel, parameter.dtype)))
+    return [
+        Shard(name, layout, arena.take(place, layout.numel, dtype)) for name, layout, dtype, place in placed
+    ]

@@ -1,0 +1,84 @@
+"""One rank played alone does what that rank does among the others: same bytes read, same shard filled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerostart
+from parity import checkpoint
+from ranks import run_ranks
+from tiny import TinyCheckpoints
+from zerostart import engines
+from zerostart.cli import main
+from zerostart.errors import ConfigError
+from zerostart.loading import Request
+from zerostart.rehearsal import rehearse
+
+
+def loaded(path: Path, options: dict[str, object]) -> tuple[int, dict[str, torch.Tensor]]:
+    model = zerostart.load(path, progress=False, **options)  # type: ignore[arg-type]
+    made = zerostart.report(model)
+    shards = engines.local_shards(model, made.parallelism, made.engine, dist.get_rank())
+    return made.read_bytes, {
+        name: shard.storage.reshape(-1)[: shard.layout.owned].clone() for name, shard in shards.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "options"),
+    [
+        ("qwen3_moe", 3, {"engine": "deepspeed"}),
+        ("qwen3_moe", 3, {"engine": "fsdp2"}),
+        ("gpt_oss", 2, {"engine": "fsdp2", "dtype": torch.bfloat16}),
+    ],
+)
+def test_a_rank_played_alone(
+    kind: str, world: int, options: dict[str, object], checkpoints: TinyCheckpoints, deepspeed_op: None
+) -> None:
+    path = checkpoints(kind, torch.float32)
+    same(path, world, options)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_a_rank_with_experts_played_alone(engine: str, tmp_path: Path, deepspeed_op: None) -> None:
+    same(checkpoint("qwen3_moe", tmp_path), 2, {"engine": engine, "expert_parallel": 2})
+
+
+def same(path: Path, world: int, options: dict[str, object]) -> None:
+    for rank, (read_bytes, shards) in enumerate(run_ranks(loaded, world, path, options)):
+        made, played = rehearse(Request(path, **options), world, rank)  # type: ignore[arg-type]
+        assert made.read_bytes == made.planned_bytes == read_bytes
+        assert (made.rank, made.world_size) == (rank, world)
+        assert {shard.name for shard in played} <= shards.keys()
+        for shard in played:
+            assert torch.equal(shard.storage[: shard.layout.owned], shards[shard.name]), shard.name
+
+
+def test_a_rank_that_is_not_there(checkpoints: TinyCheckpoints) -> None:
+    with pytest.raises(ConfigError, match="rank=4 is not one of the 4 ranks"):
+        rehearse(Request(checkpoints("qwen3", torch.float32)), 4, 4)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--rank", "1"], ["--world-size", "2"], [], ["--nproc", "2", "--rank", "1", "--world-size", "2"]],
+)
+def test_who_loads_is_said_once(arguments: list[str], checkpoints: TinyCheckpoints) -> None:
+    path = str(checkpoints("qwen3", torch.float32))
+    with pytest.raises(SystemExit) as left:
+        main(["load", path, *arguments])
+    assert left.value.code == 2
+
+
+def test_the_command_plays_a_rank(
+    checkpoints: TinyCheckpoints, deepspeed_op: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(checkpoints("qwen3", torch.float32))
+    with pytest.raises(SystemExit) as left:
+        main(["load", path, "--world-size", "4", "--rank", "3"])
+    assert not left.value.code
+    assert "rank 3 of 4" in capsys.readouterr().out
