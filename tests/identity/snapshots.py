@@ -180,11 +180,16 @@ def ties_of(model: nn.Module) -> list[list[str]]:
     return sorted(sorted(names) for names in groups.values() if len(names) > 1)
 
 
+PLANS = ("base_model_ep_plan", "base_model_tp_plan")
+
+
 def _plain_config(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     # A transformers configuration, or a mapping as diffusers has it.
     plain: dict[str, Any] = dict(config) if isinstance(config, Mapping) else config.to_dict()
+    # Quantizers of older releases write plans for the scales there, even where they then dequantise.
+    plain = {key: value for key, value in plain.items() if key not in PLANS}
     return plain | {
         "attention": getattr(config, "_attn_implementation", None),
         "experts": getattr(config, "_experts_implementation", None),

@@ -2,13 +2,14 @@
 
 Known for the versions that ``upstream.transformers`` supports. Used of it:
 ``quantizers.auto.AutoHfQuantizer``; of a quantizer ``quantization_config.dequantize``,
-``get_load_operations``, ``preprocess_model`` and ``remove_quantization_config``; and
-``integrations.finegrained_fp8.Fp8Dequantize._dequantize_one``.
+``get_weight_conversions``, ``update_weight_conversions``, ``preprocess_model`` and
+``remove_quantization_config``; of the conversions that it gives ``operations``, of those ``hf_quantizer``;
+and ``integrations.finegrained_fp8.Fp8Dequantize._dequantize_one``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,20 +29,43 @@ def dequantizer(quantization: Mapping[str, Any], source: str) -> Any:
     method = quantization.get("quant_method", "unknown")
     try:
         quantizer = AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True)
-        operations = dict(quantizer.get_load_operations())
+        known = hasattr(quantizer.quantization_config, "dequantize")
+        if known:
+            quantizer.quantization_config.dequantize = True
+        operations = _dequantising(quantizer.get_weight_conversions()) if known else []
     except (ImportError, ValueError, TypeError, AttributeError) as error:
         raise BuildError(f"{source} is quantised ({method}), and transformers refuses it: {error}") from error
-    if "dequantize" not in operations or not hasattr(quantizer.quantization_config, "dequantize"):
+    if not operations:
         raise BuildError(
             f"{source} is quantised ({method}), and transformers has no dequantisation of it that runs while "
             "it loads; dequantise it first, with from_pretrained, model.dequantize() and save_pretrained"
         )
-    quantizer.quantization_config.dequantize = True
     block = getattr(quantizer.quantization_config, "weight_block_size", None)
-    if hasattr(operations["dequantize"], "_dequantize_one") and block is not None:
-        operations["dequantize"] = _with_cut_blocks(operations["dequantize"], tuple(block))
-        quantizer.get_load_operations = lambda: operations
+    if block is not None:
+        _mend_blocks(quantizer, tuple(block))
     return quantizer
+
+
+def _dequantising(conversions: Iterable[Any]) -> list[Any]:
+    """The operations among the conversions that belong to a quantizer."""
+    found = [op for conversion in conversions for op in getattr(conversion, "operations", ())]
+    return [op for op in found if getattr(op, "hf_quantizer", None) is not None]
+
+
+def _mend_blocks(quantizer: Any, block: tuple[int, int]) -> None:
+    """Have the conversions of a model that ``quantizer`` adds to dequantise blocks that are cut off, too."""
+    update = quantizer.update_weight_conversions
+
+    def mended(*arguments: Any) -> Any:
+        conversions = update(*arguments)
+        for conversion in conversions:
+            operations = getattr(conversion, "operations", [])
+            for at, operation in enumerate(operations):
+                if getattr(operation, "hf_quantizer", None) and hasattr(operation, "_dequantize_one"):
+                    operations[at] = _with_cut_blocks(type(operation), block)(operation.hf_quantizer)
+        return conversions
+
+    quantizer.update_weight_conversions = mended
 
 
 def prepare(quantizer: Any, model: Any, dtype: torch.dtype) -> None:

@@ -1,8 +1,8 @@
 """Private parts of transformers: the forwards of its tensor-parallel styles.
 
-Used of it: the registry ``ALL_PARALLEL_STYLES`` of ``transformers.distributed.parallel_utils`` and each
-style's ``install_forward(module, mesh)``, which replaces ``module.forward``; ``mla_kv_a_proj`` looks for
-``module.config``. Releases before the registry moved there run their styles by means unknown to zerostart.
+Used of it: the registry ``ALL_PARALLEL_STYLES`` of ``transformers.distributed.parallel_utils`` (in 5.17 of
+``transformers.distributed.tensor_parallel``) and each style's ``install_forward(module, mesh)``, which
+replaces ``module.forward``; ``mla_kv_a_proj`` looks for ``module.config``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["require", "run_in_style"]
 def _styles() -> Any:
     """The registry, filled."""
     import transformers
+    from transformers.distributed import tensor_parallel
 
     try:
-        from transformers.distributed import parallel_utils, tensor_parallel
+        from transformers.distributed import parallel_utils
     except ImportError:
-        styles: Any = None
-    else:
-        styles = parallel_utils.ALL_PARALLEL_STYLES
-        if not hasattr(tensor_parallel.TensorParallelLayer, "install_forward"):
-            styles = None
+        parallel_utils = tensor_parallel
+    styles: Any = getattr(parallel_utils, "ALL_PARALLEL_STYLES", None)
+    if not hasattr(getattr(tensor_parallel, "TensorParallelLayer", None), "install_forward"):
+        styles = None
     if styles is None:
         raise UnsupportedVersionError(
             "tensor_parallel needs a transformers whose styles zerostart knows, such as 5.23; "
