@@ -56,6 +56,7 @@ class Request:
     def check(self) -> None:
         """Raise ConfigError for arguments that no load can serve."""
         engines.check_choice(self.engine, self.zero_stage)
+        engines.settings_of(self.engine, self.engine_config)
         if self.dtype is not None and not (
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
@@ -66,9 +67,9 @@ class Request:
                 raise ConfigError(f"{name}={value!r} must be a number of bytes, at least {MIN_CHUNK}")
 
     def mesh(self, world_size: int) -> Mesh:
-        """The ranks as a mesh. Raises ConfigError where they do not fit, or the engine cannot train it."""
+        """The ranks as a mesh. Raises ConfigError where they do not fit, or the engine cannot train it so."""
         mesh = Mesh(world_size, self.expert_parallel, self.tensor_parallel)
-        engines.check_sizes(self.engine, mesh)
+        engines.settings_of(self.engine, self.engine_config).check_mesh(mesh)
         return mesh
 
     def options(self, threads: int, computes: bool) -> PlanOptions:
@@ -90,7 +91,7 @@ MIN_CHUNK = 1 << 16
 def run(request: Request) -> nn.Module:
     """Load, collectively; see ``zerostart.load``."""
     clock = Clock()
-    with _collector_paused():
+    with _collector_paused(), engines.contexts_aside():
         return _load(request, clock)
 
 
@@ -174,7 +175,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
 
 def forecast(request: Request, world_size: int, rank: int | None = None) -> WorldPlan:
     """The plan of every rank, or of one, without a process group; see ``zerostart.plan``."""
-    with _collector_paused():
+    with _collector_paused(), engines.contexts_aside():
         return _forecast(request, world_size, rank)
 
 
@@ -190,7 +191,7 @@ def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
     catalog = open_source(request.source, alone, request.model)
     check_model(request.model, catalog)
     built = _build(request, catalog)
-    parallelism = engines.resolve(built.model, request.engine, mesh)
+    parallelism = engines.resolve(built.model, request.engine, mesh, request.engine_config)
     recipes = _recipes(request, catalog, built)
     coverage = models.tie_names(built.model, recipes, equal_in(catalog, alone))
     coverage.check(described(request.source, catalog), type(built.model).__name__, strict=False)
@@ -200,8 +201,7 @@ def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
         catalog,
         built.model,
         settled,
-        request.engine,
-        parallelism,
+        engines.planned(request.engine, request.engine_config, built.model, parallelism),
         range(world_size) if rank is None else [rank],
         request.options(threads, bool(recipes.computed)),
         threads,
@@ -230,7 +230,7 @@ def _build(request: Request, catalog: Catalog) -> Built:
     """The model on meta, with the dtypes of the load."""
     dtype = request.dtype
     if dtype is None and request.engine == "deepspeed":
-        from zerostart.engines.deepspeed.engine import configured_dtype
+        from zerostart.engines.deepspeed.settings import configured_dtype
 
         dtype = configured_dtype(request.engine_config)
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
