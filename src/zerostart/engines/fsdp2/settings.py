@@ -114,7 +114,7 @@ class FSDP2Settings:
             (isinstance(size, int) and not isinstance(size, bool), "reshard_after_forward"),
         ):
             if there:
-                remedy = "set it to True or False" if key == "reshard_after_forward" else f"remove {key}"
+                remedy = f"set {key} to True or False" if key == "reshard_after_forward" else f"remove {key}"
                 raise ConfigError(
                     f"{axis}={getattr(mesh, axis)} with engine_config[{key!r}]={getattr(self, key)!r} is not "
                     f"available in this version; {remedy}, or use {axis}=1"
