@@ -45,6 +45,20 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # One tensor of more than 3 MiB, which is what DeepSpeed swaps to NVMe on up to three ranks.
+    "qwen3_wide": (
+        "qwen3",
+        {
+            "vocab_size": 40_003,
+            "hidden_size": 24,
+            "intermediate_size": 37,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen3_moe": ("qwen3_moe", _QWEN3_MOE),
     # torch's grouped matrix product wants rows of a multiple of 16 bytes: this one can be trained.
     "qwen3_moe_aligned": ("qwen3_moe", {**_QWEN3_MOE, "hidden_size": 24, "moe_intermediate_size": 8}),

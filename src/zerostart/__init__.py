@@ -64,8 +64,10 @@ def load(
         engine: ``"deepspeed"`` or ``"fsdp2"``.
         zero_stage: 3.
         engine_config: for DeepSpeed its configuration; for FSDP2 keyword arguments of ``fully_shard``
-            (``mesh``, ``reshard_after_forward``, ``mp_policy``), ``wrap``, class names of the units, and
-            ``ep_plan`` and ``tp_plan`` in the place of the plans that the model declares.
+            (``mesh``, ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy``, ``offload_policy``),
+            ``replicate``, the number of replicas (HSDP), and ``wrap``, the units: classes, their names, or
+            names of modules such as ``model.layers.*``. For both, ``ep_plan`` and ``tp_plan`` in the place of
+            the plans that the model declares. See ``docs/placements.md``.
         expert_parallel: ranks that share the experts of a mixture: each holds its own alone, and tokens
             travel to them. Divides the number of ranks; 1 or more, with ``tensor_parallel=1``.
         tensor_parallel: ranks that share tensors and see one batch, by the model's tensor-parallel plan;
@@ -120,11 +122,14 @@ def plan(
     converter: Converter = None,
     model: ModelLike = None,
     rank: int | None = None,
+    *,
+    engine_config: Mapping[str, Any] | None = None,
 ) -> WorldPlan:
     """What every rank of ``world_size`` would read and hold; reads headers only, and needs no process group.
 
-    ``rank`` plans that one alone, which is quicker. Raises the errors that ``load`` with ``strict=False``
-    would raise before reading weights.
+    The other arguments are those of ``load``; an ``engine_config`` that keeps shards on the host or on NVMe,
+    makes replicas, or shards along another dimension is followed. ``rank`` plans that one alone, which is
+    quicker. Raises the errors that ``load`` with ``strict=False`` would raise before reading weights.
     """
     from zerostart.loading import Request, forecast
 
@@ -137,6 +142,7 @@ def plan(
         tensor_parallel=tensor_parallel,
         dtype=dtype,
         converter=converter,
+        engine_config=engine_config,
     )
     return forecast(request, world_size, rank)
 

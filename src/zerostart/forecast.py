@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -12,8 +12,8 @@ import numpy.typing as npt
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.engines import parallel_layout
-from zerostart.layout import Parallelism, replicated
+from zerostart.engines.planned import DEVICE, HOST, Planned
+from zerostart.layout import replicated
 from zerostart.models import Settled
 from zerostart.planning import Count, Destination, PlanOptions, Runs, Share, count_reads, join, runs_of
 from zerostart.recipe import Coverage, Recipe, Recipes
@@ -95,41 +95,52 @@ def forecast_ranks(
     catalog: Catalog,
     model: nn.Module,
     settled: Settled,
-    engine: str,
-    parallelism: Parallelism,
+    placed: Planned,
     ranks: Sequence[int],
     options: PlanOptions,
     threads: int,
 ) -> list[RankForecast]:
-    """What each of ``ranks`` reads and holds."""
+    """What each of ``ranks`` reads and holds; replicas read the same."""
     on_host = default_device().type == "cpu"
-    shares = [Share(r, _all_of(r, ranks)) for r in settled.buffers.values()]
-    device = np.full(len(ranks), sum(b.numel() * b.dtype.itemsize for b in model.buffers()), np.int64)
+    twins = {rank: placed.twin(rank) for rank in ranks}
+    shown = sorted(set(twins.values()))
+    shares = [Share(r, _all_of(r, shown), on_host) for r in settled.buffers.values()]
+    device = np.full(len(shown), sum(b.numel() * b.dtype.itemsize for b in model.buffers()), np.int64)
+    host = np.zeros(len(shown), np.int64)
     # Layers repeat: parameters that are cut alike and have one shape lie alike.
-    owned: dict[object, Owned] = {}
+    owned: dict[Hashable, Owned] = {}
     for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        alike = (shape, parallelism.is_expert(name), parallelism.cut(name))
+        alike = (tuple(parameter.shape), placed.alike(name))
         if alike not in owned:
-            layouts = [(r, parallel_layout(engine, parallelism, name, shape, r)) for r in ranks]
+            layouts = [(r, placed.layout(name, r)) for r in shown]
             owned[alike] = Owned(runs_of(layouts), np.array([lay.numel for _, lay in layouts], np.int64))
-        device += owned[alike].numels * parameter.dtype.itemsize
+        nbytes = owned[alike].numels * parameter.dtype.itemsize
+        home = placed.homes[name]
+        device += nbytes if home == DEVICE else 0
+        host += nbytes if home == HOST else 0
         recipe = settled.parameters[name]
         if isinstance(recipe, Recipe):
-            shares.append(Share(recipe, owned[alike].runs))
-    counts = _counts(catalog, shares, engine, parallelism, ranks, on_host, options, threads)
-    return [
-        RankForecast(
+            shares.append(Share(recipe, owned[alike].runs, on_host or home != DEVICE))
+    found = {
+        rank: RankForecast(
             rank=rank,
             read_bytes=count.nbytes,
             read_ops=count.reads,
             device_bytes=held,
             peak_host_bytes=(threads * options.chunk_size if count.staged else 0)
             + count.scratch
+            + aside
             + (held if on_host else 0),
         )
-        for rank, count, held in zip(ranks, counts, device.tolist(), strict=True)
-    ]
+        for rank, count, held, aside in zip(
+            shown,
+            _counts(catalog, shares, placed, shown, options, threads),
+            device.tolist(),
+            host.tolist(),
+            strict=True,
+        )
+    }
+    return [replace(found[twin], rank=rank) for rank, twin in twins.items()]
 
 
 def _all_of(recipe: Recipe, ranks: Sequence[int]) -> Runs:
@@ -140,28 +151,24 @@ def _all_of(recipe: Recipe, ranks: Sequence[int]) -> Runs:
 def _counts(
     catalog: Catalog,
     shares: Sequence[Share],
-    engine: str,
-    parallelism: Parallelism,
+    placed: Planned,
     ranks: Sequence[int],
-    on_host: bool,
     options: PlanOptions,
     threads: int,
 ) -> list[Count]:
     """All ranks' reads at once where that can be; else, and for one rank alone, by planning."""
     if len(ranks) > 1:
-        counts = count_reads(catalog, shares, parallelism.mesh.world_size, on_host, options)
+        counts = count_reads(catalog, shares, ranks[-1] + 1, options)
         if counts is not None:
             return [counts[rank] for rank in ranks]
-    return [_planned(catalog, shares, engine, parallelism, r, on_host, options, threads) for r in ranks]
+    return [_planned(catalog, shares, placed, rank, options, threads) for rank in ranks]
 
 
 def _planned(
     catalog: Catalog,
     shares: Sequence[Share],
-    engine: str,
-    parallelism: Parallelism,
+    placed: Planned,
     rank: int,
-    on_host: bool,
     options: PlanOptions,
     threads: int,
 ) -> Count:
@@ -169,12 +176,8 @@ def _planned(
     wanted = []
     for share in shares:
         target = share.recipe.target
-        layout = (
-            replicated(target.shape)
-            if target.buffer
-            else parallel_layout(engine, parallelism, target.name, target.shape, rank)
-        )
-        destination = Destination(target.name, layout.numel, layout.owned, target.dtype, on_host)
+        layout = replicated(target.shape) if target.buffer else placed.layout(target.name, rank)
+        destination = Destination(target.name, layout.numel, layout.owned, target.dtype, share.direct)
         wanted.append((share.recipe, layout, destination))
     plan = join(catalog, wanted, options)
     reads = sum(1 for _ in plan.all_reads())

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerostart.engines import Shard, local_shards, parallel_layout, planned_layout
+from zerostart.engines import Shard, local_shards
 from zerostart.errors import ConfigError
-from zerostart.layout import Layout
 from zerostart.models import state_names
 from zerostart.reporting import Report, report_of, unwrapped
+from zerostart.world import default_device
 
 __all__ = ["full_tensors"]
 
@@ -39,13 +39,13 @@ def _walk(model: nn.Module, made: Report, rank: int | None) -> Iterator[tuple[st
         if shard is None:
             yield name, tensor.detach().cpu().clone() if rank in (None, here) else None
         else:
-            yield name, _whole(shard, made, rank)
+            yield name, _whole(shard, rank)
 
 
-def _whole(shard: Shard, made: Report, rank: int | None) -> torch.Tensor | None:
+def _whole(shard: Shard, rank: int | None) -> torch.Tensor | None:
     """One parameter, on ``rank`` or on all; every rank sends its share in messages of bounded size."""
     here, size = dist.get_rank(), dist.get_world_size()
-    layouts = [_layout(shard, made, r, size) for r in range(size)]
+    layouts = [shard.at(r) for r in range(size)]
     longest = max(layout.numel for layout in layouts)
     wanted = rank in (None, here)
     out = torch.empty(prod(shard.layout.shape), dtype=shard.storage.dtype) if wanted else None
@@ -62,12 +62,6 @@ def _whole(shard: Shard, made: Report, rank: int | None) -> torch.Tensor | None:
     return None if out is None else out.view(shard.layout.shape)
 
 
-def _layout(shard: Shard, made: Report, rank: int, size: int) -> Layout:
-    if made.parallelism.mesh.parallel:
-        return parallel_layout(made.engine, made.parallelism, shard.name, shard.layout.shape, rank)
-    return planned_layout(made.engine, shard.layout.shape, rank, size)
-
-
 def _segment(storage: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """Elements of the local storage; what the engine does not keep of the padding is made up."""
     part = storage[start : start + count]
@@ -78,6 +72,8 @@ def _segment(storage: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 def _exchange(part: torch.Tensor, rank: int | None, here: int, size: int) -> list[torch.Tensor]:
     """``part`` of every rank, as CPU tensors, where they are wanted; [] elsewhere."""
+    if part.device.type == "cpu" and "cpu" not in str(dist.get_backend_config()):
+        part = part.to(default_device())
     # As bytes: not every backend carries every dtype.
     sent = part.view(torch.uint8)
     received = [torch.empty_like(sent) for _ in range(size)] if rank in (None, here) else []

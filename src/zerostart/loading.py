@@ -68,6 +68,7 @@ class Request:
     def check(self) -> None:
         """Raise ConfigError for arguments that no load can serve."""
         engines.check_choice(self.engine, self.zero_stage)
+        engines.settings_of(self.engine, self.engine_config)
         if self.dtype is not None and not (
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
@@ -78,9 +79,9 @@ class Request:
                 raise ConfigError(f"{name}={value!r} must be a number of bytes, at least {MIN_CHUNK}")
 
     def mesh(self, world_size: int) -> Mesh:
-        """The ranks as a mesh. Raises ConfigError where they do not fit, or the engine cannot train it."""
+        """The ranks as a mesh. Raises ConfigError where they do not fit, or the engine cannot train it so."""
         mesh = Mesh(world_size, self.expert_parallel, self.tensor_parallel)
-        engines.check_sizes(self.engine, mesh)
+        engines.settings_of(self.engine, self.engine_config).check_mesh(mesh)
         return mesh
 
     def options(self, threads: int, computes: bool) -> PlanOptions:
@@ -102,7 +103,7 @@ MIN_CHUNK = 1 << 16
 def run(request: Request) -> nn.Module:
     """Load, collectively; see ``zerostart.load``."""
     clock = Clock()
-    with collector_paused():
+    with collector_paused(), engines.contexts_aside():
         return _load(request, clock)
 
 
@@ -205,7 +206,7 @@ def reported(
 
 def forecast(request: Request, world_size: int, rank: int | None = None) -> WorldPlan:
     """The plan of every rank, or of one, without a process group; see ``zerostart.plan``."""
-    with collector_paused():
+    with collector_paused(), engines.contexts_aside():
         return _forecast(request, world_size, rank)
 
 
@@ -217,8 +218,7 @@ def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
         known.catalog,
         known.built.model,
         known.settled,
-        request.engine,
-        known.parallelism,
+        engines.planned(request.engine, request.engine_config, known.built.model, known.parallelism),
         range(world_size) if rank is None else [rank],
         request.options(threads, bool(known.recipes.computed)),
         threads,
@@ -282,7 +282,7 @@ def _build(request: Request, catalog: Catalog) -> Built:
     """The model on meta, with the dtypes of the load."""
     dtype = request.dtype
     if dtype is None and request.engine == "deepspeed":
-        from zerostart.engines.deepspeed.engine import configured_dtype
+        from zerostart.engines.deepspeed.settings import configured_dtype
 
         dtype = configured_dtype(request.engine_config)
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}

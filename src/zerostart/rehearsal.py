@@ -6,12 +6,13 @@ others. There is no engine here: the shards are those that the engine's layout g
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
-from zerostart.engines import Shard, parallel_layout
-from zerostart.layout import Parallelism
+from zerostart.engines import DEVICE, Planned, Shard, contexts_aside, planned
 from zerostart.loading import (
     Request,
     collector_paused,
@@ -37,7 +38,7 @@ def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list
     lacks is initialised. Raises what
     ``zerostart.load`` raises, and ConfigError for a rank that is not there.
     """
-    with collector_paused():
+    with collector_paused(), contexts_aside():
         return _rehearse(request, world_size, rank)
 
 
@@ -48,9 +49,10 @@ def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, lis
             known = prepare(request, world_size, rank, request.strict)
         settled = known.settled
         with clock.phase("build"):
-            names = list(settled.parameters)
-            shards = _shards(known.built.model, names, request.engine, known.parallelism, rank)
-            buffers = place_buffers(known.built.model, settled, device)
+            model = known.built.model
+            placed = planned(request.engine, request.engine_config, model, known.parallelism)
+            shards = _shards(model, list(settled.parameters), placed, rank)
+            buffers = place_buffers(model, settled, device)
         with clock.phase("plan"):
             threads = reader_threads()
             options = request.options(threads, bool(known.recipes.computed))
@@ -62,17 +64,19 @@ def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, lis
     return made, shards
 
 
-def _shards(
-    model: nn.Module, names: Sequence[str], engine: str, parallelism: Parallelism, rank: int
-) -> list[Shard]:
-    """The shards of the parameters ``names`` that ``rank`` holds, uninitialised."""
+def _shards(model: nn.Module, names: Sequence[str], placed: Planned, rank: int) -> list[Shard]:
+    """The shards of the parameters ``names`` that ``rank`` holds, uninitialised.
+
+    What the engine would keep in host memory or in files is put into host memory.
+    """
     parameters = dict(model.named_parameters())
-    arena = Arena(default_device())
-    placed = []
+    arenas = {False: Arena(torch.device("cpu")), True: Arena(default_device())}
+    reserved = []
     for name in names:
-        parameter = parameters[name]
-        layout = parallel_layout(engine, parallelism, name, tuple(parameter.shape), rank)
-        placed.append((name, layout, parameter.dtype, arena.reserve(layout.numel, parameter.dtype)))
+        layout, dtype = placed.layout(name, rank), parameters[name].dtype
+        arena = arenas[placed.homes[name] == DEVICE]
+        reserved.append((name, layout, dtype, arena, arena.reserve(layout.numel, dtype)))
     return [
-        Shard(name, layout, arena.take(place, layout.numel, dtype)) for name, layout, dtype, place in placed
+        Shard(name, layout, arena.take(place, layout.numel, dtype), functools.partial(placed.layout, name))
+        for name, layout, dtype, arena, place in reserved
     ]

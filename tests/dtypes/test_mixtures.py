@@ -71,15 +71,15 @@ def alone(path: Path, ranks: int, origin: State) -> tuple[list[list[float]], Sta
     return losses, first, masters
 
 
-def assert_steps(found: Any, expected: Any, rank: int) -> None:
+def assert_steps(found: Any, expected: Any, rank: int, near_to: float = 4e-3) -> None:
     losses, gradients, parameters = found
     want_losses, want_gradients, want = expected
     assert losses == pytest.approx([step[rank] for step in want_losses], abs=2e-3)
     for name, gradient in want_gradients.items():
-        near = 1e-5 + 4e-3 * float(gradient.abs().max())
+        near = 1e-5 + near_to * float(gradient.abs().max())
         torch.testing.assert_close(gradients[name].float(), gradient.float(), rtol=0, atol=near, msg=name)
     for name, tensor in want.items():
-        near = STEPS * RATE * (1e-5 + 1e-2 * float(want_gradients[name].abs().max())) + 1e-7
+        near = STEPS * RATE * (1e-5 + 2.5 * near_to * float(want_gradients[name].abs().max())) + 1e-7
         torch.testing.assert_close(parameters[name].float(), tensor.float(), rtol=1e-6, atol=near, msg=name)
 
 
@@ -190,9 +190,17 @@ def test_a_setting_for_one_dtype_is_refused_by_name(path: Path, deepspeed_op: No
 # --- FSDP2
 
 
-def train_fsdp2(path: Path, options: dict[str, Any], dtype: torch.dtype, masters: bool) -> Any:
+def train_fsdp2(
+    path: Path, options: dict[str, Any], dtype: torch.dtype, masters: bool, experts: int = 1
+) -> Any:
     model = zerostart.load(
-        path, engine="fsdp2", dtype=dtype, engine_config=options, progress=False, fp32_masters=masters
+        path,
+        engine="fsdp2",
+        dtype=dtype,
+        engine_config=options,
+        expert_parallel=experts,
+        progress=False,
+        fp32_masters=masters,
     )
     before = dict(zerostart.full_tensors(model, rank=None))
     units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
@@ -227,6 +235,18 @@ def test_fsdp2_trains_with_masters_that_were_never_rounded(
         assert unlike(before, origin) == []
         assert {"model.layers.0.self_attn", "model.layers.0.mlp.gate"} <= set(units)
         assert_steps(found, expected, rank)
+
+
+def test_fsdp2_with_experts_over_the_ranks_keeps_what_the_model_keeps(path: Path, deepspeed_op: None) -> None:
+    origin = expected_of(path, F32)
+    expected = alone(path, 2, origin)
+    for rank, (before, units, found) in enumerate(
+        run_ranks(train_fsdp2, 2, path, {"mp_policy": POLICY}, BF16, True, 2)
+    ):
+        assert unlike(before, origin) == []
+        assert {"model.layers.0.self_attn", "model.layers.0.mlp.gate"} <= set(units)
+        # Experts' results are summed in another order: 2 % away, as the process alone is from one in fp32.
+        assert_steps(found, expected, rank, near_to=4e-2)
 
 
 def test_fsdp2_without_the_option_holds_the_models_dtypes(path: Path, deepspeed_op: None) -> None:

@@ -2,35 +2,70 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zerostart
 from ranks import run_ranks
 from tiny import TinyCheckpoints
 
-CASES = [
+
+def zero(**settings: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **settings}}
+
+
+CASES: list[tuple[str, dict[str, Any], str]] = [
     ("deepspeed", {"expert_parallel": 3}, "expert_parallel=3 does not divide the 2 ranks"),
     ("deepspeed", {"tensor_parallel": 2}, "tensor_parallel=2 is not available on deepspeed"),
     ("fsdp2", {"tensor_parallel": 2}, "does not divide the 3 of num_attention_heads"),
     ("fsdp2", {"expert_parallel": 2, "tensor_parallel": 2}, "expert_parallel=2 with tensor_parallel=2"),
+    (
+        "deepspeed",
+        {"expert_parallel": 2, "engine_config": zero(offload_param={"device": "nvme", "nvme_path": "."})},
+        "expert_parallel=2 with offload_param to nvme is not available",
+    ),
+    (
+        "deepspeed",
+        {"expert_parallel": 2, "engine_config": zero(zero_hpz_partition_size=2)},
+        "expert_parallel=2 with zero_hpz_partition_size=2 is not available",
+    ),
+    (
+        "fsdp2",
+        {"expert_parallel": 2, "engine_config": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}},
+        "expert_parallel=2 with engine_config['offload_policy']",
+    ),
+    (
+        "fsdp2",
+        {"tensor_parallel": 2, "engine_config": {"replicate": 2}},
+        "tensor_parallel=2 with engine_config['replicate']=2 is not available",
+    ),
+    (
+        "fsdp2",
+        {"tensor_parallel": 2, "engine_config": {"reshard_after_forward": 2}},
+        "reshard_after_forward to True or False",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("engine", "sizes", "text"), CASES)
+@pytest.mark.parametrize(("engine", "options", "text"), CASES)
 def test_refused_with_the_remedy(
-    engine: str, sizes: dict[str, int], text: str, checkpoints: TinyCheckpoints, deepspeed_op: None
+    engine: str, options: dict[str, Any], text: str, checkpoints: TinyCheckpoints, deepspeed_op: None
 ) -> None:
-    for message in run_ranks(refused, 2, engine, checkpoints("qwen3_moe"), sizes):
+    with pytest.raises(zerostart.ZerostartError, match=re.escape(text)):
+        zerostart.plan(checkpoints("qwen3_moe"), world_size=2, engine=engine, **options)
+    for message in run_ranks(refused, 2, engine, checkpoints("qwen3_moe"), options):
         assert message is not None
         assert text in message
         assert "use " in message
 
 
-def refused(engine: str, path: Path, sizes: dict[str, int]) -> str | None:
+def refused(engine: str, path: Path, options: dict[str, Any]) -> str | None:
     try:
-        zerostart.load(path, engine=engine, progress=False, **sizes)
+        zerostart.load(path, engine=engine, progress=False, **options)
     except zerostart.ZerostartError as error:
         return str(error)
     return None

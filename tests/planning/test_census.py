@@ -49,9 +49,9 @@ def test_counts_equal_the_plans(
     sharded = [recipe("fused", fused), recipe("plain", symbols["plain"])]
     whole = recipe("buffer", symbols["buffer"])
     ranks = range(world)
-    shares = [Share(whole, runs_of((r, replicated(whole.target.shape)) for r in ranks))]
-    shares += [Share(s, runs_of((r, cut(s.target.shape, r)) for r in ranks)) for s in sharded]
-    counts = count_reads(catalog, shares, world, direct, options)
+    shares = [Share(whole, runs_of((r, replicated(whole.target.shape)) for r in ranks), direct)]
+    shares += [Share(s, runs_of((r, cut(s.target.shape, r)) for r in ranks), direct) for s in sharded]
+    counts = count_reads(catalog, shares, world, options)
     for rank in ranks:
         layouts = [
             (whole, replicated(whole.target.shape)),
@@ -71,4 +71,4 @@ def test_a_transposed_recipe_is_left_to_the_plan(tmp_path: Path) -> None:
     turned = SymbolicTensor.of("w", (4, 6), torch.float32).t()
     recipe = Recipe(Target("w", (6, 4), torch.float32), turned.pieces)
     runs = runs_of((rank, flat_partition((6, 4), rank, 2)) for rank in range(2))
-    assert count_reads(open_catalog(path), [Share(recipe, runs)], 2, True, PlanOptions()) is None
+    assert count_reads(open_catalog(path), [Share(recipe, runs, True)], 2, PlanOptions()) is None

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zerostart.engines.parallelism import check_sizes, resolve
+from zerostart.engines.parallelism import resolve
 from zerostart.engines.placement import parallel_layout
+from zerostart.engines.planned import DEVICE, Planned, planned
+from zerostart.engines.settings import settings_of
 from zerostart.engines.shard import Engine, Shard
 from zerostart.errors import ConfigError
-from zerostart.layout import Layout, Parallelism
+from zerostart.layout import Parallelism
 from zerostart.world import World
 
 __all__ = [
+    "DEVICE",
     "ENGINES",
     "Engine",
+    "Planned",
     "Shard",
     "check_choice",
-    "check_sizes",
     "computing_dtype",
+    "contexts_aside",
     "local_shards",
     "make_engine",
     "offer_masters",
     "parallel_layout",
-    "planned_layout",
+    "planned",
     "require",
     "resolve",
+    "settings_of",
 ]
 
 #: Fills 1-D tensors with this rank's shares of parameters, by name; collective.
@@ -47,15 +53,6 @@ def check_choice(engine: str, zero_stage: int) -> None:
         raise ConfigError(
             f"zero_stage={zero_stage} is not available on {engine} in this version; use {stages}"
         )
-
-
-def planned_layout(engine: str, shape: Sequence[int], rank: int, world_size: int) -> Layout:
-    """What ``rank`` will hold of a parameter of ``shape``, without the engine or any process group."""
-    if engine == "deepspeed":
-        from zerostart.engines.deepspeed.layouts import parameter_layout
-    else:
-        from zerostart.engines.fsdp2.layouts import parameter_layout
-    return parameter_layout(shape, rank, world_size)
 
 
 def require(engine: str) -> None:
@@ -98,8 +95,8 @@ def computing_dtype(engine: str, engine_config: Mapping[str, Any] | None) -> tor
 
     Such an engine has no masters of its own: the parameters that it is given are the masters.
     """
-    policy = (engine_config or {}).get("mp_policy") if engine == "fsdp2" else None
-    return getattr(policy, "param_dtype", None)
+    policy = getattr(settings_of(engine, engine_config), "mp_policy", None)
+    return None if policy is None else policy.param_dtype
 
 
 def offer_masters(
@@ -113,6 +110,13 @@ def offer_masters(
         from zerostart.engines.deepspeed.masters import mark_parameters
 
         mark_parameters(model, rounded, reader)
+
+
+def contexts_aside() -> contextlib.AbstractContextManager[None]:
+    """Suspend what an engine's own context does to the models that are built inside it."""
+    from zerostart.upstream.deepspeed import contexts_aside as aside
+
+    return aside()
 
 
 def local_shards(

@@ -7,20 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from zerostart.engines.settings import settings_of
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
 from zerostart.upstream.transformers import parallel_rules
 
-__all__ = ["check_sizes", "resolve"]
-
-
-def check_sizes(engine: str, mesh: Mesh) -> None:
-    """Raise ConfigError for a mesh that the engine cannot train."""
-    if engine == "deepspeed" and mesh.tensor_parallel > 1:
-        raise ConfigError(
-            f"tensor_parallel={mesh.tensor_parallel} is not available on deepspeed in this version; "
-            "use engine='fsdp2', or tensor_parallel=1"
-        )
+__all__ = ["resolve"]
 
 
 def resolve(
@@ -31,16 +23,16 @@ def resolve(
     A plan in ``engine_config`` (``ep_plan``, ``tp_plan``: module or parameter names to transformers' styles)
     comes before what the model declares. Raises ConfigError, in one sentence with the remedy.
     """
-    check_sizes(engine, mesh)
+    settings = settings_of(engine, engine_config)
+    settings.check_mesh(mesh)
     if not mesh.parallel:
         return Parallelism(mesh)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    given = engine_config or {}
     experts = tensors = ParallelPlan()
     if mesh.expert_parallel > 1:
-        experts = _experts(model, mesh, shapes, given.get("ep_plan"))
+        experts = _experts(model, mesh, shapes, settings.ep_plan)
     if mesh.tensor_parallel > 1:
-        tensors = _tensors(model, mesh, shapes, given.get("tp_plan"))
+        tensors = _tensors(model, mesh, shapes, settings.tp_plan)
     return Parallelism(mesh, experts, tensors, shapes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,11 +16,15 @@ __all__ = ["Engine", "Shard", "replace_everywhere"]
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's share of the parameter ``name``: ``storage`` is 1-D, with ``layout.numel`` elements."""
+    """A rank's share of the parameter ``name``: ``storage`` is 1-D, with ``layout.numel`` elements.
+
+    ``at`` gives the layout of any rank; ranks that hold replicas have the same.
+    """
 
     name: str
     layout: Layout
     storage: torch.Tensor
+    at: Callable[[int], Layout]
 
 
 class Engine(Protocol):

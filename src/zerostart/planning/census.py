@@ -32,10 +32,14 @@ Runs = Numbers
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A recipe, and the runs of its parameter that each rank reads."""
+    """A recipe, and the runs of its parameter that each rank reads.
+
+    ``direct`` tells host memory, where reads of the stored dtype land in place.
+    """
 
     recipe: Recipe
     runs: Runs
+    direct: bool
 
 
 def runs_of(layouts: Iterable[tuple[int, Layout]]) -> Runs:
@@ -67,15 +71,12 @@ class Count:
 
 
 def count_reads(
-    catalog: Catalog, shares: Iterable[Share], world_size: int, direct: bool, options: PlanOptions
+    catalog: Catalog, shares: Iterable[Share], world_size: int, options: PlanOptions
 ) -> list[Count] | None:
-    """The reads of each rank; None where a recipe is not made of unbroken runs.
-
-    ``direct`` tells host memory, where reads of the stored dtype land in place.
-    """
+    """The reads of each rank; None where a recipe is not made of unbroken runs."""
     columns: list[Numbers] = []
     for share in shares:
-        found = _segments(catalog, share, direct, options.chunk_size)
+        found = _segments(catalog, share, options.chunk_size)
         if found is None:
             return None
         columns.append(found)
@@ -86,7 +87,7 @@ def count_reads(
     return _merged(table[:, order], world_size, options)
 
 
-def _segments(catalog: Catalog, share: Share, direct: bool, chunk: int) -> Numbers | None:
+def _segments(catalog: Catalog, share: Share, chunk: int) -> Numbers | None:
     """Rows ``rank, file, offset, bytes, lands in place`` of one parameter's reads, before merging."""
     shape = share.recipe.target.shape
     box = Box((0,) * len(shape), shape)
@@ -103,7 +104,7 @@ def _segments(catalog: Catalog, share: Share, direct: bool, chunk: int) -> Numbe
         files.append(entry.file)
         offsets.append(entry.offset + copy.start * dtype.itemsize)
         widths.append(dtype.itemsize)
-        placed.append(direct and dtype == share.recipe.target.dtype)
+        placed.append(share.direct and dtype == share.recipe.target.dtype)
     if not starts or not share.runs.size:
         return np.empty((5, 0), np.int64)
     begin, size = np.array(starts, np.int64), np.array(sizes, np.int64)

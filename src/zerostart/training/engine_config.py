@@ -26,7 +26,7 @@ def _fsdp2_config(config: TrainConfig) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     given = _own_config(config)
-    plain = {"reshard_after_forward", "wrap"}
+    plain = {"reshard_after_forward", "replicate", "wrap"}
     if unknown := sorted(set(given) - plain):
         known = ", ".join(sorted(plain))
         raise ConfigError(f"engine.config.{unknown[0]} is unknown for fsdp2; known are {known}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,11 +21,13 @@ class Arena:
 
     Room is reserved first; the buffer is allocated when the first tensor is taken. Which pages back host
     memory is left to the kernel: where a virtual machine gives free memory back to its host, asking for huge
-    ones (``MADV_HUGEPAGE``) was seen to cost three times what it saves elsewhere.
+    ones (``MADV_HUGEPAGE``) was seen to cost three times what it saves elsewhere. ``allocate`` gives a
+    buffer of so many bytes where it has to be of a special kind, such as page-locked.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
         self.device = device
+        self._allocate = allocate or self._plain
         self._size = 0
         self._buffer: torch.Tensor | None = None
 
@@ -38,8 +40,11 @@ class Arena:
     def take(self, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The reserved tensor: 1-D, ``numel`` elements of ``dtype``, uninitialised."""
         if self._buffer is None:
-            self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self.device)
+            self._buffer = self._allocate(self._size)
         return self._buffer[place : place + numel * dtype.itemsize].view(dtype)
+
+    def _plain(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
 
 class PeakMeter:

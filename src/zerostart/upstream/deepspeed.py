@@ -7,26 +7,39 @@ attributes that ``Init._partition_param`` sets on a parameter's partition.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerostart.errors import EngineError, UnsupportedVersionError
+from zerostart.errors import ConfigError, EngineError, UnsupportedVersionError
+from zerostart.upstream import deepspeed_nvme as nvme
+from zerostart.upstream.deepspeed_nvme import check_swapping, swap_file, write_through
 
 __all__ = [
     "SUPPORTED",
+    "Home",
+    "check_quantising",
+    "check_swapping",
+    "contexts_aside",
+    "converted_parameter",
+    "give_partition",
+    "home_of",
     "parameter_device",
     "partition_available",
     "partition_of",
-    "partitioned_parameter",
     "partitioner",
+    "pinned_bytes",
     "require",
+    "swap_file",
+    "write_through",
 ]
 
 #: First known and first unknown version.
@@ -59,6 +72,8 @@ def _partition_parameters() -> Any:
             (init, "param_id"),
             (partition_parameters, "free_param"),
             (partition_parameters, "PartitionedParamStatus"),
+            (partition_parameters, "shutdown_init_context"),
+            (partition_parameters, "restore_init_context"),
         )
         if not hasattr(owner, name)
     ]
@@ -80,18 +95,44 @@ def partitioner(world_size: int, dtype: torch.dtype | None, config: Mapping[str,
     """A ``zero.Init`` that converts nothing by itself; sets up ``deepspeed.comm`` where needed.
 
     It is given a whole configuration, and not ``dtype=``, which is ignored for fp32 on a host without fp16.
+    Raises ConfigError for a configuration that DeepSpeed refuses.
     """
     module = _partition_parameters()
     import deepspeed
+    from deepspeed.runtime.config import DeepSpeedConfigError
+    from pydantic import ValidationError
 
     os.environ.setdefault("LOCAL_RANK", str(_local_rank()))
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
-    init = module.Init(config_dict_or_path=_init_config(world_size, dtype, config), enabled=True)
+    # A group of hierarchical partitions is made once in a process, and found again by a second load.
+    hierarchical = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
+    try:
+        init = module.Init(
+            config_dict_or_path=_init_config(world_size, dtype, config),
+            zero_param_parallel_group=hierarchical if _secondary(config) > 1 else None,
+            enabled=True,
+        )
+    except (DeepSpeedConfigError, ValidationError, AssertionError) as error:
+        raise ConfigError(f"DeepSpeed refuses engine_config: {error}") from error
+    _check_secondary(init, config, world_size)
     if init.mem_efficient_linear:
         # Runs by itself only in a context or for a prebuilt module; ZeRO-3 needs it for its backward hooks.
         init._enable_mem_efficient_linear()
     return init
+
+
+def _secondary(config: Mapping[str, Any] | None) -> int:
+    return int(((config or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size") or 1)
+
+
+def _check_secondary(init: Any, config: Mapping[str, Any] | None, world_size: int) -> None:
+    asked = min(_secondary(config), world_size)
+    if asked > 1 and init.num_ranks_in_param_group != asked:
+        raise ConfigError(
+            f"zero_hpz_partition_size={asked}, but this process has made groups of "
+            f"{init.num_ranks_in_param_group} ranks before, and DeepSpeed keeps one size for its life"
+        )
 
 
 def _local_rank() -> int:
@@ -104,9 +145,11 @@ def _init_config(
     world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What ``zero.Init`` reads of a configuration; without "auto" values, which a trainer fills in."""
-    kept = ("zero_optimization", "bf16", "bfloat16", "fp16", "fp16_master_weights_and_grads")
+    kept = ("zero_optimization", "aio", "bf16", "bfloat16", "fp16", "fp16_master_weights_and_grads")
     result = _settled({key: value for key, value in (config or {}).items() if key in kept})
-    result.setdefault("zero_optimization", {})["stage"] = 3
+    zero = result.setdefault("zero_optimization", {})
+    zero["stage"] = 3
+    zero.pop("stage3_partition_stream_chunk_size", None)  # Ours to obey; not every version knows it.
     if dtype in (torch.bfloat16, torch.float16):
         result.setdefault("bf16" if dtype is torch.bfloat16 else "fp16", {})["enabled"] = True
     return {"train_micro_batch_size_per_gpu": 1, "train_batch_size": world_size, **result}
@@ -118,6 +161,18 @@ def _settled(value: Any) -> Any:
     return value
 
 
+def check_quantising() -> None:
+    """Raise EngineError unless DeepSpeed's quantising kernels can be had on this host."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import QuantizerBuilder
+
+    if get_accelerator().device_name() == "cpu" or not QuantizerBuilder().is_compatible(verbose=False):
+        raise EngineError(
+            "zero_quantized_weights needs DeepSpeed's CUDA quantising kernels, which this host has not; "
+            "remove it from engine_config['zero_optimization']"
+        )
+
+
 def parameter_device(init: Any) -> torch.device:
     """Where the partitions live."""
     device: torch.device = torch.device(init.local_device)
@@ -125,33 +180,75 @@ def parameter_device(init: Any) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def partitioned_parameter(init: Any, old: nn.Parameter, partition: torch.Tensor) -> nn.Parameter:
-    """A ZeRO-3 parameter with the shape and attributes of ``old`` (on meta), whose share is ``partition``.
+@dataclass(frozen=True)
+class Home:
+    """Where a partition lies: on ``device``, pinned or not, or in a swap file on NVMe."""
+
+    device: torch.device
+    pinned: bool = False
+    nvme: bool = False
+
+
+def converted_parameter(init: Any, old: nn.Parameter) -> nn.Parameter:
+    """A ZeRO-3 parameter with the shape and attributes of ``old`` (on meta), and no partition yet.
 
     Must be called in the same order on every rank, since DeepSpeed numbers parameters and sorts its
-    collectives by that number. Follows ``Init._partition_param``.
+    collectives by that number.
     """
-    module = _partition_parameters()
-    placeholder = torch.empty(1, dtype=old.dtype, device=partition.device).expand(old.shape)
+    placeholder = torch.empty(1, dtype=old.dtype, device=parameter_device(init)).expand(old.shape)
     new = nn.Parameter(placeholder, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     # The conversion wraps this method of the old object's dictionary otherwise.
     new.__dict__.pop("item", None)
     init._convert_to_deepspeed_param(new)
-    aligned = init._aligned_size(new)
-    size = aligned // init._partition_world_size(new)
+    return new
+
+
+def home_of(init: Any, parameter: nn.Parameter) -> Home:
+    """Where ``Init._partition_param`` keeps the partition of a converted parameter."""
+    converted: Any = parameter
+    local = parameter_device(init)
+    remote = str(getattr(init.remote_device, "value", init.remote_device))
+    if nvme.swaps(init, _partition_size(init, parameter)):
+        return Home(torch.device("cpu"), nvme=True)
+    if converted.ds_persist or remote not in ("cpu", "nvme"):
+        return Home(local)
+    return Home(torch.device("cpu"), pinned=bool(init.pin_memory) and local.type != "cpu")
+
+
+def pinned_bytes(nbytes: int) -> torch.Tensor:
+    """Page-locked host memory, by DeepSpeed's own means, as a 1-D tensor of bytes."""
+    from deepspeed.accelerator import get_accelerator
+
+    template = torch.empty(nbytes, dtype=torch.uint8)
+    pinned: torch.Tensor = get_accelerator().pin_memory(template, make_copy=False)
+    return pinned
+
+
+def _partition_size(init: Any, parameter: nn.Parameter) -> int:
+    return int(init._aligned_size(parameter)) // int(init._partition_world_size(parameter))
+
+
+def give_partition(init: Any, parameter: nn.Parameter, partition: torch.Tensor, home: Home) -> None:
+    """Make ``partition`` the share of a converted parameter, and free its placeholder.
+
+    Follows ``Init._partition_param``. The partition may be filled afterwards, in place.
+    """
+    module = _partition_parameters()
+    size = _partition_size(init, parameter)
     if size != partition.numel():
         raise EngineError(f"DeepSpeed partitions a parameter into {size} elements, not {partition.numel()}")
-    state: Any = partition
+    state: Any = torch.empty(0, dtype=parameter.dtype) if home.nvme else partition
     state.requires_grad = False
     state.ds_numel = size
     state.status = module.PartitionedParamStatus.AVAILABLE
     state.final_location = None
-    converted: Any = new
+    converted: Any = parameter
     converted.ds_tensor = state
-    converted.ds_numel_aligned = aligned
-    module.free_param(new)
-    return new
+    converted.ds_numel_aligned = init._aligned_size(parameter)
+    if home.nvme:
+        nvme.leave_on_nvme(init, converted, state, module.PartitionedParamStatus)
+    module.free_param(parameter)
 
 
 def partition_of(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], int, int] | None:
@@ -159,10 +256,31 @@ def partition_of(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]
     if "deepspeed" not in sys.modules or not hasattr(parameter, "ds_id"):
         return None
     p: Any = parameter
-    return p.ds_tensor, tuple(p.ds_shape), p.ds_zero_partition_rank, p.ds_zero_partition_world_size
+    partition = p.ds_tensor
+    if p.nvme_swapper is not None:
+        partition = nvme.current_partition(p, _partition_parameters().PartitionedParamStatus)
+    return partition, tuple(p.ds_shape), p.ds_zero_partition_rank, p.ds_zero_partition_world_size
 
 
 def partition_available(partition: torch.Tensor) -> bool:
     """Whether a ZeRO-3 partition is in memory, and not on NVMe."""
     state: Any = partition
     return bool(state.status == _partition_parameters().PartitionedParamStatus.AVAILABLE)
+
+
+@contextlib.contextmanager
+def contexts_aside() -> Iterator[None]:
+    """Suspend a ``zero.Init`` context that is active around the body.
+
+    It replaces the constructors of tensors and modules, and would partition what is built inside. DeepSpeed
+    suspends it in the same way while an engine is made.
+    """
+    module = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if module is None:
+        yield
+        return
+    module.shutdown_init_context()
+    try:
+        yield
+    finally:
+        module.restore_init_context()

@@ -1,8 +1,9 @@
 """Private parts of torch: FSDP2's references to local tensors, and an initialiser that skips meta tensors.
 
 Known for the versions in ``SUPPORTED``. Used of it: ``FSDPModule._apply``, which resets the references that
-the parameter groups keep, as it does after any ``Module.to``; ``DTensor._local_tensor``; and
-``nn.init._no_grad_trunc_normal_``, which samples by rejection, looks at values, and so does nothing on meta.
+the parameter groups keep, as it does after any ``Module.to``; ``DTensor._local_tensor``, ``DTensor._spec``
+and the constructor that takes the two; and ``nn.init._no_grad_trunc_normal_``, which samples by rejection,
+looks at values, and so does nothing on meta.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
 
-__all__ = ["SUPPORTED", "adopt_local_tensors", "hide_padding", "require", "truncated_normal_goes_to"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["SUPPORTED", "adopt_local_tensors", "hide_padding", "over", "require", "truncated_normal_goes_to"]
 
 #: First known and first unknown version.
 SUPPORTED = ((2, 11), (2, 14))
@@ -43,14 +47,32 @@ def adopt_local_tensors(model: nn.Module) -> None:
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
+def over(sharded: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor with the sharding of ``sharded`` whose local tensor is ``local``, wherever that lies.
+
+    ``DTensor.from_local`` moves it to the mesh's device, and with offloading it has to stay on the host.
+    ``FSDPParam.to_sharded_dtensor`` does the same.
+    """
+    require()
+    from torch.distributed.tensor import DTensor
+
+    make: Any = DTensor
+    made: DTensor = make(local, sharded._spec, requires_grad=False)
+    return made
+
+
 def hide_padding(parameter: nn.Parameter, owned: int) -> None:
-    """Narrow the local tensor of a ``Shard(0)`` parameter to its real rows, ``owned`` elements.
+    """Narrow the local tensor of a sharded parameter to its real rows, ``owned`` elements.
+
+    Only dimension 0 may be sharded unevenly.
 
     FSDP2 keeps storage for a full chunk on every rank, and shows the rows that are real: gradients come in
     that shape. ``FSDPParam._init_sharded_param`` does the same.
     """
     sharded: Any = parameter
     local = sharded._local_tensor
+    if local.numel() == owned:
+        return
     below = max(1, local[:1].numel())
     sharded._local_tensor = local.narrow(0, 0, owned // below)
 

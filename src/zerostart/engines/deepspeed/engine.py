@@ -7,7 +7,8 @@ freed. What ``deepspeed.initialize`` then finds is what ``zero.Init`` would have
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,71 +16,88 @@ from torch import nn
 
 from zerostart.engines.deepspeed.layouts import parameter_layout
 from zerostart.engines.deepspeed.masters import check_mixture
+from zerostart.engines.deepspeed.settings import ZeroSettings, configured_dtype
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
-from zerostart.layout import Layout
+from zerostart.layout import Layout, Mesh
 from zerostart.transfer import Arena
 from zerostart.upstream import deepspeed as upstream
 from zerostart.world import World
 
-__all__ = ["DeepSpeedShards", "configured_dtype", "current_shards"]
-
-
-def configured_dtype(config: Mapping[str, Any] | None) -> torch.dtype | None:
-    """The parameter dtype that a DeepSpeed configuration asks for, None if it does not say."""
-    for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        section = (config or {}).get(key)
-        if isinstance(section, Mapping) and section.get("enabled") is True:
-            return dtype
-    return None
+__all__ = ["DeepSpeedShards", "current_shards"]
 
 
 class DeepSpeedShards:
-    """Makes ZeRO-3 partitions over the whole world."""
+    """Makes ZeRO-3 partitions over the whole world, wherever the configuration keeps them."""
 
     def __init__(
         self, world: World, dtype: torch.dtype | None, engine_config: Mapping[str, Any] | None
     ) -> None:
+        settings = ZeroSettings.of(engine_config)
+        settings.check_mesh(Mesh(world.size))
+        if settings.offload == "nvme":
+            upstream.check_swapping()
+        if settings.quantized_weights or settings.quantized_frozen_weights:
+            upstream.check_quantising()
         self._world = world
-        zero = (engine_config or {}).get("zero_optimization", {})
-        stage = zero.get("stage", 3)
-        if stage != 3:
-            raise EngineError(f"engine_config asks for ZeRO stage {stage}, and the load for stage 3")
-        offload = zero.get("offload_param") or {}
-        if offload.get("device", "none") not in ("none", None):
-            raise EngineError(
-                f"offload_param to {offload['device']} is not available in this version; remove it from "
-                "engine_config['zero_optimization']"
-            )
-        self._config = engine_config
+        self._settings = settings
         self._init = upstream.partitioner(world.size, dtype or configured_dtype(engine_config), engine_config)
+        self._swapped: list[nn.Parameter] = []
         self.device = upstream.parameter_device(self._init)
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Replace each parameter by an empty ZeRO-3 parameter."""
         parameters = dict(model.named_parameters())
-        check_mixture(parameters, self._config)
-        arena = Arena(self.device)
-        placed: list[tuple[str, Layout, int]] = []
+        self._check_frozen(parameters)
+        check_mixture(parameters, self._settings)
+        arenas: dict[upstream.Home, Arena] = {}
+        placed: list[tuple[str, nn.Parameter, Layout, upstream.Home, int]] = []
         for name in names:
-            layout = self._layout(name, parameters[name])
-            placed.append((name, layout, arena.reserve(layout.numel, parameters[name].dtype)))
-        new: dict[int, nn.Parameter] = {}
+            layout = self._at(name, parameters[name])(self._world.rank)
+            parameter = upstream.converted_parameter(self._init, parameters[name])
+            home = upstream.home_of(self._init, parameter)
+            place = 0
+            if not home.nvme:
+                arena = arenas.setdefault(home, Arena(home.device, _pinned if home.pinned else None))
+                place = arena.reserve(layout.numel, parameter.dtype)
+            placed.append((name, parameter, layout, home, place))
         shards = []
-        for name, layout, place in placed:
-            old = parameters[name]
-            partition = arena.take(place, layout.numel, old.dtype)
-            new[id(old)] = upstream.partitioned_parameter(self._init, old, partition)
-            shards.append(Shard(name, layout, partition))
-        replace_everywhere(model, new)
+        for name, parameter, layout, home, place in placed:
+            if home.nvme:
+                partition = upstream.swap_file(self._init, parameter, name, layout.numel)
+                self._swapped.append(parameter)
+            else:
+                partition = arenas[home].take(place, layout.numel, parameter.dtype)
+            upstream.give_partition(self._init, parameter, partition, home)
+            shards.append(Shard(name, layout, partition, self._at(name, parameters[name])))
+        replace_everywhere(model, {id(parameters[name]): parameter for name, parameter, *_ in placed})
         return shards
 
-    def _layout(self, name: str, parameter: nn.Parameter) -> Layout:
-        """What this rank holds of the parameter ``name`` of the unsharded model."""
-        return parameter_layout(parameter.shape, self._world.rank, self._world.size)
-
     def finish(self, model: nn.Module) -> None:
-        """Nothing is left to do: a partition is in place as soon as it is filled."""
+        """Write what lies on NVMe to the device; other partitions are in place as soon as they are filled."""
+        if self._swapped:
+            upstream.write_through(self._init, self._swapped)
+
+    def _at(self, name: str, parameter: nn.Parameter) -> Callable[[int], Layout]:
+        """What each rank holds of the parameter ``name`` of the unsharded model."""
+        return _layouts(parameter.shape, self._world.size)
+
+    def _check_frozen(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+        if frozen and self._settings.quantized_frozen_weights:
+            raise EngineError(
+                f"zero_quantized_nontrainable_weights would keep {frozen[0]} and {len(frozen) - 1} more in 8 "
+                "bits, which is not what the checkpoint holds; remove it from "
+                "engine_config['zero_optimization']"
+            )
+
+
+def _layouts(shape: Sequence[int], world_size: int) -> Callable[[int], Layout]:
+    return functools.partial(parameter_layout, tuple(shape), world_size=world_size)
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    return upstream.pinned_bytes(nbytes)
 
 
 def current_shards(model: nn.Module) -> dict[str, Shard]:
@@ -89,5 +107,6 @@ def current_shards(model: nn.Module) -> dict[str, Shard]:
         state = upstream.partition_of(parameter)
         if state is not None:
             partition, shape, rank, size = state
-            shards[name] = Shard(name, parameter_layout(shape, rank, size), partition)
+            at = _layouts(shape, size)
+            shards[name] = Shard(name, at(rank), partition, at)
     return shards

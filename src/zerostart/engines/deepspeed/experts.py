@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,9 +54,8 @@ class DeepSpeedExpertShards(DeepSpeedShards):
         mark_expert(new, self._groups)
         return new
 
-    def _layout(self, name: str, parameter: nn.Parameter) -> Layout:
-        shape = self._parallelism.shapes[name]
-        return parallel_layout("deepspeed", self._parallelism, name, shape, self._world.rank)
+    def _at(self, name: str, parameter: nn.Parameter) -> Callable[[int], Layout]:
+        return _layouts(self._parallelism, name)
 
 
 def expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
@@ -65,6 +65,10 @@ def expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict
     found = {}
     for alias, shard in current_shards(model).items():
         name = aliases[alias]  # A tied parameter lies as its first name says.
-        layout = parallel_layout("deepspeed", parallelism, name, parallelism.shapes[name], rank)
-        found[alias] = Shard(name, layout, shard.storage)
+        at = _layouts(parallelism, name)
+        found[alias] = Shard(name, at(rank), shard.storage, at)
     return found
+
+
+def _layouts(parallelism: Parallelism, name: str) -> Callable[[int], Layout]:
+    return functools.partial(parallel_layout, "deepspeed", parallelism, name, parallelism.shapes[name])

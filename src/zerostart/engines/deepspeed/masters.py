@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
+from zerostart.engines.deepspeed.settings import ZeroSettings
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed_stage3 import Reader, mark, require_stage3
 
@@ -23,24 +23,18 @@ def mixed_dtypes(parameters: Mapping[str, nn.Parameter]) -> dict[torch.dtype, st
     return dtypes
 
 
-def check_mixture(parameters: Mapping[str, nn.Parameter], config: Mapping[str, Any] | None) -> None:
+def check_mixture(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) -> None:
     """Raise EngineError where a setting of DeepSpeed handles trainable parameters of one dtype only."""
     dtypes = mixed_dtypes(parameters)
     if len(dtypes) < 2:
         return
     require_stage3()
-    zero = (config or {}).get("zero_optimization", {})
-    on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"
-    for there, setting in (
-        (on_nvme, "offload_param to nvme"),
-        (zero.get("stage3_use_all_reduce_for_fetch_params"), "stage3_use_all_reduce_for_fetch_params"),
-    ):
-        if there:
-            found = ", ".join(f"{name} is {str(d).removeprefix('torch.')}" for d, name in dtypes.items())
-            raise EngineError(
-                f"DeepSpeed's {setting} handles parameters of one dtype, and this model mixes them: {found}. "
-                f"Leave {setting} out of engine_config['zero_optimization'], or use engine='fsdp2'"
-            )
+    for setting in settings.one_dtype:
+        found = ", ".join(f"{name} is {str(d).removeprefix('torch.')}" for d, name in dtypes.items())
+        raise EngineError(
+            f"DeepSpeed's {setting} handles parameters of one dtype, and this model mixes them: {found}. "
+            f"Leave {setting} out of engine_config['zero_optimization'], or use engine='fsdp2'"
+        )
 
 
 def mark_parameters(model: nn.Module, rounded: Collection[str], reader: Reader | None) -> None:

@@ -9,9 +9,9 @@ from zerostart.layout import Layout, dimension_shard
 __all__ = ["expert_dimension", "parameter_layout"]
 
 
-def parameter_layout(shape: Sequence[int], rank: int, world_size: int) -> Layout:
-    """``Shard(0)``, chunks of equal size but the last, padded to a full chunk."""
-    return dimension_shard(shape, 0, rank, world_size)
+def parameter_layout(shape: Sequence[int], share: int, shares: int, dim: int = 0) -> Layout:
+    """``Shard(dim)``, chunks of equal size but the last, padded to a full chunk."""
+    return dimension_shard(shape, dim, share, shares)
 
 
 def expert_dimension(shape: Sequence[int], owners: int) -> int:

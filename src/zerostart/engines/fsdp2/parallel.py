@@ -6,6 +6,7 @@ everywhere, while their owners are fewer: so the sum is divided by the number of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,15 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from zerostart.engines.exchange import exchange_tokens, expert_modules
-from zerostart.engines.fsdp2.engine import OPTIONS, blocks_of
+from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.layouts import expert_dimension
+from zerostart.engines.fsdp2.settings import FSDP2Settings
+from zerostart.engines.fsdp2.storage import give_storage
 from zerostart.engines.fsdp2.tensors import cut_tensors, distributed
+from zerostart.engines.fsdp2.units import units_of
 from zerostart.engines.placement import parallel_layout
-from zerostart.engines.shard import Shard, replace_everywhere
-from zerostart.errors import ConfigError, EngineError
+from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, Parallelism
 from zerostart.transfer import Arena
-from zerostart.upstream.torch import adopt_local_tensors, hide_padding
 from zerostart.upstream.transformers_tensor import require as require_styles
 from zerostart.world import World, default_device
 
@@ -33,30 +35,17 @@ __all__ = ["FSDP2ParallelShards", "parallel_shards"]
 
 
 class FSDP2ParallelShards:
-    """Makes FSDP2 shards over the owners of each section of a mesh.
-
-    ``engine_config`` is as for ``FSDP2Shards``, less ``mesh``, and with ``ep_plan`` and ``tp_plan``.
-    """
+    """Makes FSDP2 shards over the owners of each section of a mesh; see ``FSDP2Settings.check_mesh``."""
 
     def __init__(
         self, world: World, engine_config: Mapping[str, Any] | None, parallelism: Parallelism
     ) -> None:
-        options = dict(engine_config or {})
-        self._wrap: Sequence[str] | None = options.pop("wrap", None)
-        for plan in ("ep_plan", "tp_plan"):
-            options.pop(plan, None)
-        known = [option for option in OPTIONS if option != "mesh"]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise ConfigError(
-                f"engine_config for fsdp2 with experts or tensors cut has unknown keys {', '.join(unknown)}; "
-                f"known are wrap, ep_plan, tp_plan, {', '.join(known)}"
-            )
-        if "CPU" in type(options.get("offload_policy")).__name__:
-            raise EngineError("FSDP2 with CPU offload is not available here; remove offload_policy")
+        settings = FSDP2Settings.of(engine_config)
+        settings.check_mesh(parallelism.mesh)
         if parallelism.mesh.tensor_parallel > 1:
             require_styles()
-        self._options = options
+        self._wrap = settings.wrap
+        self._options = settings.options()
         self._parallelism = parallelism
         self._rank = world.rank
         self.device = default_device()
@@ -76,18 +65,26 @@ class FSDP2ParallelShards:
             cut_tensors(model, self._parallelism, self._tensors)
         for module, own in expert_modules(model, self._parallelism).items():
             self._wrap_experts(module, own)
-        for block in blocks_of(model, self._wrap):
-            if not isinstance(block, FSDPModule):
-                fully_shard(block, mesh=self._dense, **self._options)
-        if not isinstance(model, FSDPModule):
-            fully_shard(model, mesh=self._dense, **self._options)
-        return self._store(model, names, shapes)
+        for unit in units_of(model, blocks_of(model, self._wrap)):
+            fully_shard(unit.module, mesh=self._dense, **unit.options(self._options))
+
+        def at(name: str, rank: int) -> Layout:
+            return parallel_layout("fsdp2", self._parallelism, name, shapes[name], rank)
+
+        def chunk(name: str) -> tuple[int, ...]:
+            section = self._parallelism.section(name, shapes[name], self._rank).shape
+            owners = self._parallelism.owners(name, self._rank)[1]
+            dim = expert_dimension(section, owners) if self._parallelism.is_expert(name) else 0
+            return (*section[:dim], -(-section[dim] // owners), *section[dim + 1 :])
+
+        return give_storage(model, names, Arena(self.device), self._rank, at, chunk)
 
     def finish(self, model: nn.Module) -> None:
         """Nothing is left to do: FSDP2 looks at the storages themselves."""
 
     def _wrap_experts(self, module: nn.Module, names: Mapping[str, str]) -> None:
         """Cut the parameters of one experts module, make it serve all ranks' tokens, and shard it."""
+        options = units_of(module, ())[-1].options(self._options)
         expert, owners = self._experts["expert"], self._experts["expert_data"]
         counts: list[int] = []
         for leaf, name in names.items():
@@ -98,47 +95,12 @@ class FSDP2ParallelShards:
             local = torch.empty(sections[expert.get_local_rank()].shape, dtype=old.dtype, device="meta")
             module._parameters[leaf] = distributed(old, local, expert, [ShardPlacement(0)])
         exchange_tokens(module, expert.get_group(), counts)
-        fully_shard(module, mesh=owners, shard_placement_fn=_placement_over(owners.size()), **self._options)
+        fully_shard(module, mesh=owners, shard_placement_fn=_placement_over(owners.size()), **options)
         unit: Any = module
         unit.set_gradient_divide_factor(float(self._parallelism.mesh.world_size))
         # As a sum that is divided afterwards: gloo has no reduction with a factor, and NCCL's gives zeros in
         # bfloat16 (pytorch #190745). One owner has nothing to reduce, and FSDP2 divides anyway.
         unit.set_force_sum_reduction_for_comms(owners.size() > 1)
-
-    def _store(
-        self, model: nn.Module, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
-    ) -> list[Shard]:
-        parameters = dict(model.named_parameters())
-        arena = Arena(self.device)
-        placed: list[tuple[str, Layout, int]] = []
-        for name in names:
-            layout = parallel_layout("fsdp2", self._parallelism, name, shapes[name], self._rank)
-            placed.append((name, layout, arena.reserve(layout.numel, parameters[name].dtype)))
-        new: dict[int, nn.Parameter] = {}
-        shards = []
-        for name, layout, place in placed:
-            old = parameters[name]
-            storage = arena.take(place, layout.numel, old.dtype)
-            new[id(old)] = self._over(old, name, shapes[name], storage)
-            shards.append(Shard(name, layout, storage))
-        replace_everywhere(model, new)
-        adopt_local_tensors(model)
-        for name, layout, _ in placed:
-            hide_padding(new[id(parameters[name])], layout.owned)
-        return shards
-
-    def _over(
-        self, old: nn.Parameter, name: str, shape: tuple[int, ...], storage: torch.Tensor
-    ) -> nn.Parameter:
-        """``old``, a DTensor on meta, over ``storage``, which has room for a full chunk."""
-        data = old.data
-        if not isinstance(data, DTensor):
-            raise EngineError(f"fully_shard left {name} unsharded")
-        section = self._parallelism.section(name, shape, self._rank).shape
-        owners = self._parallelism.owners(name, self._rank)[1]
-        dim = expert_dimension(section, owners) if self._parallelism.is_expert(name) else 0
-        chunk = (*section[:dim], -(-section[dim] // owners), *section[dim + 1 :])
-        return distributed(old, storage.view(chunk), data.device_mesh, data.placements)
 
 
 def _placement_over(owners: int) -> Any:
@@ -159,6 +121,6 @@ def parallel_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> di
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor):
             name = names[id(parameter)]  # A tied parameter lies as its first name says.
-            layout = parallel_layout("fsdp2", parallelism, name, tuple(parameter.shape), rank)
-            shards[alias] = Shard(name, layout, parameter.to_local().detach().reshape(-1))
+            at = functools.partial(parallel_layout, "fsdp2", parallelism, name, tuple(parameter.shape))
+            shards[alias] = Shard(name, at(rank), parameter.to_local().detach().reshape(-1), at)
     return shards

@@ -7,11 +7,13 @@ becomes a unit of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from zerostart.errors import EngineError
 
@@ -30,6 +32,18 @@ class Unit:
     module: nn.Module
     kind: Kind | None
 
+    def options(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``given``, arguments of ``fully_shard``, for this unit: its policy casts what it may, and no other.
+
+        What the model keeps in fp32 is neither cast nor fed casts.
+        """
+        policy = given.get("mp_policy")
+        cast_to = policy.param_dtype if policy is not None else None
+        if policy is None or cast_to is None or self.kind is None or self.kind[1] == cast_to:
+            return given
+        kept = replace(policy, param_dtype=None, output_dtype=None, cast_forward_inputs=False)
+        return {**given, "mp_policy": kept}
+
 
 def let_cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Note that a policy may cast ``parameter`` to ``dtype``; one without the note computes as it is held."""
@@ -43,13 +57,15 @@ def _kind(parameter: nn.Parameter) -> Kind:
 def units_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
     """The ``blocks`` (innermost first), the model itself, and the modules that must be units beside them.
 
-    In the order in which they are to be wrapped. Raises EngineError, naming the parameters, where one module
-    holds parameters of several dtypes itself.
+    What is sharded already is left out. In the order in which they are to be wrapped. Raises EngineError,
+    naming the parameters, where one module holds parameters of several dtypes itself.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    done: set[int] = set()
+    done = {id(module) for module in model.modules() if isinstance(module, FSDPModule)}
     units: list[Unit] = []
     for block in dict.fromkeys((*blocks, model)):
+        if id(block) in done:
+            continue
         inner, kind = _split(block, done, names)
         units += [*inner, Unit(block, kind)]
         done.add(id(block))

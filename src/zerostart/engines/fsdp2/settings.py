@@ -1,0 +1,195 @@
+"""The ``engine_config`` of FSDP2, checked: how the ranks are laid out, what is a unit, and so on.
+
+Needs no process group, so that a plan can be made without one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+
+from zerostart.errors import ConfigError, EngineError
+from zerostart.layout import Mesh
+
+__all__ = ["FSDP2Settings"]
+
+Placer = Callable[[nn.Parameter], Any]
+
+
+@dataclass(frozen=True)
+class FSDP2Settings:
+    """What ``engine_config`` may hold for FSDP2.
+
+    ``mesh``: a device mesh over all ranks; of two dimensions, the first has replicas (HSDP). Without it one
+    is made, with ``replicate`` replicas. ``wrap``: the units: class names, classes, or names of modules with
+    ``*`` for any part, as ``model.layers.*``. ``reshard_after_forward``, ``shard_placement_fn``,
+    ``mp_policy`` and ``offload_policy`` are those of ``fully_shard``, for every unit; the function returns
+    ``Shard(dim)`` or None. ``ep_plan`` and ``tp_plan`` come before the model's own plans.
+    """
+
+    mesh: DeviceMesh | None = None
+    replicate: int = 1
+    wrap: Sequence[str | type[nn.Module]] | None = None
+    reshard_after_forward: bool | int | None = None
+    shard_placement_fn: Placer | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
+    offload_policy: OffloadPolicy | None = None
+    ep_plan: Mapping[str, str] | None = None
+    tp_plan: Mapping[str, str] | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | None) -> FSDP2Settings:
+        """Read a configuration; raises ConfigError for an unknown key or a value of the wrong kind."""
+        if config is not None and not isinstance(config, Mapping):
+            raise ConfigError(f"engine_config is a {type(config).__name__}; for fsdp2 it is a dict")
+        known = [field.name for field in fields(cls)]
+        for key in config or {}:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, 1, 0.5)
+                meant = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+                raise ConfigError(f"engine_config for fsdp2 has the unknown key {key!r}; {meant}")
+        settings = cls(**(config or {}))
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        expected: dict[str, tuple[type, ...]] = {
+            "mesh": (DeviceMesh, type(None)),
+            "reshard_after_forward": (bool, int, type(None)),
+            "mp_policy": (MixedPrecisionPolicy, type(None)),
+            "offload_policy": (OffloadPolicy, type(None)),
+        }
+        for key, kinds in expected.items():
+            value = getattr(self, key)
+            if not isinstance(value, kinds):
+                raise ConfigError(
+                    f"engine_config[{key!r}] is a {type(value).__name__}; it must be a {kinds[0].__name__}"
+                )
+        if self.shard_placement_fn is not None and not callable(self.shard_placement_fn):
+            raise ConfigError("engine_config['shard_placement_fn'] is not callable")
+        if isinstance(self.replicate, bool) or not isinstance(self.replicate, int) or self.replicate < 1:
+            raise ConfigError(f"engine_config['replicate']={self.replicate!r} is not a number of replicas")
+        if self.mesh is not None and self.replicate != 1:
+            raise ConfigError(
+                "engine_config has both mesh and replicate; a mesh says how many replicas it has"
+            )
+        if isinstance(self.wrap, (str, type)):
+            raise ConfigError(f"engine_config['wrap']={self.wrap!r} is not a list")
+        if self.pinned and not torch.accelerator.is_available():
+            raise ConfigError(
+                "offload_policy pins host memory, and there is no accelerator to pin it for; pass "
+                "CPUOffloadPolicy(pin_memory=False)"
+            )
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the shards live on the host."""
+        return isinstance(self.offload_policy, CPUOffloadPolicy)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether that host memory is page-locked."""
+        return isinstance(self.offload_policy, CPUOffloadPolicy) and self.offload_policy.pin_memory
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raise ConfigError for a mesh that cannot be trained with these settings."""
+        if not mesh.parallel:
+            self.shape(mesh.world_size)
+            return
+        axis = "expert_parallel" if mesh.expert_parallel > 1 else "tensor_parallel"
+        size = self.reshard_after_forward
+        for there, key in (
+            (self.mesh is not None, "mesh"),
+            (self.replicate > 1, "replicate"),
+            (self.shard_placement_fn is not None, "shard_placement_fn"),
+            (self.offloaded, "offload_policy"),
+            (isinstance(size, int) and not isinstance(size, bool), "reshard_after_forward"),
+        ):
+            if there:
+                remedy = f"set {key} to True or False" if key == "reshard_after_forward" else f"remove {key}"
+                raise ConfigError(
+                    f"{axis}={getattr(mesh, axis)} with engine_config[{key!r}]={getattr(self, key)!r} is not "
+                    f"available in this version; {remedy}, or use {axis}=1"
+                )
+
+    def shape(self, world_size: int) -> tuple[int, int]:
+        """``(replicas, ranks that share a parameter)``; raises ConfigError if they do not fit the world."""
+        if self.mesh is None:
+            if world_size % self.replicate:
+                raise ConfigError(
+                    f"replicate={self.replicate} does not divide the {world_size} ranks; choose a divisor"
+                )
+            sizes = (self.replicate, world_size // self.replicate)
+        else:
+            if self.mesh.ndim not in (1, 2) or self.mesh.size() != world_size:
+                raise ConfigError(
+                    f"the mesh has shape {tuple(self.mesh.shape)}; it must have one dimension, or two with "
+                    f"replicas first, and all {world_size} ranks"
+                )
+            if self.mesh.ndim == 2 and self.mesh.mesh_dim_names is None:
+                raise ConfigError("FSDP2 wants mesh_dim_names for a mesh of two dimensions")
+            sizes = (1 if self.mesh.ndim == 1 else self.mesh.shape[0], self.mesh.shape[-1])
+        self._check_resharding(sizes[1])
+        return sizes
+
+    def _check_resharding(self, shares: int) -> None:
+        size = self.reshard_after_forward
+        if isinstance(size, bool) or size is None:
+            return
+        if not 1 <= size <= shares or shares % size:
+            raise ConfigError(
+                f"reshard_after_forward={size} must be True, False, or a divisor of the {shares} ranks that "
+                "share a parameter"
+            )
+
+    def share_of(self, rank: int, world_size: int) -> int:
+        """Which of the shares rank ``rank`` holds; replicas hold the same."""
+        shares = self.shape(world_size)[1]
+        if self.mesh is None:
+            return rank % shares
+        return int((self.mesh.mesh == rank).nonzero()[0][-1])
+
+    def dimensions(self, parameters: Mapping[str, nn.Parameter], shares: int) -> dict[str, int]:
+        """The dimension that each parameter is sharded along; raises EngineError for what FSDP2 cannot."""
+        scalars = [name for name, parameter in parameters.items() if parameter.dim() == 0]
+        if scalars:
+            raise EngineError(
+                f"FSDP2 cannot shard parameters without dimensions ({', '.join(scalars[:4])}); give them one "
+                "dimension, or use engine='deepspeed'"
+            )
+        return {name: self._dimension(parameter, name, shares) for name, parameter in parameters.items()}
+
+    def _dimension(self, parameter: nn.Parameter, name: str, shares: int) -> int:
+        """The dimension that ``parameter`` is sharded along; raises EngineError for one that FSDP2 cannot."""
+        given = self.shard_placement_fn(parameter) if self.shard_placement_fn is not None else None
+        if given is None:
+            given = Shard(0)
+        if not isinstance(given, Shard):
+            raise EngineError(
+                f"shard_placement_fn returned a {type(given).__name__} for {name}; it must return Shard(dim) "
+                "or None"
+            )
+        dim: int = given.dim + parameter.dim() if given.dim < 0 else given.dim
+        if not 0 <= dim < max(1, parameter.dim()):
+            raise EngineError(
+                f"shard_placement_fn returned {given} for {name}, of {parameter.dim()} dimensions"
+            )
+        if dim and parameter.shape[dim] % shares:
+            raise EngineError(
+                f"FSDP2 shards evenly along dimensions other than 0, and {name} has {parameter.shape[dim]} "
+                f"elements along dimension {dim} for {shares} ranks; return Shard(0) or None for it"
+            )
+        return dim
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of ``fully_shard`` other than the mesh; what is not set keeps its default."""
+        names = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}

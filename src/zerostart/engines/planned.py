@@ -1,0 +1,106 @@
+"""How an engine will shard parameters and where it keeps them, without the engine or any process group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from zerostart.engines.placement import parallel_layout
+from zerostart.layout import Layout, Parallelism
+
+__all__ = ["DEVICE", "HOST", "STORAGE", "Planned", "planned"]
+
+#: Homes of a shard: the device that computes, host memory, or a file.
+DEVICE, HOST, STORAGE = "device", "host", "storage"
+
+Parameters = Mapping[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The shards of a model to be.
+
+    ``layout`` gives what a rank holds of a parameter, by name. Parameters of one shape and an equal ``alike``
+    lie alike. ``twin`` is the first rank that holds the same as the given one: replicas have one twin.
+    ``homes`` has the home of each parameter.
+    """
+
+    layout: Callable[[str, int], Layout]
+    alike: Callable[[str], Hashable]
+    twin: Callable[[int], int]
+    homes: Mapping[str, str]
+
+
+def planned(
+    engine: str, config: Mapping[str, Any] | None, model: nn.Module, parallelism: Parallelism
+) -> Planned:
+    """Raises ConfigError or EngineError for what ``load`` would refuse of the configuration."""
+    parameters = dict(model.named_parameters())
+    if engine == "deepspeed":
+        return _of_deepspeed(config, parameters, parallelism)
+    if parallelism.mesh.parallel:
+        return _of_mesh(engine, parameters, parallelism, dict.fromkeys(parameters, DEVICE))
+    return _of_fsdp2(config, parameters, parallelism.mesh.world_size)
+
+
+def _of_mesh(
+    engine: str, parameters: Parameters, parallelism: Parallelism, homes: Mapping[str, str]
+) -> Planned:
+    def layout(name: str, rank: int) -> Layout:
+        return parallel_layout(engine, parallelism, name, tuple(parameters[name].shape), rank)
+
+    return Planned(
+        layout=layout,
+        alike=lambda name: (parallelism.is_expert(name), parallelism.cut(name)),
+        twin=lambda rank: rank,
+        homes=homes,
+    )
+
+
+def _of_deepspeed(
+    config: Mapping[str, Any] | None, parameters: Parameters, parallelism: Parallelism
+) -> Planned:
+    from zerostart.engines.deepspeed.settings import ZeroSettings
+
+    settings = ZeroSettings.of(config)
+    settings.check_mesh(parallelism.mesh)
+    # Of rank 0, which has as many experts as any.
+    sizes = {
+        name: (
+            prod(parallelism.section(name, tuple(parameter.shape), 0).shape),
+            parallelism.owners(name, 0)[1],
+            parameter.dtype.itemsize,
+        )
+        for name, parameter in parameters.items()
+    }
+    names = {"none": DEVICE, "cpu": HOST, "nvme": STORAGE}
+    homes = {name: names[home] for name, home in settings.homes(sizes, parallelism.mesh.world_size).items()}
+    return _of_mesh("deepspeed", parameters, parallelism, homes)
+
+
+def _of_fsdp2(config: Mapping[str, Any] | None, parameters: Parameters, world_size: int) -> Planned:
+    from zerostart.engines.fsdp2.layouts import parameter_layout
+    from zerostart.engines.fsdp2.settings import FSDP2Settings
+
+    settings = FSDP2Settings.of(config)
+    _, shares = settings.shape(world_size)
+    dims = settings.dimensions(parameters, shares)
+    share_of = functools.cache(functools.partial(settings.share_of, world_size=world_size))
+    first: dict[int, int] = {}
+    for rank in range(world_size):
+        first.setdefault(share_of(rank), rank)
+
+    def layout(name: str, rank: int) -> Layout:
+        return parameter_layout(tuple(parameters[name].shape), share_of(rank), shares, dims[name])
+
+    return Planned(
+        layout=layout,
+        alike=lambda name: dims[name],
+        twin=lambda rank: first[share_of(rank)],
+        homes=dict.fromkeys(parameters, HOST if settings.offloaded else DEVICE),
+    )

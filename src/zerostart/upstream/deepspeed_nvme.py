@@ -1,0 +1,114 @@
+"""Private parts of DeepSpeed: the swap files of ZeRO-3 parameters that live on NVMe.
+
+Known for the versions in ``upstream.deepspeed.SUPPORTED`` (swap_tensor/partitioned_param_swapper.py).
+Used of ``AsyncPartitionedParameterSwapper``: ``get_path``, ``_io_aligned_numel``, ``swappable_tensor``,
+``elements_per_buffer``, ``dtype``, ``param_id_to_numel``, ``invalid_buffer`` and ``synchronize_reads``. A
+file holds the partition and, up to the alignment of asynchronous input and output, padding.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerostart.errors import EngineError, WriteError
+
+__all__ = ["check_swapping", "current_partition", "leave_on_nvme", "swap_file", "swaps", "write_through"]
+
+
+def check_swapping() -> None:
+    """Raise EngineError unless DeepSpeed's asynchronous input and output can be built on this host."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise EngineError(
+            "offload_param to nvme needs DeepSpeed's async_io operation, which cannot be built here: libaio "
+            "and its headers are missing. Install them (libaio-dev on Debian and Ubuntu, libaio-devel on "
+            "Fedora), or offload to cpu"
+        )
+
+
+def swaps(init: Any, numel: int) -> bool:
+    """Whether ``zero.Init`` keeps a partition of ``numel`` elements on NVMe; small ones stay in memory."""
+    swapper = init.param_swapper
+    return swapper is not None and bool(swapper.swappable_tensor(numel=numel))
+
+
+def swap_file(init: Any, parameter: Any, name: str, numel: int) -> torch.Tensor:
+    """The swap file of a parameter as a 1-D tensor of ``numel`` elements, mapped shared.
+
+    What is written into it goes to the page cache and from there to the device: it is no memory of the
+    process. Raises EngineError for a partition that DeepSpeed could not swap in, WriteError where there is no
+    room.
+    """
+    swapper = init.param_swapper
+    if parameter.dtype != swapper.dtype:
+        raise EngineError(
+            f"{name} is {parameter.dtype} and the swap buffers of offload_param are {swapper.dtype}: "
+            "DeepSpeed swaps parameters of one dtype. Pass dtype= to load all of them in it"
+        )
+    if numel > swapper.elements_per_buffer:
+        raise EngineError(
+            f"a partition of {name} has {numel} elements and a swap buffer {swapper.elements_per_buffer}: "
+            f"set offload_param.buffer_size to at least {numel}"
+        )
+    path = Path(swapper.get_path(parameter))
+    aligned = int(swapper._io_aligned_numel(numel))
+    _reserve(path, aligned * parameter.dtype.itemsize)
+    return torch.from_file(str(path), shared=True, size=aligned, dtype=parameter.dtype)[:numel]
+
+
+def _reserve(path: Path, nbytes: int) -> None:
+    # Reserved and not left sparse: a mapping that finds the device full ends the process with a signal.
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        remedy = "; free space, or set another nvme_path" if error.errno == errno.ENOSPC else ""
+        raise WriteError(
+            f"the swap file {path} of {nbytes} bytes cannot be made: {error.strerror}{remedy}"
+        ) from error
+
+
+def leave_on_nvme(init: Any, parameter: Any, partition: Any, status: Any) -> None:
+    """Make ``partition``, a tensor object without data, stand for the parameter's swap file."""
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+    swapper = init.param_swapper
+    partition.data = swapper.invalid_buffer.data
+    partition.status = status.NOT_AVAILABLE
+    partition.final_location = OffloadDeviceEnum.nvme
+    swapper.param_id_to_numel[parameter.ds_id] = partition.ds_numel
+
+
+def write_through(init: Any, parameters: list[Any]) -> None:
+    """Write the swap files of ``parameters`` to the device. Raises WriteError where that fails."""
+    for parameter in parameters:
+        path = init.param_swapper.get_path(parameter, must_exist=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise WriteError(f"the swap file {path} cannot be written: {error.strerror}") from error
+
+
+def current_partition(parameter: Any, status: Any) -> torch.Tensor:
+    """The partition's values wherever they are: in a buffer, or in the swap file, mapped."""
+    partition: torch.Tensor = parameter.ds_tensor
+    swapper = parameter.nvme_swapper
+    if parameter.ds_tensor.status == status.INFLIGHT:
+        swapper.synchronize_reads()
+    if parameter.ds_tensor.status == status.AVAILABLE:
+        return partition
+    path = swapper.get_path(parameter, must_exist=True)
+    return torch.from_file(str(path), shared=True, size=parameter.ds_tensor.ds_numel, dtype=parameter.dtype)

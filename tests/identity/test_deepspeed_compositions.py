@@ -1,0 +1,171 @@
+"""A loaded model as a part of another, inside ``zero.Init``, given prebuilt; and what is refused, by name."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from snapshots import Snapshot, pretrained
+from test_deepspeed_placements import compare, configuration, gathered, stock_zero3
+from torch import nn
+
+import zerostart
+from ranks import rank_outcomes, run_ranks
+from tiny import TINY, TinyCheckpoints
+
+KIND = "qwen3_moe_aligned"
+
+
+class Classifier(nn.Module):
+    """A pretrained body and a head of the user's own."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.head = nn.Linear(24, 3, bias=False)
+        self.body = body() if callable(body) and not isinstance(body, nn.Module) else body
+        with torch.no_grad():
+            rows = torch.arange(72, dtype=torch.float32).view(3, 24) / 72
+            if self.head.weight.numel():
+                self.head.weight.copy_(rows)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.body.model(input_ids=tokens).last_hidden_state.mean(1)
+        return self.head(hidden).float().square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def path(checkpoints: TinyCheckpoints) -> Path:
+    return checkpoints(KIND)
+
+
+@pytest.fixture(scope="module")
+def reference(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("references") / "whole.pt"
+    torch.save(Snapshot.of(pretrained(path, torch.float32)).state, where)
+    return where
+
+
+def test_a_loaded_body_with_a_head_of_the_users_own(path: Path, reference: Path, deepspeed_op: None) -> None:
+    ours = run_ranks(train_classifier, 2, path, reference)
+    stock = run_ranks(train_classifier, 2, path, None)
+    assert ours == stock
+
+
+def train_classifier(path: Path, reference: Path | None) -> tuple[list[float], float]:
+    config = configuration("accelerator", torch.float32)
+    if reference is None:
+        body = stock_zero3(path, torch.float32, config)
+    else:
+        body = zerostart.load(path, engine_config=config, progress=False)
+        compare(body, reference)
+    return steps(Classifier(body), config, body, reference)
+
+
+def steps(
+    model: nn.Module, config: dict[str, Any], body: nn.Module, reference: Path | None
+) -> tuple[list[float], float]:
+    import deepspeed
+
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    if reference is not None:
+        compare(body, reference)
+    losses = []
+    vocabulary = int(TINY[KIND][1]["vocab_size"])
+    tokens = torch.randint(3, vocabulary, (4, 2, 16), generator=torch.Generator().manual_seed(7))
+    for _ in range(2):
+        loss = engine(tokens[dist.get_rank()])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, sum(float(whole.double().abs().sum()) for _, whole in gathered(model))
+
+
+def test_a_load_inside_an_active_context(path: Path, reference: Path, deepspeed_op: None) -> None:
+    inside = run_ranks(build_in_context, 2, path, reference)
+    assert inside == run_ranks(train_classifier, 2, path, reference)
+
+
+def build_in_context(path: Path, reference: Path) -> tuple[list[float], float]:
+    import deepspeed
+
+    config = configuration("accelerator", torch.float32)
+    complete = {**config, "train_batch_size": 2 * dist.get_world_size()}
+    with deepspeed.zero.Init(config_dict_or_path=complete):
+        model = Classifier(lambda: zerostart.load(path, engine_config=config, progress=False))
+        assert nn.Linear(8, 8).weight.numel() == 0, "the context must be active again after the load"
+    assert all(hasattr(p, "ds_id") for p in model.parameters())
+    with deepspeed.zero.GatheredParameters([model.head.weight], modifier_rank=0), torch.no_grad():
+        model.head.weight.copy_(torch.arange(72, dtype=torch.float32).view(3, 24) / 72)
+    compare(model.body, reference)
+    return steps(model, config, model.body, reference)
+
+
+def test_a_module_built_before_on_meta(path: Path, reference: Path, deepspeed_op: None) -> None:
+    run_ranks(load_prebuilt, 3, path, reference)
+
+
+def load_prebuilt(path: Path, reference: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    loaded = zerostart.load(
+        path, model=model, engine_config=configuration("offload-param", torch.float32), progress=False
+    )
+    assert loaded is model
+    compare(model, reference)
+
+
+def test_a_second_load_finds_the_hierarchical_groups(path: Path, reference: Path, deepspeed_op: None) -> None:
+    run_ranks(load_twice, 4, path, reference)
+
+
+def load_twice(path: Path, reference: Path) -> None:
+    config = configuration("hierarchical", torch.float32)
+    for _ in range(2):
+        compare(zerostart.load(path, engine_config=config, progress=False), reference)
+    other = copy.deepcopy(config)
+    other["zero_optimization"]["zero_hpz_partition_size"] = 4
+    with pytest.raises(zerostart.errors.ConfigError, match="groups of 2 ranks before"):
+        zerostart.load(path, engine_config=other, progress=False)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "mics": ({"mics_shard_size": 2}, "EngineError", "MiCS"),
+    "hierarchy-that-does-not-divide": ({"zero_hpz_partition_size": 2}, "ConfigError", "does not divide"),
+    "unknown-device": ({"offload_param": {"device": "tape"}}, "ConfigError", "tape"),
+    "nvme-without-path": ({"offload_param": {"device": "nvme"}}, "ConfigError", "nvme_path"),
+    "quantised-without-cuda": ({"zero_quantized_weights": True}, "EngineError", "quantising kernels"),
+    "quantised-frozen": ({"zero_quantized_nontrainable_weights": True}, "EngineError", "quantising kernels"),
+    "unknown-key": ({"stage3_gather_everything": True}, "ConfigError", "stage3_gather_everything"),
+    "stage": ({"stage": 2}, "EngineError", "stage 2"),
+}
+
+
+def test_what_cannot_be_served_is_refused_on_every_rank(path: Path, deepspeed_op: None) -> None:
+    for outcome in rank_outcomes(load_refused, 3, path):
+        assert outcome.ok, outcome.describe()
+        for name, (_, kind, said) in REFUSED.items():
+            error, message = outcome.value[name]
+            assert error == kind, (name, error, message)
+            assert said in message, (name, message)
+
+
+def load_refused(path: Path) -> dict[str, tuple[str, str]]:
+    found = {}
+    for name, (zero, _, _) in REFUSED.items():
+        config = configuration("accelerator", torch.float32)
+        config["zero_optimization"].update(zero)
+        try:
+            zerostart.load(path, engine_config=config, progress=False)
+        except zerostart.ZerostartError as error:
+            found[name] = (type(error).__name__, str(error))
+        else:
+            found[name] = ("", "loaded")
+    return found

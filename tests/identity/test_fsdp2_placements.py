@@ -1,0 +1,184 @@
+"""Every placement of FSDP2: loaded, planned, gathered and trained, against torch's own ``fully_shard``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from snapshots import Snapshot, pretrained, same_bits
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import zerostart
+from ranks import rank_outcomes, run_ranks
+from tiny import TINY, TinyCheckpoints
+
+KIND = "qwen3_moe_aligned"
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def widest(parameter: nn.Parameter) -> Shard | None:
+    """Experts along dimension 1, matrices along their last where it is even; the rest as usual."""
+    if parameter.dim() == 3:
+        return Shard(1)
+    if parameter.dim() == 2 and parameter.shape[-1] % 2 == 0:
+        return Shard(-1)
+    return None
+
+
+def turned_mesh() -> Any:
+    """Replicas next to each other, and not one copy of the model after the other."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = torch.arange(dist.get_world_size()).view(-1, 2).t().contiguous()
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("copies", "pieces"))
+
+
+#: ``engine_config``, made on the ranks; what makes the mesh of the reference; and the world size.
+PLACEMENTS: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
+    "plain": (dict, 2),
+    "cpu-offload": (lambda: {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, 2),
+    "mixed-precision": (lambda: {"mp_policy": BF16}, 2),
+    "replicas": (lambda: {"replicate": 2}, 4),
+    "replicas-only": (lambda: {"replicate": 2, "reshard_after_forward": True}, 2),
+    "replicas-by-mesh": (lambda: {"mesh": turned_mesh()}, 4),
+    "other-dimensions": (lambda: {"shard_placement_fn": widest}, 2),
+    "replicas-other-dimensions": (lambda: {"replicate": 2, "shard_placement_fn": widest}, 4),
+    "kept-gathered": (lambda: {"reshard_after_forward": False}, 3),
+    "gathered-in-pairs": (lambda: {"reshard_after_forward": 2}, 4),
+    "units-by-name": (lambda: {"wrap": ["model.layers.*", "Qwen3MoeAttention", nn.Embedding]}, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def path(checkpoints: TinyCheckpoints) -> Path:
+    return checkpoints(KIND)
+
+
+@pytest.fixture(scope="module")
+def reference(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("references") / "whole.pt"
+    torch.save(Snapshot.of(pretrained(path, torch.float32)).state, where)
+    return where
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_placements_train_as_torchs_own(placement: str, path: Path, reference: Path) -> None:
+    world_size = PLACEMENTS[placement][1]
+    for rank, (ours, torchs, planned, read) in enumerate(
+        run_ranks(compare, world_size, placement, path, reference)
+    ):
+        assert ours == torchs
+        assert planned == read, f"rank {rank}"
+
+
+def compare(placement: str, path: Path, reference: Path) -> tuple[Any, Any, int, int]:
+    """On a rank: what the loaded model and torch's own do in two steps, and bytes planned and read."""
+    from transformers import AutoModelForCausalLM
+
+    config = PLACEMENTS[placement][0]()
+    model = zerostart.load(path, engine="fsdp2", engine_config=config, progress=False)
+    expected = torch.load(reference)
+    for name, tensor in zerostart.full_tensors(model, rank=None):
+        assert tensor is not None
+        assert same_bits(tensor, expected[name]), name
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert same_bits(parameter.full_tensor().detach(), expected[name]), name
+
+    stock = AutoModelForCausalLM.from_pretrained(path)
+    shard_as_torch_does(stock, model, config)
+    for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
+        assert ours.placements == theirs.placements, name
+        assert same_bits(ours.to_local(), theirs.to_local()), name
+    plan = zerostart.plan(path, world_size=dist.get_world_size(), engine="fsdp2", engine_config=config)
+    read = zerostart.report(model).read_bytes
+    return two_steps(model), two_steps(stock), plan.ranks[dist.get_rank()].read_bytes, read
+
+
+def shard_as_torch_does(stock: nn.Module, ours: nn.Module, config: dict[str, Any]) -> None:
+    """Wrap the modules that are units in ``ours``, innermost first."""
+    options = {k: v for k, v in config.items() if k not in ("mesh", "replicate", "wrap")}
+    size = dist.get_world_size()
+    if "replicate" in config:
+        sizes = (config["replicate"], size // config["replicate"])
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "pieces"))
+    else:
+        mesh = config.get("mesh") or init_device_mesh("cpu", (size,))
+    units = [name for name, module in ours.named_modules() if isinstance(module, FSDPModule)]
+    for name in reversed(units):
+        fully_shard(stock.get_submodule(name), mesh=mesh, **copy.copy(options))
+
+
+def two_steps(model: nn.Module) -> list[float]:
+    torch.manual_seed(0)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    vocabulary = int(TINY[KIND][1]["vocab_size"])
+    tokens = torch.randint(3, vocabulary, (dist.get_world_size(), 2, 16))[dist.get_rank()]
+    numbers = []
+    for _ in range(2):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        numbers.append(loss.item())
+        numbers += [float(p.grad.to_local().double().abs().sum()) for p in model.parameters()]  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers
+
+
+def test_replicas_hold_the_same_and_units_are_as_asked(path: Path) -> None:
+    for rank, (placements, units, own) in enumerate(run_ranks(describe, 4, path)):
+        assert placements == {str((Replicate(), Shard(0)))}
+        assert "model.layers.0" in units
+        assert "model.layers.0.self_attn" in units
+        assert own == rank % 2
+
+
+def describe(path: Path) -> tuple[set[str], list[str], int]:
+    config = {"replicate": 2, "wrap": ["model.layers.*", "Qwen3MoeAttention"]}
+    model = zerostart.load(path, engine="fsdp2", engine_config=config, progress=False)
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    found: Any = list(model.parameters())
+    return {str(p.placements) for p in found}, units, int(found[0].device_mesh.get_coordinate()[-1])
+
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "unknown-key": (lambda: {"reshard_after_foward": True}, "did you mean 'reshard_after_forward'"),
+    "kind": (lambda: {"mp_policy": "bf16"}, "must be a MixedPrecisionPolicy"),
+    "replicas": (lambda: {"replicate": 2}, "does not divide the 3 ranks"),
+    "mesh-and-replicas": (lambda: {"mesh": init_device_mesh("cpu", (3,)), "replicate": 3}, "both mesh and"),
+    "mesh-without-names": (lambda: {"mesh": init_device_mesh("cpu", (1, 3))}, "mesh_dim_names"),
+    "wrap": (lambda: {"wrap": ["Qwen3MoeDecoderLayer", "model.layer.*"]}, "'model.layer.*', which no module"),
+    "uneven": (lambda: {"shard_placement_fn": widest}, "evenly along dimensions other than 0"),
+    "placement": (lambda: {"shard_placement_fn": lambda p: Replicate()}, "returned a Replicate"),
+    "dimension": (lambda: {"shard_placement_fn": lambda p: Shard(5)}, "dimensions"),
+    "pinned": (lambda: {"offload_policy": CPUOffloadPolicy()}, "CPUOffloadPolicy(pin_memory=False)"),
+    "resharding": (lambda: {"reshard_after_forward": 2}, "divisor of the 3 ranks"),
+}
+
+
+def test_what_cannot_be_served_is_refused_on_every_rank(path: Path) -> None:
+    for outcome in rank_outcomes(load_refused, 3, path):
+        assert outcome.ok, outcome.describe()
+        for name, (_, said) in REFUSED.items():
+            assert said in outcome.value[name], (name, outcome.value[name])
+
+
+def load_refused(path: Path) -> dict[str, str]:
+    found = {}
+    for name, (config, _) in REFUSED.items():
+        try:
+            zerostart.load(path, engine="fsdp2", engine_config=config(), progress=False)
+        except zerostart.ZerostartError as error:
+            found[name] = str(error)
+        else:
+            found[name] = "loaded"
+    return found
