@@ -47,6 +47,7 @@ def load(
     strict: bool = True,
     progress: bool = True,
     fp32_masters: bool = True,
+    exchange: bool | None = None,
 ) -> nn.Module:
     """Load a checkpoint into a sharded model; every rank reads only the bytes that it will own.
 
@@ -86,6 +87,8 @@ def load(
             read when ``deepspeed.initialize`` makes them, so that the source must still be there, unchanged
             (a mapping too, which is not kept alive for it). With FSDP2 and an ``mp_policy`` that computes in
             ``dtype``, the sharded parameters are the masters, and are held in fp32.
+        exchange: whether bytes that several ranks want (replicas, columns of one matrix) are read by one of
+            them and sent to the others; None takes what is estimated to be faster, which the report tells.
 
     Raises:
         ZerostartError: the same type and text on every rank; see ``zerostart.errors`` for the leaves.
@@ -107,6 +110,7 @@ def load(
         strict=strict,
         progress=progress,
         fp32_masters=fp32_masters,
+        exchange=exchange,
     )
     return run(request)
 
@@ -124,12 +128,14 @@ def plan(
     rank: int | None = None,
     *,
     engine_config: Mapping[str, Any] | None = None,
+    exchange: bool | None = None,
 ) -> WorldPlan:
     """What every rank of ``world_size`` would read and hold; reads headers only, and needs no process group.
 
     The other arguments are those of ``load``; an ``engine_config`` that keeps shards on the host or on NVMe,
-    makes replicas, or shards along another dimension is followed. ``rank`` plans that one alone, which is
-    quicker. Raises the errors that ``load`` with ``strict=False`` would raise before reading weights.
+    makes replicas, or shards along another dimension is followed. Where bytes could be read once and
+    exchanged, eight ranks are taken to be on one machine. ``rank`` plans that one alone, which is quicker.
+    Raises the errors that ``load`` with ``strict=False`` would raise before reading weights.
     """
     from zerostart.loading import Request, forecast
 
@@ -143,6 +149,7 @@ def plan(
         dtype=dtype,
         converter=converter,
         engine_config=engine_config,
+        exchange=exchange,
     )
     return forecast(request, world_size, rank)
 

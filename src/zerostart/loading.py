@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,17 +18,18 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Shard
 from zerostart.engines.fsdp2.units import let_cast
 from zerostart.equality import equal_in
-from zerostart.errors import ConfigError, ReadError
+from zerostart.errors import ConfigError
 from zerostart.forecast import WorldPlan, forecast_ranks
+from zerostart.foreseen import RANKS_OF_A_MACHINE, Foreseen
 from zerostart.layout import Mesh, Parallelism, replicated
 from zerostart.masters import masters_of
 from zerostart.models import Built, Program, Settled
-from zerostart.planning import Destination, Plan, PlanOptions, join
+from zerostart.planning import Destination, Plan, PlanOptions, Sharing, join
 from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype, trace
 from zerostart.reporting import Clock, Report, keep
-from zerostart.serving import execute_together
+from zerostart.serving import Moved, Wants, agree_on_sharing, execute_together
 from zerostart.sources import check_model, described, open_source
-from zerostart.transfer import PeakMeter, Progress, reader_threads
+from zerostart.transfer import MIN_CHUNK, PeakMeter, Progress, Tuning, tune
 from zerostart.world import World, current_world, default_device
 
 __all__ = [
@@ -61,6 +62,7 @@ class Request:
     converter: Any = None
     memory_limit: int | None = None
     chunk_size: int | None = None
+    exchange: bool | None = None
     strict: bool = True
     progress: bool = False
     fp32_masters: bool = True
@@ -73,6 +75,8 @@ class Request:
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
             raise ConfigError(f"dtype={self.dtype!r} is not a floating torch.dtype")
+        if self.exchange not in (None, True, False):
+            raise ConfigError(f"exchange={self.exchange!r} must be True, False, or None to have it chosen")
         for name in ("memory_limit", "chunk_size"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < MIN_CHUNK):
@@ -84,20 +88,15 @@ class Request:
         engines.settings_of(self.engine, self.engine_config).check_mesh(mesh)
         return mesh
 
-    def options(self, threads: int, computes: bool) -> PlanOptions:
-        """Chunk size within the memory limit, which all reading threads' buffers share.
+    def tuning(
+        self, catalog: Catalog, device: torch.device, computes: bool, ranks: int | None = None
+    ) -> Tuning:
+        """How the catalog's bytes are read into memory of ``device``, with ``ranks`` ranks on the machine.
 
-        A thread that also computes has a chunk of scratch beside its staging buffer.
+        A thread that also ``computes`` has a chunk of scratch beside its staging buffers.
         """
-        options = PlanOptions()
-        size = self.chunk_size or options.chunk_size
-        if self.memory_limit is not None:
-            size = max(MIN_CHUNK, min(size, self.memory_limit // (2 * threads if computes else threads)))
-        return PlanOptions(chunk_size=size)
-
-
-#: A chunk has to hold at least one element of any type, and a useful number of them.
-MIN_CHUNK = 1 << 16
+        files = catalog.files if catalog.memory is None else ()
+        return tune(files, device.type != "cpu", computes, self.memory_limit, self.chunk_size, ranks)
 
 
 def run(request: Request) -> nn.Module:
@@ -146,18 +145,23 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             shards = engine.shard(built.model, list(settled.parameters))
             buffers = place_buffers(built.model, settled, engine.device)
         with clock.phase("plan"), world.phase("planning"):
-            threads = reader_threads()
-            options = request.options(threads, bool(recipes.computed))
-            plan = join(catalog, wanted_of(settled, shards, buffers), options)
+            tuning = request.tuning(catalog, engine.device, bool(recipes.computed))
+            wanted = wanted_of(settled, shards, buffers)
+            plan = join(catalog, wanted, PlanOptions(tuning.chunk_size))
+            own = Wants.of(plan, tuning, request.exchange)
+        with clock.phase("plan"):
+            sharing = agree_on_sharing(own, plan, world)
+            if sharing is not None and sharing.once:
+                with world.phase("planning"):
+                    plan = join(catalog, wanted, PlanOptions(sharing.chunk_size))
         with clock.phase("read"), world.phase("reading"):
-            read_bytes = transfer(
-                plan, settled, shards, buffers, threads, request.progress and world.rank == 0, world
-            )
+            shown = request.progress and world.rank == 0
+            moved = transfer(plan, settled, shards, buffers, tuning, sharing, shown, world)
         with clock.phase("read"), world.phase("initialising"):
             initialise_missing(world, settled, shards)
         with clock.phase("build"), world.phase("handing over"):
             engine.finish(built.model)
-            _offer_masters(built.model, catalog, request, settled, shards, options, threads)
+            _offer_masters(built.model, catalog, request, settled, shards, tuning)
             _finish(built, recipes, request, catalog)
     keep(
         built.model,
@@ -166,7 +170,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             request,
             (world.rank, world.size),
             clock,
-            (read_bytes, plan.read_bytes),
+            moved,
             meter,
         ),
     )
@@ -178,10 +182,10 @@ def reported(
     request: Request,
     place: tuple[int, int],
     clock: Clock,
-    nbytes: tuple[int, int],
+    moved: Moved,
     meter: PeakMeter,
 ) -> Report:
-    """The report of the rank ``place`` (rank, world size), which read and planned ``nbytes``."""
+    """The report of the rank ``place`` (rank, world size)."""
     return Report(
         missing=known.coverage.missing,
         unexpected=known.coverage.unexpected,
@@ -193,8 +197,10 @@ def reported(
         computed=known.recipes.computed,
         computed_whole=known.recipes.computed_whole,
         phases=clock.stop(),
-        read_bytes=nbytes[0],
-        planned_bytes=nbytes[1],
+        read_bytes=moved.read,
+        planned_bytes=moved.planned,
+        exchanged_bytes=moved.received,
+        reading=moved.how,
         peak_host_bytes=meter.host_bytes,
         peak_device_bytes=meter.device_bytes,
         rank=place[0],
@@ -213,20 +219,14 @@ def forecast(request: Request, world_size: int, rank: int | None = None) -> Worl
 def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
     clock = Clock()
     known = prepare(request, world_size, rank)
-    threads = reader_threads()
-    ranks = forecast_ranks(
-        known.catalog,
-        known.built.model,
-        known.settled,
-        engines.planned(request.engine, request.engine_config, known.built.model, known.parallelism),
-        range(world_size) if rank is None else [rank],
-        request.options(threads, bool(known.recipes.computed)),
-        threads,
-    )
-    seconds = clock.stop()["total"]
-    return WorldPlan.of(
-        known.catalog, known.recipes, known.coverage, request.engine, world_size, ranks, seconds
-    )
+    here = min(world_size, RANKS_OF_A_MACHINE)
+    tuning = request.tuning(known.catalog, default_device(), bool(known.recipes.computed), here)
+    placed = engines.planned(request.engine, request.engine_config, known.built.model, known.parallelism)
+    of = range(world_size) if rank is None else [rank]
+    ranks = forecast_ranks(known.catalog, known.built.model, known.settled, placed, of, tuning)
+    made = WorldPlan.of(known.catalog, known.recipes, known.coverage, request.engine, world_size, ranks, 0.0)
+    made = Foreseen(known.catalog, known.settled, placed, tuning).exchanged(made, request.exchange)
+    return replace(made, planning_seconds=clock.stop()["total"])
 
 
 @dataclass(frozen=True)
@@ -360,18 +360,14 @@ def transfer(
     settled: Settled,
     shards: list[Shard],
     buffers: Placed,
-    threads: int,
+    tuning: Tuning,
+    sharing: Sharing | None,
     shown: bool,
     world: World,
-) -> int:
-    """Read what the checkpoint has; returns the bytes read."""
+) -> Moved:
+    """Read what the checkpoint has, into the shards and buffers; collective."""
     storages = _storages(settled, shards, buffers)
-    done = execute_together(plan, storages, Progress(plan.read_bytes, shown), threads, world)
-    if done != plan.read_bytes:
-        raise ReadError(
-            f"{done} bytes were read where the plan has {plan.read_bytes}; this is a bug in zerostart"
-        )
-    return done
+    return execute_together(plan, storages, Progress(plan.read_bytes, shown), tuning, world, sharing)
 
 
 def initialise_missing(world: World, settled: Settled, shards: list[Shard]) -> None:
@@ -399,14 +395,13 @@ def _offer_masters(
     request: Request,
     settled: Settled,
     shards: list[Shard],
-    options: PlanOptions,
-    threads: int,
+    tuning: Tuning,
 ) -> None:
     """Leave with the parameters what an engine needs to make fp32 masters of what the checkpoint stores."""
     rounded: list[str] = []
     masters = None
     if request.fp32_masters:
-        rounded, masters = masters_of(catalog, request.source, settled.parameters, shards, options, threads)
+        rounded, masters = masters_of(catalog, request.source, settled.parameters, shards, tuning)
     engines.offer_masters(request.engine, model, rounded, masters.read if masters else None)
 
 

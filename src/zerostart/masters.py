@@ -23,7 +23,7 @@ from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Computed, Recipe, torch_dtype
 from zerostart.recipe.computed import leaves_of
 from zerostart.serving import execute_together
-from zerostart.transfer import Progress
+from zerostart.transfer import Progress, Tuning
 from zerostart.world import World, current_world
 
 __all__ = ["Masters", "is_rounded", "masters_of"]
@@ -61,12 +61,10 @@ class Masters:
         shares: Mapping[str, tuple[Recipe, Layout]],
         catalog: Catalog,
         source: object,
-        options: PlanOptions,
-        threads: int,
+        tuning: Tuning,
     ) -> None:
         self._shares = dict(shares)
-        self._options = options
-        self._threads = threads
+        self._tuning = tuning
         self._catalog = catalog
         self._tensors: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._files: dict[str, _File | None] = {}
@@ -87,10 +85,11 @@ class Masters:
         world = current_world()
         with world.phase("reading fp32 masters"):
             catalog = self._checked(world)
-            plan = join(catalog, [self._destined(name, storage) for name, storage in wanted], self._options)
+            destined = [self._destined(name, storage) for name, storage in wanted]
+            plan = join(catalog, destined, PlanOptions(self._tuning.chunk_size))
         with world.phase("reading fp32 masters"):
-            progress = Progress(plan.read_bytes, False)
-            execute_together(plan, [storage for _, storage in wanted], progress, self._threads, world)
+            storages = [storage for _, storage in wanted]
+            execute_together(plan, storages, Progress(plan.read_bytes, False), self._tuning, world)
 
     def _destined(self, name: str, storage: torch.Tensor) -> tuple[Recipe, Layout, Destination]:
         recipe, layout = self._shares[name]
@@ -137,8 +136,7 @@ def masters_of(
     source: object,
     recipes: Mapping[str, object],
     shards: Sequence[Shard],
-    options: PlanOptions,
-    threads: int,
+    tuning: Tuning,
 ) -> tuple[list[str], Masters | None]:
     """Names of the parameters that a cast rounded, and what reads them again; None if there are none."""
     shares = {}
@@ -148,7 +146,7 @@ def masters_of(
             shares[shard.name] = (recipe, shard.layout)
     if not shares:
         return [], None
-    return list(shares), Masters(shares, catalog, source, options, threads)
+    return list(shares), Masters(shares, catalog, source, tuning)
 
 
 def is_rounded(recipe: Recipe, catalog: Catalog) -> bool:

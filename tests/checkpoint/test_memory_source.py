@@ -20,13 +20,13 @@ from torch import nn
 import zerostart
 from ranks import Outcome, rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
-from zerostart import errors, serving
+from zerostart import errors
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog, signature
+from zerostart.courier import Courier
 from zerostart.layout import flat_partition
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
-from zerostart.serving import _batches
 from zerostart.transfer import MemoryReader, Progress, execute
 from zerostart.world import World
 
@@ -114,17 +114,6 @@ def test_keys_that_are_no_names() -> None:
 def test_sources_that_are_none(source: Any) -> None:
     with pytest.raises(errors.ConfigError, match="neither a path"):
         zerostart.plan(source, model=plain)
-
-
-@given(sizes=st.lists(st.integers(1, 30), max_size=20), limit=st.integers(1, 40))
-def test_batches_cover_all_reads_within_the_limit(sizes: list[int], limit: int) -> None:
-    at = 0
-    for first, stop, total in _batches(sizes, limit):
-        assert first == at < stop
-        assert total == sum(sizes[first:stop])
-        assert total <= limit or stop == first + 1
-        at = stop
-    assert at == len(sizes)
 
 
 # Models that need no configuration file.
@@ -341,7 +330,7 @@ def load_failing(victim: int) -> None:
             raise MemoryError("no room")
         original(self, file, offset, buffers)
 
-    reader: Any = MemoryReader if victim == 0 else serving._RemoteReader
+    reader: Any = MemoryReader if victim == 0 else Courier
     original = reader.read
     tensors = large().state_dict() if dist.get_rank() == 0 else None
     if dist.get_rank() == victim:
@@ -366,7 +355,7 @@ def test_a_rank_that_dies_is_noticed(victim: int) -> None:
 
 def load_dying(victim: int) -> None:
     if dist.get_rank() == victim:
-        reader: Any = MemoryReader if victim == 0 else serving._RemoteReader
+        reader: Any = MemoryReader if victim == 0 else Courier
         reader.read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     tensors = large().state_dict() if dist.get_rank() == 0 else None
     zerostart.load(tensors, large, engine="fsdp2", progress=False, chunk_size=1 << 16)

@@ -32,6 +32,7 @@ def test_load_takes_what_the_contract_says() -> None:
         "strict": True,
         "progress": True,
         "fp32_masters": True,
+        "exchange": None,
     }
 
 
@@ -49,6 +50,7 @@ def test_plan_takes_what_the_contract_says() -> None:
         "model",
         "rank",  # This and the next are beyond the contract.
         "engine_config",
+        "exchange",
     ]
     assert found["engine"] == "deepspeed"
     assert found["zero_stage"] == 3
