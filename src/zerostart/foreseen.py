@@ -11,6 +11,7 @@ from zerostart.forecast import RankForecast, WorldPlan
 from zerostart.layout import Layout, replicated
 from zerostart.models import Settled
 from zerostart.planning import (
+    MARGIN,
     Destination,
     Errand,
     Plan,
@@ -22,7 +23,7 @@ from zerostart.planning import (
     table_of,
 )
 from zerostart.recipe import Recipe
-from zerostart.serving import Wants, chosen
+from zerostart.serving import MOST_REQUESTS, Wants, chosen
 from zerostart.transfer import Tuning
 from zerostart.world import default_device
 
@@ -50,6 +51,8 @@ class Foreseen:
             return made
         if forced is None and not (self.tuning.cold and made.world_size > RANKS_OF_A_MACHINE):
             return made  # one machine's page cache serves all its ranks
+        if forced is None and self._plainly_own(made):
+            return made
         plans = [self._plan(rank, self.tuning.chunk_size) for rank in range(made.world_size)]
         sharing = chosen(
             [self._wants(r, plan, forced) for r, plan in enumerate(plans)], sum(self.catalog.sizes)
@@ -57,6 +60,17 @@ class Foreseen:
         if sharing is None or not sharing.once:
             return replace(made, sharing=sharing)
         return self._once(made, sharing, plans)
+
+    def _plainly_own(self, made: WorldPlan) -> bool:
+        """Whether own slices are sure to be chosen, found without planning every rank's reads."""
+        of_all = made.world_size / len(made.ranks)
+        if of_all * sum(rank.read_ops for rank in made.ranks) > MOST_REQUESTS:
+            return True
+        # Reading once cannot be faster by the margin where hardly a byte is wanted twice, and whole rows are.
+        wanted = of_all * sum(rank.read_bytes for rank in made.ranks)
+        if wanted * MARGIN > min(wanted, sum(self.catalog.sizes)):
+            return False
+        return all(read.rows == 1 for read in self._plan(0, self.tuning.chunk_size).all_reads())
 
     def _wants(self, rank: int, plan: Plan, forced: bool | None) -> Wants:
         return Wants.of(plan, self.tuning, forced, str(rank // RANKS_OF_A_MACHINE))

@@ -25,7 +25,7 @@ from zerostart.transfer import MIN_CHUNK, Progress, Reader, Rows, Tuning, execut
 from zerostart.transfer.machine import machine_name
 from zerostart.world import World
 
-__all__ = ["Moved", "Wants", "agree_on_sharing", "chosen", "execute_together"]
+__all__ = ["MOST_REQUESTS", "Moved", "Wants", "agree_on_sharing", "chosen", "execute_together"]
 
 #: Most requests of all ranks together whose errands every rank works out: beyond, each reads its own.
 MOST_REQUESTS = 1 << 18

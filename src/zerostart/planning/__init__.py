@@ -16,9 +16,10 @@ from zerostart.planning.errands import (
 from zerostart.planning.join import join
 from zerostart.planning.plan import Computation, Destination, Part, Plan, Read, Step
 from zerostart.planning.reads import PlanOptions
-from zerostart.planning.sharing import Rates, Sharing, Traffic, choose
+from zerostart.planning.sharing import MARGIN, Rates, Sharing, Traffic, choose
 
 __all__ = [
+    "MARGIN",
     "Agreement",
     "Computation",
     "Count",

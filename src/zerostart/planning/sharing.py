@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-__all__ = ["Rates", "Sharing", "Traffic", "choose"]
+__all__ = ["MARGIN", "Rates", "Sharing", "Traffic", "choose"]
 
 GB = 1e9
 #: Reading once has to be this much faster: it is the more delicate way.
