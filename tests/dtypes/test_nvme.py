@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import file_aio
 import pytest
 import torch
 from test_masters import config_of, masters_in, unlike
 from torch import nn
 
+import file_aio
 import zerostart
 from ranks import run_ranks
 

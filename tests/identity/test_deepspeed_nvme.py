@@ -1,11 +1,12 @@
 """Partitions on NVMe: swap files filled without passing through memory, trained as by the stock route.
 
-DeepSpeed's asynchronous input and output is compiled against libaio: where that is absent, what a user gets
-is a clear error, and the rest is left out.
+DeepSpeed's asynchronous input and output is compiled against libaio. Where that is absent, a user gets a
+clear error, and these tests put plain file operations in the place of the extension (``file_aio``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,23 @@ import torch
 from snapshots import Snapshot, pretrained
 from test_deepspeed_placements import train
 
+import file_aio
 import zerostart
 from ranks import rank_outcomes, run_ranks
 from tiny import TINY, TinyCheckpoints
 
 
-def swapping() -> bool:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    return bool(AsyncIOBuilder().is_compatible(verbose=False))
-
-
 def build_swapping() -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    AsyncIOBuilder().load(verbose=False)
+    if file_aio.compiled():
+        AsyncIOBuilder().load(verbose=False)
+
+
+def with_swapping(function: Callable[..., Any], *args: Any) -> Any:
+    if not file_aio.compiled():
+        file_aio.install()
+    return function(*args)
 
 
 def configuration(folder: Path, max_in_cpu: int) -> dict[str, Any]:
@@ -51,7 +54,6 @@ def configuration(folder: Path, max_in_cpu: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.skipif(not swapping(), reason="libaio and its headers are not installed")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("max_in_cpu", [0, 10**9], ids=["stays-on-nvme", "fits-in-memory"])
 def test_swapped_partitions_train_as_the_stock_route(
@@ -65,22 +67,23 @@ def test_swapped_partitions_train_as_the_stock_route(
     for route in ("ours", "stock"):
         config = configuration(tmp_path / route, max_in_cpu)
         expected = reference if route == "ours" else None
-        results.append(run_ranks(train, world_size, path, torch.float32, config, expected, "qwen3_wide"))
+        results.append(
+            run_ranks(with_swapping, world_size, train, path, torch.float32, config, expected, "qwen3_wide")
+        )
     assert results[0] == results[1]
 
 
-@pytest.mark.skipif(not swapping(), reason="libaio and its headers are not installed")
 def test_a_partition_larger_than_a_swap_buffer_is_refused(
     checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
 ) -> None:
     config = configuration(tmp_path, 0)
     config["zero_optimization"]["offload_param"]["buffer_size"] = 2**18
-    for outcome in rank_outcomes(load, 2, checkpoints("qwen3_wide"), config):
+    for outcome in rank_outcomes(with_swapping, 2, load, checkpoints("qwen3_wide"), config):
         assert outcome.error == "zerostart.errors.EngineError"
         assert "buffer_size" in outcome.message
 
 
-@pytest.mark.skipif(swapping(), reason="libaio is installed")
+@pytest.mark.skipif(file_aio.compiled(), reason="libaio is installed")
 def test_without_libaio_the_error_says_what_to_install(
     checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
 ) -> None:
