@@ -1,0 +1,176 @@
+"""``zerostart.enabled``: existing scripts, whose ``from_pretrained`` becomes a sharded load.
+
+What happens at a call of ``from_pretrained`` follows from the settings of the innermost ``enabled`` (or of
+``enable``) and from the configuration that is active at that moment, wherever it was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from zerostart import engines
+from zerostart.errors import ConfigError
+from zerostart.integrations.active import Active, find_active, fsdp2_config
+from zerostart.integrations.pretrained import Call, Settings
+from zerostart.upstream import accelerate as accelerate_parts
+from zerostart.upstream import transformers_loading as loading_parts
+from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
+
+__all__ = ["Settings", "disable", "enable", "enabled"]
+
+#: Settings that are in force, the innermost last.
+_stack: list[Settings] = []
+#: Models that every rank read whole while zerostart was enabled, for no sharding was set up then.
+_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: The engine configuration with which a model was loaded for FSDP2.
+_loaded: weakref.WeakKeyDictionary[nn.Module, Active] = weakref.WeakKeyDictionary()
+
+
+def enable(settings: Settings) -> None:
+    """Put ``settings`` in force until ``disable``; see ``zerostart.enable``."""
+    _check(settings)
+    if not _stack:
+        _transformers.install()
+        if not _accelerate.installed:
+            _accelerate.install()
+    _stack.append(settings)
+
+
+def disable() -> None:
+    """Take the settings put in force last out of it; see ``zerostart.disable``."""
+    if not _stack:
+        raise ConfigError("zerostart is not enabled; call zerostart.enable() before zerostart.disable()")
+    _stack.pop()
+    if not _stack:
+        _transformers.remove()
+
+
+@contextlib.contextmanager
+def enabled(settings: Settings) -> Iterator[None]:
+    """``enable`` for a block; see ``zerostart.enabled``."""
+    enable(settings)
+    try:
+        yield
+    finally:
+        disable()
+
+
+def _check(settings: Settings) -> None:
+    if settings.engine is not None:
+        engines.check_choice(settings.engine, settings.zero_stage)
+    elif settings.engine_config is not None:
+        raise ConfigError("engine_config is given, but no engine; name it: enabled(engine=..., ...)")
+
+
+def _choose(kind: type, arguments: dict[str, Any]) -> Call | None:
+    """What serves a call of ``kind.from_pretrained``; None where it is transformers' own affair."""
+    settings = _stack[-1]
+    active = _resolved(settings, kind)
+    if active is None:
+        if max(settings.expert_parallel, settings.tensor_parallel) > 1:
+            raise ConfigError(
+                f"expert_parallel={settings.expert_parallel} and tensor_parallel={settings.tensor_parallel} "
+                f"are asked for, but no engine is set up when {kind.__name__}.from_pretrained is called; "
+                "start the script with a DeepSpeed ZeRO-3 or FSDP2 configuration, make TrainingArguments or "
+                "the Accelerator before the model, or name it: enabled(engine=...)"
+            )
+        return None
+    join_ranks()
+    call = _Watched(settings, active, arguments)
+    call.check()
+    return call
+
+
+def _resolved(settings: Settings, kind: type) -> Active | None:
+    """The active configuration, or the engine asked for, with the active one's settings where they fit."""
+    found = find_active(kind)
+    if settings.engine is None:
+        return found
+    if settings.engine_config is not None or found is None or found.engine != settings.engine:
+        from zerostart.engines.deepspeed.engine import configured_dtype
+
+        config = dict(settings.engine_config or {})
+        dtype = configured_dtype(config) if settings.engine == "deepspeed" else None
+        return Active(settings.engine, settings.zero_stage, config, dtype)
+    return replace(found, zero_stage=settings.zero_stage)
+
+
+class _Watched(Call):
+    """A call that leaves a note of what the model was loaded for."""
+
+    def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
+        found = super().load(model, files, state_dict, config)
+        _loaded[model] = self._active
+        return found
+
+
+def _sharded(accelerator: Any, model: nn.Module) -> bool:
+    """Whether accelerate's FSDP2 preparation is to leave ``model`` as it is.
+
+    Raises ConfigError where it was loaded for other settings than accelerate has now.
+    """
+    _refuse_whole(model, "FSDP2")
+    inner = next((m for m in model.modules() if m in _loaded), None)
+    if inner is None:
+        return False
+    loaded = _loaded[inner]
+    plugin = fsdp2_plugin()
+    if loaded.engine != "fsdp2" or plugin is None:
+        raise ConfigError(
+            f"{type(inner).__name__} was loaded for {loaded.engine}, and accelerate prepares it for FSDP2"
+        )
+    wanted = fsdp2_config(plugin, type(inner))
+    differing = [
+        key for key in ("mp_policy", "reshard_after_forward") if wanted.get(key) != loaded.config.get(key)
+    ]
+    if differing:
+        raise ConfigError(
+            f"{type(inner).__name__} was loaded with other FSDP2 settings than accelerate has now "
+            f"({', '.join(differing)}); make the Accelerator or TrainingArguments before the model, or pass "
+            "zerostart.enabled(engine='fsdp2', engine_config=...) what they will have"
+        )
+    return True
+
+
+def _partitioned(accelerator: Any, model: nn.Module) -> None:
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin.zero3_init_flag and plugin.hf_ds_config.is_zero3():
+        _refuse_whole(model, "DeepSpeed ZeRO-3")
+
+
+def _refuse_whole(model: nn.Module, engine: str) -> None:
+    """Raise ConfigError for a model that every rank read whole, though zerostart was enabled."""
+    for module in model.modules():
+        if module in _whole:
+            raise ConfigError(
+                f"every rank has read {type(module).__name__} whole, since {engine} was not yet set up when "
+                "from_pretrained was called; make TrainingArguments or the Accelerator before the model, or "
+                f"name the engine: zerostart.enable(engine={'fsdp2' if engine == 'FSDP2' else 'deepspeed'!r})"
+            )
+
+
+class _Accelerate(accelerate_parts.Override):
+    """Stays once it is installed: a model may be prepared long after the block in which it was loaded."""
+
+    installed = False
+
+    def install(self) -> None:
+        super().install()
+        self.installed = True
+
+
+def _left(model: nn.Module) -> None:
+    """Note a model that transformers loaded by itself while ranks were there to share it."""
+    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        _whole.add(model)
+
+
+_transformers = loading_parts.Override(_choose, _left)
+_accelerate = _Accelerate(_sharded, _partitioned)

@@ -1,0 +1,104 @@
+"""Fine-tuning scripts as users write them, with room for one added line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SEQUENCES = torch.randint(3, 80, (16, 12), generator=torch.Generator().manual_seed(5))
+
+
+class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return len(SEQUENCES)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": SEQUENCES[index], "labels": SEQUENCES[index]}
+
+
+def zero3(folder: Path, **more: Any) -> dict[str, str]:
+    """The environment that ``accelerate launch`` makes of a DeepSpeed ZeRO-3 configuration."""
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        **more,
+    }
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config))
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path),
+        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
+    }
+
+
+def fsdp2(**more: str) -> dict[str, str]:
+    """The environment that ``accelerate launch`` makes of an FSDP2 configuration."""
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+        **more,
+    }
+
+
+def trainer_script(
+    path: Path,
+    out: Path,
+    environment: dict[str, str],
+    arguments: dict[str, Any],
+    adopt: dict[str, Any] | None,
+    loading: dict[str, Any],
+) -> dict[str, Any]:
+    """The HF Trainer, as in transformers' examples; ``adopt`` is the line that is added, None for none."""
+    os.environ.update(environment)
+    if "FSDP_VERSION" in environment and adopt is None:
+        from zerostart.upstream.accelerate import Override
+
+        # accelerate's own FSDP2, which without this it would not use on CPUs.
+        Override(lambda accelerator, model: False, lambda accelerator, model: None).install()
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    if adopt is not None:
+        import zerostart
+
+        zerostart.enable(**adopt)
+    args = TrainingArguments(
+        output_dir=str(out),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+        # accelerate makes one process of several without an accelerator, unless it is told the backend.
+        ddp_backend="gloo",
+        **arguments,
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, **loading)
+    trainer = Trainer(model=model, args=args, train_dataset=Data())
+    trainer.train()
+    trainer.save_model(str(out))
+    logs = trainer.state.log_history
+    found: dict[str, Any] = {
+        "losses": [entry["loss"] for entry in logs if "loss" in entry],
+        "norms": [entry["grad_norm"] for entry in logs if "grad_norm" in entry],
+    }
+    if adopt is not None:
+        found["report"] = zerostart.report(model)
+        found["read"] = zerostart.report(model).read_bytes
+        found["model"] = type(model).__mro__[0].__name__
+    return found
