@@ -188,9 +188,10 @@ def enabled(
 
     That is wherever a DeepSpeed ZeRO-3 or accelerate FSDP2 configuration is active when it is called (of the
     launcher, an ``Accelerator``, ``TrainingArguments``, ``HfDeepSpeedConfig`` or ``zero.Init``), or where
-    ``engine`` is named; any other call is left alone. All ranks must call it. What ``from_pretrained`` otherwise
-    does (files, dtype, generation configuration, adapters, warnings of missing and unexpected weights) it
-    does; ``device_map``, ``distributed_config``, ``gguf_file`` and quantised weights are refused with a reason.
+    ``engine`` is named; any other call is left alone. All ranks must call it. What ``from_pretrained`` does
+    otherwise (files, dtype, generation configuration, adapters, warnings of missing and unexpected weights)
+    it does; ``device_map``, ``distributed_config``, ``gguf_file`` and quantised weights are refused, with a
+    reason.
 
     Args:
         engine: None for the active configuration's, ``"deepspeed"`` or ``"fsdp2"``.

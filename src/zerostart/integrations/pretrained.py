@@ -95,8 +95,8 @@ class Call:
 
     def load(self, model: Any, files: list[str] | None, state_dict: Any, config: Any) -> Findings:
         """Load, collectively, by transformers' rules for what is missing, unexpected or mismatched."""
-        world = current_world()
-        with world.phase("from_pretrained"):
+        self._agreed = True  # From here on, whatever fails does so on every rank.
+        with current_world().phase("from_pretrained"):
             if config.device_map is not None:
                 raise ConfigError(
                     f"a device is set for the model ({config.device_map}), by torch.set_default_device or "
@@ -104,7 +104,6 @@ class Call:
                     f"{REFUSED['device_map']}"
                 )
             quantizer = self._quantizer(config)
-        self._agreed = True
         named = model.config.dtype
         mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         settings, active = self._settings, self._active
