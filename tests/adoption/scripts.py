@@ -102,3 +102,65 @@ def trainer_script(
         found["read"] = zerostart.report(model).read_bytes
         found["model"] = type(model).__mro__[0].__name__
     return found
+
+
+def accelerate_script(
+    path: Path,
+    environment: dict[str, str],
+    adopt: dict[str, Any] | None,
+    precision: str,
+    model_first: bool = False,
+    adapter: bool = False,
+    loading: dict[str, Any] | None = None,
+    accumulation: int = 1,
+) -> dict[str, Any]:
+    """A loop of one's own over accelerate, as in transformers' ``run_clm_no_trainer``."""
+    os.environ.update(environment)
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+    from transformers import AutoModelForCausalLM, set_seed
+
+    if adopt is not None:
+        import zerostart
+
+        zerostart.enable(**adopt)
+    elif "FSDP_VERSION" in environment:
+        from zerostart.upstream.accelerate import Override
+
+        Override(lambda accelerator, model: False, lambda accelerator, model: None).install()
+
+    def accelerated() -> Accelerator:
+        if "FSDP_VERSION" in environment:
+            return Accelerator(mixed_precision=precision, cpu=True)
+        handlers = [InitProcessGroupKwargs(backend="gloo")]
+        return Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
+
+    set_seed(11)
+    accelerator = None if model_first else accelerated()
+    model = AutoModelForCausalLM.from_pretrained(path, **(loading or {}))
+    accelerator = accelerator or accelerated()
+    if adapter:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(7)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    loader: Any = torch.utils.data.DataLoader(Data(), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses, norms = [], []
+    for _, batch in zip(range(4), loader, strict=False):
+        loss = model(**batch, use_cache=False).loss
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+        norms.append(float(norm) if norm is not None else 0.0)
+    state = accelerator.get_state_dict(model)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {n: t.detach().float().cpu() for n, t in state.items()} if state else {},
+        "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
+    }

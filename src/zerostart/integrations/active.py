@@ -77,6 +77,6 @@ def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, Any]:
         config["mp_policy"] = found.policy
     if found.units == "none":
         config["wrap"] = [model.__name__]  # The root alone.
-    elif plugin.transformer_cls_names_to_wrap:
-        config["wrap"] = list(plugin.transformer_cls_names_to_wrap)
+    elif found.wrapped:
+        config["wrap"] = found.wrapped
     return config

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from zerostart import engines
+from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
 from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.pretrained import Call, Settings
@@ -82,7 +83,7 @@ def _choose(kind: type, arguments: dict[str, Any]) -> Call | None:
                 "the Accelerator before the model, or name it: enabled(engine=...)"
             )
         return None
-    join_ranks()
+    join_ranks(active.engine)
     call = _Watched(settings, active, arguments)
     call.check()
     return call
@@ -136,6 +137,7 @@ def _sharded(accelerator: Any, model: nn.Module) -> bool:
             f"({', '.join(differing)}); make the Accelerator or TrainingArguments before the model, or pass "
             "zerostart.enabled(engine='fsdp2', engine_config=...) what they will have"
         )
+    shard_added(model, {"mp_policy": plugin.policy} if plugin.policy else {}, plugin.mixed_precision != "no")
     return True
 
 

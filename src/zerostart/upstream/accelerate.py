@@ -26,6 +26,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from zerostart.errors import UnsupportedVersionError
 
 __all__ = ["SUPPORTED", "FSDP2Plugin", "Override", "fsdp2_plugin", "join_ranks", "require"]
@@ -62,14 +65,18 @@ def require() -> None:
         )
 
 
-def join_ranks() -> None:
-    """Initialise ``torch.distributed`` as accelerate will, unless it is."""
-    import torch.distributed as dist
+def join_ranks(engine: str) -> None:
+    """Initialise ``torch.distributed`` as accelerate will for ``engine``, unless it is."""
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1") or 1) == 1:
+        return
+    from accelerate import PartialState
 
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
-        from accelerate import PartialState
-
+    if torch.accelerator.is_available():
         PartialState()
+    elif engine == "deepspeed":
+        PartialState(backend="gloo")  # cpu=True makes accelerate forget DeepSpeed.
+    else:
+        PartialState(cpu=True)
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,11 @@ class FSDP2Plugin:
         policy = getattr(policy, "func", policy)
         known = {transformer_auto_wrap_policy: "classes", size_based_auto_wrap_policy: "size", None: "none"}
         return known.get(policy, "size")
+
+    @property
+    def wrapped(self) -> list[str]:
+        """Names of the classes that are units; [] for those that the model declares."""
+        return [name.removeprefix(_SHARDED) for name in self.plugin.transformer_cls_names_to_wrap or ()]
 
 
 #: The ``TrainingArguments`` that asked for FSDP last.
@@ -181,19 +193,22 @@ class Override:
         return prepare_deepspeed
 
 
+#: What ``fully_shard`` puts before the name of a module's class.
+_SHARDED = "FSDP"
+
+
 def _finds_sharded_classes(original: Any) -> Any:
     def set_auto_wrap_policy(plugin: Any, model: Any) -> None:
         names = plugin.transformer_cls_names_to_wrap
         there = {type(module).__name__ for module in model.modules()}
         wanted = names if names is not None else list(getattr(model, "_no_split_modules", None) or ())
-        # fully_shard makes of a class Layer a class FSDPLayer.
+        # fully_shard makes of a class Layer a class FSDPLayer. The names are looked up once more, when
+        # accelerate wraps them for activation checkpointing.
+        plain = [name.removeprefix(_SHARDED) for name in wanted]
         plugin.transformer_cls_names_to_wrap = [
-            f"FSDP{name}" if name not in there and f"FSDP{name}" in there else name for name in wanted
+            _SHARDED + name if _SHARDED + name in there else name for name in plain
         ]
-        try:
-            original(plugin, model)
-        finally:
-            plugin.transformer_cls_names_to_wrap = names
+        original(plugin, model)
 
     return set_auto_wrap_policy
 
