@@ -36,6 +36,7 @@ __all__ = [
     "enabled",
     "errors",
     "full_tensors",
+    "gathered",
     "load",
     "plan",
     "report",
@@ -171,6 +172,21 @@ def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, 
     from zerostart.gather import full_tensors as gather
 
     return gather(model, rank)
+
+
+def gathered(
+    model: nn.Module, name: str, modifier_rank: int | None = None
+) -> AbstractContextManager[torch.Tensor]:
+    """Inside, one whole parameter of a loaded model as a CPU tensor on every rank, experts whole too.
+
+    Collective, with the same arguments on every rank; ``name`` is a state-dict name of the unsharded model.
+    With ``modifier_rank`` the tensor as that rank leaves it goes back to the shards, and to DeepSpeed's fp32
+    masters where there are some. Raises ConfigError at the end, on every rank, if another rank (or, without
+    ``modifier_rank``, any) has changed its tensor; the shards are then as they were.
+    """
+    from zerostart.editing import gathered as gather
+
+    return gather(model, name, modifier_rank)
 
 
 def enabled(

@@ -27,8 +27,8 @@ def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> lis
     """Shard the parameters of ``model`` that are no DTensors yet, each module that has some as a unit.
 
     ``options`` are keyword arguments of ``fully_shard``. With ``fp32`` trainable ones are put in fp32 before,
-    as the masters of mixed precision. Returns the names of the modules. Raises EngineError, naming the parameter,
-    where a module that is never called holds it.
+    as the masters of mixed precision. Returns the names of the modules. Raises EngineError, naming the
+    parameter, where a module that is never called holds it.
     """
     added: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():

@@ -43,14 +43,14 @@ class FSDP2ParallelShards:
     ) -> None:
         options = dict(engine_config or {})
         self._wrap: Sequence[str] | None = options.pop("wrap", None)
-        for plan in ("ep_plan", "tp_plan"):
+        for plan in ("ep_plan", "tp_plan", "tensor_parallel"):
             options.pop(plan, None)
         known = [option for option in OPTIONS if option != "mesh"]
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise ConfigError(
                 f"engine_config for fsdp2 with experts or tensors cut has unknown keys {', '.join(unknown)}; "
-                f"known are wrap, ep_plan, tp_plan, {', '.join(known)}"
+                f"known are wrap, ep_plan, tp_plan, tensor_parallel, {', '.join(known)}"
             )
         if "CPU" in type(options.get("offload_policy")).__name__:
             raise EngineError("FSDP2 with CPU offload is not available here; remove offload_policy")
