@@ -35,7 +35,8 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
     whole = whole_tensor(shard, made, None)
     assert whole is not None, "every rank asked for it"
     before = _fingerprint(whole)
-    yield whole
+    with world.phase(f"changing {name}"):
+        yield whole
     changed = [_fingerprint(whole) != before and world.rank != modifier_rank]
     others = [r for r, (was,) in enumerate(world.exchange(changed, "looking for changes")) if was]
     if others:
@@ -69,7 +70,7 @@ def _write_back(shard: Shard, whole: torch.Tensor, world: World, source: int) ->
 
 def _fingerprint(tensor: torch.Tensor) -> int:
     """A checksum of the bytes: a change through a view, ``.data`` or NumPy shows as well."""
-    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _unknown(model: nn.Module, name: str) -> ConfigError:

@@ -1,7 +1,7 @@
 """Private parts of DeepSpeed: what has to follow when the partition of a ZeRO-3 parameter is changed.
 
-Used: ``free_param`` and ``ZeroParamStatus`` of ``runtime/zero/partition_parameters.py``; and, once there is an
-optimizer, ``set_local_hp_param`` of the ``_z3_optimizer`` that it leaves on each parameter (as
+Used: ``free_param`` and ``ZeroParamStatus`` of ``runtime/zero/partition_parameters.py``; and, once there is
+an optimizer, ``set_local_hp_param`` of the ``_z3_optimizer`` that it leaves on each parameter (as
 ``deepspeed.utils.safe_set_local_fp32_param`` does).
 """
 
