@@ -57,3 +57,21 @@ def test_trainer_on_fsdp2(name: str, checkpoints: TinyCheckpoints, tmp_path: Pat
     assert weights.keys() == expected.keys()
     for key in expected:
         torch.testing.assert_close(weights[key], expected[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_trainer_with_experts_shared_out(
+    engine: str, checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
+) -> None:
+    path = checkpoints("qwen3_moe_aligned")
+    environment = zero3(tmp_path) if engine == "deepspeed" else fsdp2()
+    options = {} if engine == "deepspeed" else {"use_cpu": True}
+    stock = run(path, tmp_path / "stock", environment, None, **options)
+    ours = run(path, tmp_path / "ours", environment, {"expert_parallel": 2}, **options)
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-4)
+    assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-4)
+    (weights, config), (expected, expected_config) = saved(tmp_path / "ours"), saved(tmp_path / "stock")
+    assert config == expected_config
+    assert weights.keys() == expected.keys()
+    for key in expected:
+        torch.testing.assert_close(weights[key], expected[key], rtol=1e-3, atol=1e-4)

@@ -97,12 +97,13 @@ def trained(path: Path) -> tuple[list[bool], float]:
         loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
         engine.backward(loss)
         engine.step()
-        return float(loss)
+        return float(loss.detach())
 
     kept, losses = [], [step()]
     for name in (EXPERTS, "model.norm.weight"):
         with zerostart.gathered(engine, name, modifier_rank=0) as tensor:
-            tensor.zero_()
+            if dist.get_rank() == 0:
+                tensor.zero_()
     losses += [step(), step()]
     for name in (EXPERTS, "model.norm.weight"):
         with zerostart.gathered(engine, name) as tensor:

@@ -31,7 +31,7 @@ def test_from_pretrained_calls_the_seams_in_their_order() -> None:
         "get_model_conversion_mapping(model, key_mapping, hf_quantizer)",
         "cls._load_pretrained_model(",
         "cls._finalize_model_loading(model, load_config, loading_info)",
-        "model.eval()",
+        "model.eval()  # Set",
         "adjust_generation_fn(",
         "model.load_adapter(",
     )

@@ -13,16 +13,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerostart import engines
 from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
+from zerostart.gather import full_tensors
 from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.pretrained import Call, Settings
+from zerostart.reporting import report_of
 from zerostart.upstream import accelerate as accelerate_parts
 from zerostart.upstream import transformers_loading as loading_parts
 from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
+from zerostart.upstream.deepspeed_saving import replace_consolidation
+from zerostart.world import current_world
 
 __all__ = ["Settings", "disable", "enable", "enabled"]
 
@@ -109,7 +114,31 @@ class _Watched(Call):
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
         _loaded[model] = self._active
+        if self._active.engine == "deepspeed" and self._settings.expert_parallel > 1:
+            replace_consolidation(_whole_state)
         return found
+
+
+def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
+    """The state dict that DeepSpeed is to save of a model whose experts are shared out; collective."""
+    inner = next((m for m in model.modules() if m in _loaded), None)
+    if inner is None or not report_of(inner).parallelism.mesh.parallel:
+        return NotImplemented
+    if inner is not model:
+        raise ConfigError(
+            f"{type(model).__name__} wraps a model whose experts are shared out, which cannot be saved whole; "
+            "save the adapter alone, or load with expert_parallel=1"
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[int, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in full_tensors(model, 0):
+        parameter = parameters.get(name)
+        if tensor is None or (without_frozen and parameter is not None and not parameter.requires_grad):
+            continue
+        # Tied names share one tensor, as in the model's own state dict.
+        state[name] = tensor if parameter is None else first.setdefault(id(parameter), tensor)
+    return state if current_world().rank == 0 else None
 
 
 def _sharded(accelerator: Any, model: nn.Module) -> bool:
