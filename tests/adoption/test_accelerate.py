@@ -73,3 +73,26 @@ def test_settings_that_change_between_load_and_preparation_are_refused(
     outcomes = rank_outcomes(accelerate_script, 2, path, environment, {}, "bf16", True, process_group=False)
     assert {o.error for o in outcomes} == {"zerostart.errors.ConfigError"}
     assert "other FSDP2 settings than accelerate has now (mp_policy)" in outcomes[0].message
+
+
+def late(path: Path) -> str:
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from transformers import AutoModelForCausalLM
+
+    import zerostart
+
+    zerostart.enable()
+    model = AutoModelForCausalLM.from_pretrained(path)
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), cpu=True)
+    with pytest.raises(zerostart.ZerostartError) as caught:
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return str(caught.value)
+
+
+def test_a_model_that_came_before_any_configuration_is_named(checkpoints: TinyCheckpoints) -> None:
+    for message in run_ranks(late, 2, checkpoints("qwen3"), process_group=False):
+        assert message.startswith(
+            "every rank has read Qwen3ForCausalLM whole, since FSDP2 was not yet set up"
+        )
+        assert "zerostart.enable(engine='fsdp2')" in message

@@ -75,3 +75,11 @@ def test_trainer_with_experts_shared_out(
     assert weights.keys() == expected.keys()
     for key in expected:
         torch.testing.assert_close(weights[key], expected[key], rtol=1e-3, atol=1e-4)
+
+
+def test_trainer_that_asks_for_fsdp2_itself(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """Without the launcher: the Accelerator is made by the Trainer, after the model."""
+    path, asked = checkpoints("qwen3"), {"fsdp": True, "fsdp_config": {"version": 2}, "use_cpu": True}
+    stock = run(path, tmp_path / "stock", fsdp2(), None, use_cpu=True)
+    ours = run(path, tmp_path / "ours", {}, {}, **asked)
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)

@@ -126,8 +126,8 @@ def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
         return NotImplemented
     if inner is not model:
         raise ConfigError(
-            f"{type(model).__name__} wraps a model whose experts are shared out, which cannot be saved whole; "
-            "save the adapter alone, or load with expert_parallel=1"
+            f"{type(model).__name__} wraps a model whose experts are shared out, which cannot be saved "
+            "whole; save the adapter alone, or load with expert_parallel=1"
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, torch.Tensor] = {}
