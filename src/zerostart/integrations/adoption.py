@@ -157,9 +157,9 @@ def _sharded(accelerator: Any, model: nn.Module) -> bool:
             f"{type(inner).__name__} was loaded for {loaded.engine}, and accelerate prepares it for FSDP2"
         )
     wanted = fsdp2_config(plugin, type(inner))
-    differing = [
-        key for key in ("mp_policy", "reshard_after_forward") if wanted.get(key) != loaded.config.get(key)
-    ]
+    # What the caller's own engine_config leaves open is no contradiction.
+    chosen = {**wanted, **loaded.config, "mp_policy": loaded.config.get("mp_policy")}
+    differing = [key for key in ("mp_policy", "reshard_after_forward") if wanted.get(key) != chosen.get(key)]
     if differing:
         raise ConfigError(
             f"{type(inner).__name__} was loaded with other FSDP2 settings than accelerate has now "

@@ -68,6 +68,13 @@ def active_config() -> Mapping[str, Any] | None:
     plugin = _plugin()
     if plugin is not None and not plugin.zero3_init_flag:
         return None
+    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if (
+        plugin is None
+        and launched
+        and os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "").lower() == "false"
+    ):
+        return None
     from transformers.integrations.deepspeed import deepspeed_config
 
     known: Mapping[str, Any] | None = deepspeed_config()
