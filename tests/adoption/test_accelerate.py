@@ -60,10 +60,25 @@ def test_adapters_on_top(
     agree(run(path, environment, {}, "no", False, True), stock, 1e-5)
 
 
-def test_activation_checkpointing_of_accelerate(checkpoints: TinyCheckpoints) -> None:
-    path, environment = checkpoints("qwen3"), fsdp2(FSDP_ACTIVATION_CHECKPOINTING="true")
-    stock = run(path, environment, None, "no")
-    agree(run(path, environment, {}, "no"), stock, 1e-5)
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("cpu_offload", True),
+        ("ignored_modules", ["a"]),
+        ("activation_checkpointing", True),
+        ("auto_wrap_policy", "SIZE_BASED_WRAP"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused_by_name(setting: str, value: Any) -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from zerostart.errors import ZerostartError
+    from zerostart.integrations.active import fsdp2_config
+    from zerostart.upstream.accelerate import FSDP2Plugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **{setting: value})
+    with pytest.raises(ZerostartError, match=r"is not available under zerostart\.enabled\(\)"):
+        fsdp2_config(FSDP2Plugin(plugin, "no"), torch.nn.Linear)
 
 
 def test_settings_that_change_between_load_and_preparation_are_refused(

@@ -67,6 +67,12 @@ def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, Any]:
             "fsdp_ignored_modules is not available under zerostart.enabled(); remove it, or load without "
             "zerostart"
         )
+    if plugin.activation_checkpointing:
+        raise ConfigError(
+            "fsdp_activation_checkpointing is not available under zerostart.enabled(), since accelerate wraps "
+            "layers before they are sharded; use gradient_checkpointing=True of TrainingArguments, or "
+            "model.gradient_checkpointing_enable()"
+        )
     if found.units == "size":
         raise ConfigError(
             "fsdp_auto_wrap_policy SIZE_BASED_WRAP is not available under zerostart.enabled(); use "
