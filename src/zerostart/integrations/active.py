@@ -69,8 +69,8 @@ def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, Any]:
         )
     if plugin.activation_checkpointing:
         raise ConfigError(
-            "fsdp_activation_checkpointing is not available under zerostart.enabled(), since accelerate wraps "
-            "layers before they are sharded; use gradient_checkpointing=True of TrainingArguments, or "
+            "fsdp_activation_checkpointing is not available under zerostart.enabled(), since accelerate "
+            "wraps layers before they are sharded; use gradient_checkpointing=True of TrainingArguments, or "
             "model.gradient_checkpointing_enable()"
         )
     if found.units == "size":
