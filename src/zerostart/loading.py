@@ -66,6 +66,9 @@ class Request:
     strict: bool = True
     progress: bool = False
     fp32_masters: bool = True
+    #: Takes names and shapes of what has another shape in the checkpoint, which is then initialised as if it
+    #: were missing; None: a mismatch is an error.
+    reinitialised: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
 
     def check(self) -> None:
         """Raise ConfigError for arguments that no load can serve."""
@@ -298,7 +301,11 @@ def _build(request: Request, catalog: Catalog) -> Built:
 
 
 def _recipes(request: Request, catalog: Catalog, built: Built) -> Recipes:
-    return trace(catalog, built.model, models.expectations(built), request.converter, built.quantizer)
+    recipes = trace(catalog, built.model, models.expectations(built), request.converter, built.quantizer)
+    if request.reinitialised is not None:
+        request.reinitialised.update(recipes.coverage.mismatched)
+        recipes = replace(recipes, coverage=replace(recipes.coverage, mismatched={}))
+    return recipes
 
 
 def _stored_wider(catalog: Catalog, dtype: torch.dtype) -> bool:

@@ -50,6 +50,7 @@ class ZeroSettings:
     one_dtype: tuple[str, ...] = ()
     ep_plan: Mapping[str, str] | None = None
     tp_plan: Mapping[str, str] | None = None
+    tensor_parallel: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> ZeroSettings:
