@@ -47,6 +47,7 @@ def load(
     strict: bool = True,
     progress: bool = True,
     fp32_masters: bool = True,
+    exchange: bool | None = None,
 ) -> nn.Module:
     """Load a checkpoint into a sharded model; every rank reads only the bytes that it will own.
 
@@ -62,7 +63,9 @@ def load(
         model: a module on the meta device, a class, or a callable that builds one; without it, the class that
             the checkpoint's configuration names.
         engine: ``"deepspeed"`` or ``"fsdp2"``.
-        zero_stage: 3.
+        zero_stage: 3; on DeepSpeed 1 and 2 as well. There parameters are whole on every rank, views into a
+            flat buffer that DeepSpeed's optimizer takes as its own, in the dtype that DeepSpeed casts all of
+            them to.
         engine_config: for DeepSpeed its configuration; for FSDP2 keyword arguments of ``fully_shard``
             (``mesh``, ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy``, ``offload_policy``),
             ``replicate``, the number of replicas (HSDP), and ``wrap``, the units: classes, their names, or
@@ -86,6 +89,9 @@ def load(
             read when ``deepspeed.initialize`` makes them, so that the source must still be there, unchanged
             (a mapping too, which is not kept alive for it). With FSDP2 and an ``mp_policy`` that computes in
             ``dtype``, the sharded parameters are the masters, and are held in fp32.
+        exchange: at stages 1 and 2, whether each rank reads its share of the flat buffer and an all-gather
+            fills the rest, or each rank reads all of it. None: by an exchange on accelerators, and by
+            reading on the CPU, where a message costs more than the page cache.
 
     Raises:
         ZerostartError: the same type and text on every rank; see ``zerostart.errors`` for the leaves.
@@ -107,6 +113,7 @@ def load(
         strict=strict,
         progress=progress,
         fp32_masters=fp32_masters,
+        exchange=exchange,
     )
     return run(request)
 
@@ -124,6 +131,7 @@ def plan(
     rank: int | None = None,
     *,
     engine_config: Mapping[str, Any] | None = None,
+    exchange: bool | None = None,
 ) -> WorldPlan:
     """What every rank of ``world_size`` would read and hold; reads headers only, and needs no process group.
 
@@ -143,6 +151,7 @@ def plan(
         dtype=dtype,
         converter=converter,
         engine_config=engine_config,
+        exchange=exchange,
     )
     return forecast(request, world_size, rank)
 

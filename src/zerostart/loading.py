@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,15 +16,18 @@ from torch import nn
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Shard
+from zerostart.engines.deepspeed.flat import check_stage, flat_rules, offer_runs
+from zerostart.engines.deepspeed.settings import configured_dtype
 from zerostart.engines.fsdp2.units import let_cast
 from zerostart.equality import equal_in
 from zerostart.errors import ConfigError, ReadError
 from zerostart.forecast import WorldPlan, forecast_ranks
+from zerostart.forecast_flat import forecast_flat
 from zerostart.layout import Mesh, Parallelism, replicated
 from zerostart.masters import masters_of
 from zerostart.models import Built, Program, Settled
 from zerostart.planning import Destination, Plan, PlanOptions, join
-from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype, trace
+from zerostart.recipe import Coverage, Recipe, Recipes, Target, main_dtype, torch_dtype, trace
 from zerostart.reporting import Clock, Report, keep
 from zerostart.serving import execute_together
 from zerostart.sources import check_model, described, open_source
@@ -64,11 +67,14 @@ class Request:
     strict: bool = True
     progress: bool = False
     fp32_masters: bool = True
+    exchange: bool | None = None
 
     def check(self) -> None:
         """Raise ConfigError for arguments that no load can serve."""
         engines.check_choice(self.engine, self.zero_stage)
         engines.settings_of(self.engine, self.engine_config)
+        if self.engine == "deepspeed":
+            check_stage(self.zero_stage, self.engine_config, self.expert_parallel > 1)
         if self.dtype is not None and not (
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
@@ -77,6 +83,11 @@ class Request:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < MIN_CHUNK):
                 raise ConfigError(f"{name}={value!r} must be a number of bytes, at least {MIN_CHUNK}")
+
+    @property
+    def flat(self) -> bool:
+        """Whether parameters stay whole, in flat buffers: ZeRO stages 1 and 2."""
+        return self.engine == "deepspeed" and self.zero_stage < 3
 
     def mesh(self, world_size: int) -> Mesh:
         """The ranks as a mesh. Raises ConfigError where they do not fit, or the engine cannot train it so."""
@@ -130,7 +141,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
         with clock.phase("build"), world.phase("building the model"):
             check_model(request.model, catalog)
             with meter.paused():
-                engines.require(request.engine)
+                engines.require(request.engine, request.zero_stage)
                 models.require(request.model, catalog.root)
             built = _build(request, catalog)
             parallelism = engines.resolve(built.model, request.engine, mesh, request.engine_config)
@@ -141,7 +152,13 @@ def _load(request: Request, clock: Clock) -> nn.Module:
         with clock.phase("build"), world.phase("sharding the model"):
             settled = models.initialise_rest(built, recipes)
             engine = engines.make_engine(
-                request.engine, world, built.dtype, request.engine_config, parallelism
+                request.engine,
+                world,
+                built.dtype,
+                request.engine_config,
+                parallelism,
+                request.zero_stage,
+                request.exchange,
             )
             shards = engine.shard(built.model, list(settled.parameters))
             buffers = place_buffers(built.model, settled, engine.device)
@@ -214,15 +231,17 @@ def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
     clock = Clock()
     known = prepare(request, world_size, rank)
     threads = reader_threads()
-    ranks = forecast_ranks(
-        known.catalog,
-        known.built.model,
-        known.settled,
-        engines.planned(request.engine, request.engine_config, known.built.model, known.parallelism),
-        range(world_size) if rank is None else [rank],
-        request.options(threads, bool(known.recipes.computed)),
-        threads,
-    )
+    wanted = range(world_size) if rank is None else [rank]
+    options = request.options(threads, bool(known.recipes.computed))
+    model = known.built.model
+    if request.flat:
+        rules = flat_rules(request.engine_config, request.zero_stage, world_size)
+        ranks = forecast_flat(
+            known.catalog, model, known.settled, rules, request.exchange, wanted, options, threads
+        )
+    else:
+        planned = engines.planned(request.engine, request.engine_config, model, known.parallelism)
+        ranks = forecast_ranks(known.catalog, model, known.settled, planned, wanted, options, threads)
     seconds = clock.stop()["total"]
     return WorldPlan.of(
         known.catalog, known.recipes, known.coverage, request.engine, world_size, ranks, seconds
@@ -282,8 +301,6 @@ def _build(request: Request, catalog: Catalog) -> Built:
     """The model on meta, with the dtypes of the load."""
     dtype = request.dtype
     if dtype is None and request.engine == "deepspeed":
-        from zerostart.engines.deepspeed.settings import configured_dtype
-
         dtype = configured_dtype(request.engine_config)
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
@@ -298,7 +315,20 @@ def _build(request: Request, catalog: Catalog) -> Built:
 
 
 def _recipes(request: Request, catalog: Catalog, built: Built) -> Recipes:
-    return trace(catalog, built.model, models.expectations(built), request.converter, built.quantizer)
+    targets = models.expectations(built)
+    if request.flat:
+        targets = _as_cast(targets, configured_dtype(request.engine_config))
+    return trace(catalog, built.model, targets, request.converter, built.quantizer)
+
+
+def _as_cast(targets: dict[str, Target], dtype: torch.dtype | None) -> dict[str, Target]:
+    """Parameters in the dtype that DeepSpeed's stages 1 and 2 would cast all of them to."""
+    if dtype is None:
+        return targets
+    return {
+        name: t if t.buffer or not t.dtype.is_floating_point else replace(t, dtype=dtype, as_stored=False)
+        for name, t in targets.items()
+    }
 
 
 def _stored_wider(catalog: Catalog, dtype: torch.dtype) -> bool:
@@ -407,7 +437,10 @@ def _offer_masters(
     masters = None
     if request.fp32_masters:
         rounded, masters = masters_of(catalog, request.source, settled.parameters, shards, options, threads)
-    engines.offer_masters(request.engine, model, rounded, masters.read if masters else None)
+    if not request.flat:
+        engines.offer_masters(request.engine, model, rounded, masters.read if masters else None)
+    elif masters is not None:
+        offer_runs(model, rounded, masters.read_runs)
 
 
 def _whole(settled: Settled) -> tuple[str, ...]:
