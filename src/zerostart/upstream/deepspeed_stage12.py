@@ -240,8 +240,8 @@ def _alike(parameters: Sequence[torch.Tensor], group: Any) -> list[Any]:
     What each rank did to the model since the load cannot be known from outside, so the bits of each parameter
     are summed up, at the speed of memory.
     """
-    if not parameters:
-        return []
+    if not parameters or dist.get_world_size(group=group) == 1:
+        return list(parameters)
     own = torch.stack([_sum(parameter.detach()) for parameter in parameters])
     extremes = torch.stack([own, ~own])  # ~ reverses the order: the least of it is the greatest.
     dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
