@@ -1,7 +1,8 @@
 """One rank of one cell of the initialisation benchmark: from a path to an engine of ZeRO stage 1 or 2.
 
-Started by init.py with the usual variables of a distributed launch. Imports, process groups and the class
-look-up come before the clock; the load and ``deepspeed.initialize`` are on it.
+Started by init.py with the usual variables of a distributed launch. Imports, process groups, the class look-up
+and a first engine over a model of a few elements come before the clock; the load and ``deepspeed.initialize``
+are on it.
 """
 
 from __future__ import annotations
@@ -54,12 +55,20 @@ def engine_over(model: Any, stage: int) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config(stage))[0]
 
 
+def warm_up(stage: int) -> None:
+    """Start an engine over a model of a few elements: DeepSpeed imports and builds much at its first."""
+    import torch
+
+    engine_over(torch.nn.Linear(4, 4).bfloat16(), stage).destroy()
+
+
 def prepare_stock(checkpoint: Path, stage: int, marks: Marks) -> Prepared:
     import deepspeed
     import torch
 
     kind = model_class(checkpoint)
     deepspeed.init_distributed(dist_backend="gloo")
+    warm_up(stage)
     watch_masters(marks)
 
     def start() -> Any:
@@ -79,6 +88,7 @@ def prepare_zerostart(checkpoint: Path, stage: int, marks: Marks, exchange: bool
 
     model_class(checkpoint)
     deepspeed.init_distributed(dist_backend="gloo")
+    warm_up(stage)
     watch_masters(marks)
 
     def start() -> Any:
