@@ -1,8 +1,8 @@
 """One rank of one cell of the initialisation benchmark: from a path to an engine of ZeRO stage 1 or 2.
 
-Started by init.py with the usual variables of a distributed launch. Imports, process groups, the class look-up
-and a first engine over a model of a few elements come before the clock; the load and ``deepspeed.initialize``
-are on it.
+Started by init.py with the usual variables of a distributed launch. Imports, process groups, the class
+look-up and a first engine over a model of a few elements come before the clock; the load and
+``deepspeed.initialize`` are on it.
 """
 
 from __future__ import annotations
