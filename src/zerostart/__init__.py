@@ -75,7 +75,9 @@ def load(
         model: a module on the meta device, a class, or a callable that builds one; without it, the class that
             the checkpoint's configuration names.
         engine: ``"deepspeed"`` or ``"fsdp2"``.
-        zero_stage: 3.
+        zero_stage: 3; on DeepSpeed 1 and 2 as well. There parameters are whole on every rank, views into a
+            flat buffer that DeepSpeed's optimizer takes as its own, in the dtype that DeepSpeed casts all of
+            them to.
         engine_config: for DeepSpeed its configuration; for FSDP2 keyword arguments of ``fully_shard``
             (``mesh``, ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy``, ``offload_policy``),
             ``replicate``, the number of replicas (HSDP), and ``wrap``, the units: classes, their names, or
@@ -99,8 +101,10 @@ def load(
             read when ``deepspeed.initialize`` makes them, so that the source must still be there, unchanged
             (a mapping too, which is not kept alive for it). With FSDP2 and an ``mp_policy`` that computes in
             ``dtype``, the sharded parameters are the masters, and are held in fp32.
-        exchange: whether bytes that several ranks want (replicas, columns of one matrix) are read by one of
-            them and sent to the others; None takes what is estimated to be faster, which the report tells.
+        exchange: whether bytes that several ranks want (replicas, columns of one matrix, at stages 1 and 2
+            all) are read by one of them and sent to the others. None takes what is estimated to be faster,
+            which the report tells; at stages 1 and 2 an exchange on accelerators, and reading on the CPU,
+            where a message costs more than the page cache.
 
     Raises:
         ZerostartError: the same type and text on every rank; see ``zerostart.errors`` for the leaves.

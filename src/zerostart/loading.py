@@ -16,16 +16,19 @@ from torch import nn
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Shard
+from zerostart.engines.deepspeed.flat import check_stage, flat_rules, offer_runs
+from zerostart.engines.deepspeed.settings import configured_dtype
 from zerostart.engines.fsdp2.units import let_cast
 from zerostart.equality import equal_in
 from zerostart.errors import ConfigError
 from zerostart.forecast import WorldPlan, forecast_ranks
+from zerostart.forecast_flat import forecast_flat
 from zerostart.foreseen import RANKS_OF_A_MACHINE, Foreseen
 from zerostart.layout import Mesh, Parallelism, replicated
 from zerostart.masters import masters_of
 from zerostart.models import Built, Program, Settled
 from zerostart.planning import Destination, Plan, PlanOptions, Sharing, join
-from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype, trace
+from zerostart.recipe import Coverage, Recipe, Recipes, Target, main_dtype, torch_dtype, trace
 from zerostart.reporting import Clock, Report, keep
 from zerostart.serving import Moved, Wants, agree_on_sharing, execute_together
 from zerostart.sources import check_model, described, open_source
@@ -74,6 +77,8 @@ class Request:
         """Raise ConfigError for arguments that no load can serve."""
         engines.check_choice(self.engine, self.zero_stage)
         engines.settings_of(self.engine, self.engine_config)
+        if self.engine == "deepspeed":
+            check_stage(self.zero_stage, self.engine_config, self.expert_parallel > 1)
         if self.dtype is not None and not (
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
@@ -84,6 +89,11 @@ class Request:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < MIN_CHUNK):
                 raise ConfigError(f"{name}={value!r} must be a number of bytes, at least {MIN_CHUNK}")
+
+    @property
+    def flat(self) -> bool:
+        """Whether parameters stay whole, in flat buffers: ZeRO stages 1 and 2."""
+        return self.engine == "deepspeed" and self.zero_stage < 3
 
     def mesh(self, world_size: int) -> Mesh:
         """The ranks as a mesh. Raises ConfigError where they do not fit, or the engine cannot train it so."""
@@ -132,7 +142,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
         with clock.phase("build"), world.phase("building the model"):
             check_model(request.model, catalog)
             with meter.paused():
-                engines.require(request.engine)
+                engines.require(request.engine, request.zero_stage)
                 models.require(request.model, catalog.root)
             built = _build(request, catalog)
             parallelism = engines.resolve(built.model, request.engine, mesh, request.engine_config)
@@ -143,7 +153,13 @@ def _load(request: Request, clock: Clock) -> nn.Module:
         with clock.phase("build"), world.phase("sharding the model"):
             settled = models.initialise_rest(built, recipes)
             engine = engines.make_engine(
-                request.engine, world, built.dtype, request.engine_config, parallelism
+                request.engine,
+                world,
+                built.dtype,
+                request.engine_config,
+                parallelism,
+                request.zero_stage,
+                request.exchange,
             )
             shards = engine.shard(built.model, list(settled.parameters))
             buffers = place_buffers(built.model, settled, engine.device)
@@ -151,7 +167,9 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             tuning = request.tuning(catalog, engine.device, bool(recipes.computed))
             wanted = wanted_of(settled, shards, buffers)
             plan = join(catalog, wanted, PlanOptions(tuning.chunk_size))
-            own = Wants.of(plan, tuning, request.exchange)
+            # At stages 1 and 2 the engine exchanges what it has told ranks to read shares of.
+            forced = False if request.flat else request.exchange
+            own = Wants.of(plan, tuning, forced)
         with clock.phase("plan"):
             sharing = agree_on_sharing(own, plan, world)
             if sharing is not None and sharing.once:
@@ -224,11 +242,17 @@ def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
     known = prepare(request, world_size, rank)
     here = min(world_size, RANKS_OF_A_MACHINE)
     tuning = request.tuning(known.catalog, default_device(), bool(known.recipes.computed), here)
-    placed = engines.planned(request.engine, request.engine_config, known.built.model, known.parallelism)
     of = range(world_size) if rank is None else [rank]
-    ranks = forecast_ranks(known.catalog, known.built.model, known.settled, placed, of, tuning)
-    made = WorldPlan.of(known.catalog, known.recipes, known.coverage, request.engine, world_size, ranks, 0.0)
-    made = Foreseen(known.catalog, known.settled, placed, tuning).exchanged(made, request.exchange)
+    catalog, model, settled = known.catalog, known.built.model, known.settled
+    if request.flat:
+        rules = flat_rules(request.engine_config, request.zero_stage, world_size)
+        ranks = forecast_flat(catalog, model, settled, rules, request.exchange, of, tuning)
+    else:
+        placed = engines.planned(request.engine, request.engine_config, model, known.parallelism)
+        ranks = forecast_ranks(catalog, model, settled, placed, of, tuning)
+    made = WorldPlan.of(catalog, known.recipes, known.coverage, request.engine, world_size, ranks, 0.0)
+    if not request.flat:
+        made = Foreseen(catalog, settled, placed, tuning).exchanged(made, request.exchange)
     return replace(made, planning_seconds=clock.stop()["total"])
 
 
@@ -285,8 +309,6 @@ def _build(request: Request, catalog: Catalog) -> Built:
     """The model on meta, with the dtypes of the load."""
     dtype = request.dtype
     if dtype is None and request.engine == "deepspeed":
-        from zerostart.engines.deepspeed.settings import configured_dtype
-
         dtype = configured_dtype(request.engine_config)
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
@@ -301,11 +323,24 @@ def _build(request: Request, catalog: Catalog) -> Built:
 
 
 def _recipes(request: Request, catalog: Catalog, built: Built) -> Recipes:
-    recipes = trace(catalog, built.model, models.expectations(built), request.converter, built.quantizer)
+    targets = models.expectations(built)
+    if request.flat:
+        targets = _as_cast(targets, configured_dtype(request.engine_config))
+    recipes = trace(catalog, built.model, targets, request.converter, built.quantizer)
     if request.reinitialised is not None:
         request.reinitialised.update(recipes.coverage.mismatched)
         recipes = replace(recipes, coverage=replace(recipes.coverage, mismatched={}))
     return recipes
+
+
+def _as_cast(targets: dict[str, Target], dtype: torch.dtype | None) -> dict[str, Target]:
+    """Parameters in the dtype that DeepSpeed's stages 1 and 2 would cast all of them to."""
+    if dtype is None:
+        return targets
+    return {
+        name: t if t.buffer or not t.dtype.is_floating_point else replace(t, dtype=dtype, as_stored=False)
+        for name, t in targets.items()
+    }
 
 
 def _stored_wider(catalog: Catalog, dtype: torch.dtype) -> bool:
@@ -409,7 +444,10 @@ def _offer_masters(
     masters = None
     if request.fp32_masters:
         rounded, masters = masters_of(catalog, request.source, settled.parameters, shards, tuning)
-    engines.offer_masters(request.engine, model, rounded, masters.read if masters else None)
+    if not request.flat:
+        engines.offer_masters(request.engine, model, rounded, masters.read if masters else None)
+    elif masters is not None:
+        offer_runs(model, rounded, masters.read_runs)
 
 
 def _whole(settled: Settled) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from zerostart.checkpoint.memory import memory_catalog
 from zerostart.engines import Shard
 from zerostart.errors import EngineError, ReadError
 from zerostart.layout import Layout
+from zerostart.layout.flat import flat_run
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Computed, Recipe, torch_dtype
 from zerostart.recipe.computed import leaves_of
@@ -82,17 +83,31 @@ class Masters:
         Collective, with the same names in the same order. Raises EngineError where the mapping that was
         loaded is gone, ReadError where files or tensors have changed since, the same on every rank.
         """
+        self._read([(name, self._shares[name][1], storage) for name, storage in wanted])
+
+    def read_runs(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+        """Like ``read``, of other shares: a run of the row-major order from the element given."""
+        self._read(
+            [
+                (name, flat_run(self._shares[name][1].shape, first, first + storage.numel()), storage)
+                for name, first, storage in wanted
+            ]
+        )
+
+    def _read(self, wanted: Sequence[tuple[str, Layout, torch.Tensor]]) -> None:
         world = current_world()
         with world.phase("reading fp32 masters"):
             catalog = self._checked(world)
-            destined = [self._destined(name, storage) for name, storage in wanted]
+            destined = [self._destined(*item) for item in wanted]
             plan = join(catalog, destined, PlanOptions(self._tuning.chunk_size))
         with world.phase("reading fp32 masters"):
-            storages = [storage for _, storage in wanted]
+            storages = [storage for _, _, storage in wanted]
             execute_together(plan, storages, Progress(plan.read_bytes, False), self._tuning, world)
 
-    def _destined(self, name: str, storage: torch.Tensor) -> tuple[Recipe, Layout, Destination]:
-        recipe, layout = self._shares[name]
+    def _destined(
+        self, name: str, layout: Layout, storage: torch.Tensor
+    ) -> tuple[Recipe, Layout, Destination]:
+        recipe = self._shares[name][0]
         if storage.numel() != layout.numel:
             raise EngineError(
                 f"the master of {name} has {storage.numel()} elements on this rank, and the load gave it "

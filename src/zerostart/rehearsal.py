@@ -46,6 +46,11 @@ def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list
 
 
 def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list[Shard]]:
+    if request.flat:
+        raise ConfigError(
+            f"one rank alone cannot be rehearsed with zero_stage={request.zero_stage} in this version; use "
+            "zerostart.plan, or a load on local ranks"
+        )
     clock, alone, device = Clock(), World(0, 1, None), default_device()
     with PeakMeter(device) as meter:
         with clock.phase("plan"):

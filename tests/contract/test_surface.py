@@ -48,7 +48,7 @@ def test_plan_takes_what_the_contract_says() -> None:
         "dtype",
         "converter",
         "model",
-        "rank",  # This and the next are beyond the contract.
+        "rank",  # This and what follows is beyond the contract.
         "engine_config",
         "exchange",
     ]

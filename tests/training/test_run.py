@@ -84,6 +84,12 @@ def test_engines_and_world_sizes_train_alike(checkpoints, values):
             run, 2, values(path, "deepspeed", output="b", batch_size=2, accumulation=2, **options)
         ),
         "fsdp2 x 1": run_ranks(run, 1, values(path, output="c", batch_size=8, **options)),
+        "ZeRO-2 x 2": run_ranks(
+            run,
+            2,
+            values(path, output="d", batch_size=2, accumulation=2, **options)
+            | {"engine": {"name": "deepspeed", "zero_stage": 2}},
+        ),
     }
     reference, *others = [losses(results[0]) for results in runs.values()]
     assert len(reference) == 6

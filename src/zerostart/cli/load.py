@@ -126,7 +126,7 @@ def _run(argv: list[str]) -> dict[str, Any]:
     place = options.pop("place")
     options["dtype"] = named_dtype(options["dtype"])
     # What a training script has imported long before; the rehearsal times the load alone.
-    engines.require(options["engine"])
+    engines.require(options["engine"], options["zero_stage"])
     models.require(None, open_catalog(options["source"]).root)
     wrong = None
     if place is None:
