@@ -106,10 +106,16 @@ class Request:
     ) -> Tuning:
         """How the catalog's bytes are read into memory of ``device``, with ``ranks`` ranks on the machine.
 
-        A thread that also ``computes`` has a chunk of scratch beside its staging buffers.
+        A thread that also ``computes`` has a chunk of scratch beside its staging buffers. DeepSpeed's own
+        ``stage3_partition_stream_chunk_size`` counts elements, and is followed where no chunk is given here.
         """
         files = catalog.files if catalog.memory is None else ()
-        return tune(files, device.type != "cpu", computes, self.memory_limit, self.chunk_size, ranks)
+        chunk = self.chunk_size
+        elements = getattr(engines.settings_of(self.engine, self.engine_config), "stream_elements", 0)
+        if chunk is None and elements > 0:
+            stored = main_dtype(catalog.tensors.values())
+            chunk = max(MIN_CHUNK, elements * (stored.itemsize if stored is not None else 4))
+        return tune(files, device.type != "cpu", computes, self.memory_limit, chunk, ranks)
 
 
 def run(request: Request) -> nn.Module:
