@@ -29,7 +29,9 @@ def compare(path: Path, names: list[str]) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_every_option_is_as_the_stock_route(
     world_size: int, checkpoints: TinyCheckpoints, deepspeed_op: None
 ) -> None:
@@ -39,6 +41,7 @@ def test_every_option_is_as_the_stock_route(
         assert not {name: lines for name, lines in found.items() if lines}
 
 
+@pytest.mark.slow
 def test_four_ranks(checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
     path = checkpoints("qwen3", torch.bfloat16)
     names = ["stage 2, exchanged", "decay, round robin, aligned", "BF16_Optimizer, decay"]
