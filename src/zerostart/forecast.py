@@ -123,6 +123,7 @@ def forecast_ranks(
     shown = sorted(set(twins.values()))
     shares = [Share(r, _all_of(r, shown), on_host) for r in settled.buffers.values()]
     device = np.full(len(shown), sum(b.numel() * b.dtype.itemsize for b in model.buffers()), np.int64)
+    device += placed.held or 0
     host = np.zeros(len(shown), np.int64)
     # Layers repeat: parameters that are cut alike and have one shape lie alike.
     owned: dict[Hashable, Owned] = {}
@@ -131,7 +132,7 @@ def forecast_ranks(
         if alike not in owned:
             layouts = [(r, placed.layout(name, r)) for r in shown]
             owned[alike] = Owned(runs_of(layouts), np.array([lay.numel for _, lay in layouts], np.int64))
-        nbytes = owned[alike].numels * parameter.dtype.itemsize
+        nbytes = owned[alike].numels * parameter.dtype.itemsize * (placed.held is None)
         home = placed.homes[name]
         device += nbytes if home == DEVICE else 0
         host += nbytes if home == HOST else 0

@@ -47,6 +47,8 @@ class Foreseen:
 
         Raises ConfigError as ``serving.agree_on_sharing`` does.
         """
+        if self.placed.gathered:
+            made = replace(made, exchanged_bytes=(self.placed.gathered,) * len(made.ranks))
         if made.world_size == 1 or self.catalog.memory is not None or forced is False:
             return made
         if forced is None and not (self.tuning.cold and made.world_size > RANKS_OF_A_MACHINE):

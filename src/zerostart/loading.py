@@ -16,13 +16,12 @@ from torch import nn
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Shard
-from zerostart.engines.deepspeed.flat import check_stage, flat_rules, offer_runs
+from zerostart.engines.deepspeed.flat import check_stage, offer_runs
 from zerostart.engines.deepspeed.settings import configured_dtype
 from zerostart.engines.fsdp2.units import let_cast
 from zerostart.equality import equal_in
 from zerostart.errors import ConfigError
 from zerostart.forecast import WorldPlan, forecast_ranks
-from zerostart.forecast_flat import forecast_flat
 from zerostart.foreseen import RANKS_OF_A_MACHINE, Foreseen
 from zerostart.layout import Mesh, Parallelism, replicated
 from zerostart.masters import masters_of
@@ -94,6 +93,14 @@ class Request:
     def flat(self) -> bool:
         """Whether parameters stay whole, in flat buffers: ZeRO stages 1 and 2."""
         return self.engine == "deepspeed" and self.zero_stage < 3
+
+    @property
+    def forced_exchange(self) -> bool | None:
+        """Whether bytes that several ranks want must be read once, as ``serving`` takes it.
+
+        In flat buffers an exchange that is asked for is the engine's: it has each rank want a share alone.
+        """
+        return None if self.flat and self.exchange else self.exchange
 
     def mesh(self, world_size: int) -> Mesh:
         """The ranks as a mesh. Raises ConfigError where they do not fit, or the engine cannot train it so."""
@@ -173,9 +180,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             tuning = request.tuning(catalog, engine.device, bool(recipes.computed))
             wanted = wanted_of(settled, shards, buffers)
             plan = join(catalog, wanted, PlanOptions(tuning.chunk_size))
-            # At stages 1 and 2 the engine exchanges what it has told ranks to read shares of.
-            forced = False if request.flat else request.exchange
-            own = Wants.of(plan, tuning, forced)
+            own = Wants.of(plan, tuning, request.forced_exchange)
         with clock.phase("plan"):
             sharing = agree_on_sharing(own, plan, world)
             if sharing is not None and sharing.once:
@@ -187,7 +192,13 @@ def _load(request: Request, clock: Clock) -> nn.Module:
         with clock.phase("read"), world.phase("initialising"):
             initialise_missing(world, settled, shards)
         with clock.phase("build"), world.phase("handing over"):
-            engine.finish(built.model)
+            gathered = engine.finish(built.model)
+            if gathered:
+                moved = replace(
+                    moved,
+                    received=moved.received + gathered,
+                    how=f"{moved.how}; each rank a share of the flat buffers, gathered from all",
+                )
             _offer_masters(built.model, catalog, request, settled, shards, tuning)
             _finish(built, recipes, request, catalog)
     keep(
@@ -250,15 +261,17 @@ def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
     tuning = request.tuning(known.catalog, default_device(), bool(known.recipes.computed), here)
     of = range(world_size) if rank is None else [rank]
     catalog, model, settled = known.catalog, known.built.model, known.settled
-    if request.flat:
-        rules = flat_rules(request.engine_config, request.zero_stage, world_size)
-        ranks = forecast_flat(catalog, model, settled, rules, request.exchange, of, tuning)
-    else:
-        placed = engines.planned(request.engine, request.engine_config, model, known.parallelism)
-        ranks = forecast_ranks(catalog, model, settled, placed, of, tuning)
+    placed = engines.planned(
+        request.engine,
+        request.engine_config,
+        model,
+        known.parallelism,
+        request.zero_stage,
+        request.exchange,
+    )
+    ranks = forecast_ranks(catalog, model, settled, placed, of, tuning)
     made = WorldPlan.of(catalog, known.recipes, known.coverage, request.engine, world_size, ranks, 0.0)
-    if not request.flat:
-        made = Foreseen(catalog, settled, placed, tuning).exchanged(made, request.exchange)
+    made = Foreseen(catalog, settled, placed, tuning).exchanged(made, request.forced_exchange)
     return replace(made, planning_seconds=clock.stop()["total"])
 
 

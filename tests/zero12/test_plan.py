@@ -18,8 +18,8 @@ from zerostart.errors import ConfigError
 from zerostart.layout.flat import FlatRules, shares
 
 
-def read(path: Path, exchange: bool, dtype: torch.dtype | None) -> tuple[int, list[str]]:
-    """Bytes read on this rank, and the parameters that differ from the unsharded load."""
+def read(path: Path, exchange: bool, dtype: torch.dtype | None) -> tuple[int, int, list[str]]:
+    """Bytes read on this rank and got from others, and the parameters that differ from the unsharded load."""
     model = zerostart.load(path, zero_stage=2, exchange=exchange, dtype=dtype, progress=False)
     from transformers import AutoModelForCausalLM
 
@@ -29,20 +29,27 @@ def read(path: Path, exchange: bool, dtype: torch.dtype | None) -> tuple[int, li
         for (n, p), q in zip(model.named_parameters(), wanted.parameters(), strict=True)
         if p.dtype != q.dtype or not torch.equal(p, q)
     ]
-    return zerostart.report(model).read_bytes, wrong
+    made = zerostart.report(model)
+    assert ("gathered from all" in str(made)) == exchange
+    assert "as asked" not in str(made) or exchange is False
+    return made.read_bytes, made.exchanged_bytes, wrong
 
 
 @pytest.mark.parametrize("exchange", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_bytes_are_as_planned(
-    kind: str, dtype: torch.dtype | None, exchange: bool, checkpoints: TinyCheckpoints, deepspeed_op: None
+    kind: str, dtype: torch.dtype | None, exchange: bool, checkpoints: TinyCheckpoints
 ) -> None:
     path = checkpoints(kind, torch.bfloat16, sharded=True)
     plan = zerostart.plan(path, world_size=3, zero_stage=2, exchange=exchange, dtype=dtype)
     found = run_ranks(read, 3, path, exchange, dtype)
-    assert [wrong for _, wrong in found] == [[], [], []]
-    assert [nbytes for nbytes, _ in found] == [rank.read_bytes for rank in plan.ranks]
+    assert [wrong for _, _, wrong in found] == [[], [], []]
+    assert [nbytes for nbytes, _, _ in found] == [rank.read_bytes for rank in plan.ranks]
+    got = [nbytes for _, nbytes, _ in found]
+    assert got == (list(plan.exchanged_bytes) or [0, 0, 0])
+    whole = plan.checkpoint_bytes * (2 if dtype == torch.float32 else 1)
+    assert all(nbytes == pytest.approx(2 / 3 * whole * exchange, rel=0.01) for nbytes in got)
     alone = [
         zerostart.plan(path, world_size=3, zero_stage=2, exchange=exchange, dtype=dtype, rank=r).ranks[0]
         for r in range(3)
@@ -72,9 +79,7 @@ def model_with_head() -> Any:
     return Qwen3ForSequenceClassification
 
 
-def test_what_is_missing_is_initialised_alike_on_all_ranks(
-    checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_what_is_missing_is_initialised_alike_on_all_ranks(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", torch.float32)
     torch.manual_seed(11)
     wanted = list(model_with_head().from_pretrained(path).parameters())
@@ -106,9 +111,7 @@ def too_large(path: Path) -> None:
     zerostart.load(path, zero_stage=2, progress=False)
 
 
-def test_a_model_that_cannot_fit_is_refused_on_every_rank(
-    checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_a_model_that_cannot_fit_is_refused_on_every_rank(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe", torch.bfloat16)
     for outcome in rank_outcomes(too_large, 2, path):
         assert outcome.error == "zerostart.errors.EngineError"
@@ -147,6 +150,6 @@ def alone() -> bool:
     return bool(engine(torch.ones(1, 3)).sum() == 6)
 
 
-def test_a_single_process(deepspeed_op: None) -> None:
+def test_a_single_process() -> None:
     (outcome,) = rank_outcomes(alone, 1, process_group=False)
     assert outcome.value is True, outcome.describe()

@@ -13,7 +13,7 @@ from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.accelerate import FSDP2Plugin, fsdp2_plugin
 from zerostart.upstream.deepspeed_active import active_config, open_init_dtype
 
-__all__ = ["Active", "find_active", "fsdp2_config"]
+__all__ = ["STAGES", "Active", "find_active", "fsdp2_config"]
 
 #: ZeRO stages whose configuration makes ``from_pretrained`` a sharded load.
 STAGES = (3,)

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from zerostart import engines
+from zerostart.engines.deepspeed.settings import configured_dtype
 from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
 from zerostart.gather import full_tensors
-from zerostart.integrations.active import Active, find_active, fsdp2_config
+from zerostart.integrations.active import STAGES, Active, find_active, fsdp2_config
 from zerostart.integrations.pretrained import Call, Settings
 from zerostart.reporting import report_of
 from zerostart.upstream import accelerate as accelerate_parts
@@ -69,6 +70,11 @@ def enabled(settings: Settings) -> Iterator[None]:
 
 
 def _check(settings: Settings) -> None:
+    if settings.zero_stage not in STAGES:
+        raise ConfigError(
+            f"zero_stage={settings.zero_stage} is not available under zerostart.enabled() in this version; "
+            f"use {', '.join(map(str, STAGES))}, or zerostart.load"
+        )
     if settings.engine is not None:
         engines.check_choice(settings.engine, settings.zero_stage)
     elif settings.engine_config is not None:
@@ -100,8 +106,6 @@ def _resolved(settings: Settings, kind: type) -> Active | None:
     if settings.engine is None:
         return found
     if settings.engine_config is not None or found is None or found.engine != settings.engine:
-        from zerostart.engines.deepspeed.settings import configured_dtype
-
         config = dict(settings.engine_config or {})
         dtype = configured_dtype(config) if settings.engine == "deepspeed" else None
         return Active(settings.engine, settings.zero_stage, config, dtype)

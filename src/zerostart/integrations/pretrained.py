@@ -110,25 +110,24 @@ class Call:
         source = (
             state_dict if state_dict is not None else Files(tuple(files or ()), model.config.name_or_path)
         )
-        with engines.contexts_aside():
-            run(
-                Request(
-                    source=source,
-                    model=Built(model, self._log, active.dtype or self._dtype, True, quantizer),
-                    engine=active.engine,
-                    zero_stage=active.zero_stage,
-                    engine_config=active.config,
-                    expert_parallel=settings.expert_parallel,
-                    tensor_parallel=settings.tensor_parallel,
-                    converter=None if quantizer is not None else config.weight_mapping,
-                    memory_limit=settings.memory_limit,
-                    chunk_size=settings.chunk_size,
-                    strict=False,
-                    progress=settings.progress,
-                    fp32_masters=settings.fp32_masters,
-                    reinitialised=mismatched if config.ignore_mismatched_sizes else None,
-                )
+        run(
+            Request(
+                source=source,
+                model=Built(model, self._log, active.dtype or self._dtype, True, quantizer),
+                engine=active.engine,
+                zero_stage=active.zero_stage,
+                engine_config=active.config,
+                expert_parallel=settings.expert_parallel,
+                tensor_parallel=settings.tensor_parallel,
+                converter=None if quantizer is not None else config.weight_mapping,
+                memory_limit=settings.memory_limit,
+                chunk_size=settings.chunk_size,
+                strict=False,
+                progress=settings.progress,
+                fp32_masters=settings.fp32_masters,
+                reinitialised=mismatched if config.ignore_mismatched_sizes else None,
             )
+        )
         # The configuration names the dtype that was asked for, whatever the engine trains in.
         model.config.dtype = named
         made = report_of(model)

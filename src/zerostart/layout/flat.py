@@ -6,7 +6,7 @@ constructor) and ``runtime/bf16_optimizer.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 
@@ -50,6 +50,12 @@ class FlatGroup:
     offsets: tuple[int, ...]
     numels: tuple[int, ...]
     numel: int
+
+    def share(self, place: int, shape: Sequence[int], partitions: int) -> Callable[[int], Layout]:
+        """Of the parameter number ``place``, of ``shape``: what lies in each rank's part of the buffer."""
+        one = FlatGroup((self.offsets[place],), (self.numels[place],), self.numel)
+        size = self.numel // partitions
+        return lambda rank: flat_run(shape, *shares(one, rank * size, (rank + 1) * size)[0])
 
     def gaps(self) -> list[tuple[int, int]]:
         """The padding, as ranges of elements ``(start, stop)``."""

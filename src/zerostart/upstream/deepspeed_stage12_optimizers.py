@@ -6,6 +6,7 @@ one object that is constructed, and end with its constructor, also when that fai
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import inspect
@@ -58,7 +59,7 @@ def _constructor(original: Any, kind: type[_Adoption]) -> Any:
     return construct
 
 
-class _Adoption:
+class _Adoption(abc.ABC):
     """The construction of one optimizer over parameters of which some carry a mark."""
 
     flatten: str
@@ -79,9 +80,9 @@ class _Adoption:
         """Whether the optimizer deals parameters round robin, and aligns each of them."""
         return False, False
 
+    @abc.abstractmethod
     def parts(self) -> list[tuple[list[Any], list[int], torch.Tensor]]:
         """Of each group of the finished optimizer: parameters, their offsets, and this rank's master."""
-        raise NotImplementedError
 
     def adopt(self) -> None:
         """Bring the parameters into the optimizer's order, in the buffers where they lie."""
@@ -106,9 +107,9 @@ class _Adoption:
         number = len(self.made()) - 1
         return self.flats[number] if 0 <= number < len(self.flats) else None
 
+    @abc.abstractmethod
     def made(self) -> list[Any]:
         """The groups that the constructor has come to."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def overrides(self) -> Iterator[None]:

@@ -7,12 +7,11 @@ parameters), they are reordered within the buffer, with a bounded amount of memo
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from torch import nn
 
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import ConfigError, EngineError
-from zerostart.layout import Layout, replicated
-from zerostart.layout.flat import FlatGroup, FlatRules, flat_run, shares
+from zerostart.layout import replicated
+from zerostart.layout.flat import FlatGroup, FlatRules
 from zerostart.transfer.memory import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream import deepspeed_stage12 as upstream
@@ -221,29 +220,25 @@ class FlatShards:
             for low, high in [*group.gaps(), (group.numel, buffer.numel())]:
                 buffer[low:high].zero_()
             self._buffers.append(buffer[: group.numel])
-            share = group.numel // self._world.size
-            begin = self._world.rank * share
-            runs = shares(group, begin, begin + share)
             for place, (name, offset) in enumerate(zip(members, group.offsets, strict=True)):
                 old = parameters[name]
                 whole = buffer[offset : offset + old.numel()]
-                at = functools.partial(_run_of, group, place, old.shape, share)
-                made[name] = self._shard(name, old.shape, whole, runs[place], at)
+                made[name] = self._shard(name, group, place, old.shape, whole)
                 new[id(old)] = self._parameter(old, whole, name, keeper)
         replace_everywhere(model, new)
         return [made[name] for name in names]
 
     def _shard(
-        self,
-        name: str,
-        shape: Sequence[int],
-        whole: torch.Tensor,
-        run: tuple[int, int],
-        at: Callable[[int], Layout],
+        self, name: str, group: FlatGroup, place: int, shape: Sequence[int], whole: torch.Tensor
     ) -> Shard:
         if not self._exchange:
             return Shard(name, replicated(shape), whole, lambda _: replicated(shape))
-        return Shard(name, flat_run(shape, *run), whole[slice(*run)], at)
+        rank, size = self._world.rank, self._world.size
+        at = group.share(place, shape, size)
+        part = group.numel // size
+        offset = group.offsets[place]
+        first = min(max(rank * part - offset, 0), whole.numel())
+        return Shard(name, at(rank), whole[first : first + at(rank).numel], at)
 
     def _parameter(
         self, old: nn.Parameter, whole: torch.Tensor, name: str, keeper: FlatKeeper
@@ -267,18 +262,14 @@ class FlatShards:
                 "zero_stage=3, which shards it"
             )
 
-    def finish(self, model: nn.Module) -> None:
-        """Exchange what the ranks have read, in place."""
+    def finish(self, model: nn.Module) -> int:
+        """Exchange what the ranks have read, in place; returns the bytes that came from the others."""
         buffers, self._buffers = self._buffers, []
-        if self._exchange:
-            for buffer in buffers:
-                gather_in_place(buffer, self._world.rank, self._world.size)
-
-
-def _run_of(group: FlatGroup, place: int, shape: Sequence[int], share: int, rank: int) -> Layout:
-    """What ``rank`` reads of the parameter number ``place`` of a group."""
-    one = FlatGroup((group.offsets[place],), (group.numels[place],), group.numel)
-    return flat_run(shape, *shares(one, rank * share, (rank + 1) * share)[0])
+        if not self._exchange:
+            return 0
+        for buffer in buffers:
+            gather_in_place(buffer, self._world.rank, self._world.size)
+        return sum(b.nbytes - b.nbytes // self._world.size for b in buffers)
 
 
 def offer_runs(model: nn.Module, rounded: Collection[str], reader: upstream.RunReader) -> None:
