@@ -73,21 +73,19 @@ def compare(engine: str, name: str, path: Path, **loading: Any) -> Any:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_as_without_zerostart(
-    engine: str, name: str, checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_as_without_zerostart(engine: str, name: str, checkpoints: TinyCheckpoints) -> None:
     info = compare(engine, "AutoModelForCausalLM", checkpoints(name))
     assert not any(info.values())
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_dtype_that_is_asked_for(engine: str, checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+def test_a_dtype_that_is_asked_for(engine: str, checkpoints: TinyCheckpoints) -> None:
     # flint keeps modules in fp32 when it is loaded in bf16.
     compare(engine, "AutoModelForCausalLM", checkpoints("flint"), dtype=torch.bfloat16)
     compare(engine, "AutoModelForCausalLM", checkpoints("qwen3"), torch_dtype="bfloat16")
 
 
-def test_missing_and_unexpected_weights(checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+def test_missing_and_unexpected_weights(checkpoints: TinyCheckpoints) -> None:
     info = compare("deepspeed", "AutoModelForSequenceClassification", checkpoints("mixtral"))
     assert info["missing_keys"] == {"score.weight"}
     assert info["unexpected_keys"] == {"lm_head.weight"}
@@ -192,7 +190,7 @@ def saves(path: Path, out: Path) -> None:
 
 
 def test_experts_shared_out_leave_nothing_in_the_configuration(
-    checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
+    checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file
 
@@ -224,9 +222,7 @@ def opened(path: Path) -> tuple[str, set[torch.dtype], bool]:
     )
 
 
-def test_an_open_zero_init_is_an_active_configuration(
-    checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_an_open_zero_init_is_an_active_configuration(checkpoints: TinyCheckpoints) -> None:
     assert run_ranks(opened, 2, checkpoints("qwen3")) == [("deepspeed", {torch.bfloat16}, True)] * 2
 
 

@@ -41,9 +41,7 @@ def agree(ours: dict[str, Any], stock: dict[str, Any], tolerance: float) -> None
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_mixed_precision_and_either_order(
-    engine: str, checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
-) -> None:
+def test_mixed_precision_and_either_order(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path, environment = checkpoints("qwen3", torch.bfloat16), environment_of(engine, tmp_path)
     environment["ACCELERATE_MIXED_PRECISION"] = "bf16"
     stock = run(path, environment, None, "bf16")
@@ -52,9 +50,7 @@ def test_mixed_precision_and_either_order(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_adapters_on_top(
-    engine: str, checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
-) -> None:
+def test_adapters_on_top(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path, environment = checkpoints("qwen3"), environment_of(engine, tmp_path)
     stock = run(path, environment, None, "no", False, True)
     agree(run(path, environment, {}, "no", False, True), stock, 1e-5)

@@ -31,9 +31,7 @@ def saved(out: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe_aligned"])
-def test_trainer_on_deepspeed(
-    name: str, checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
-) -> None:
+def test_trainer_on_deepspeed(name: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path, environment = checkpoints(name), zero3(tmp_path)
     stock = run(path, tmp_path / "stock", environment, None)
     ours = run(path, tmp_path / "ours", environment, {})
@@ -60,9 +58,7 @@ def test_trainer_on_fsdp2(name: str, checkpoints: TinyCheckpoints, tmp_path: Pat
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_trainer_with_experts_shared_out(
-    engine: str, checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
-) -> None:
+def test_trainer_with_experts_shared_out(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path = checkpoints("qwen3_moe_aligned")
     environment = zero3(tmp_path) if engine == "deepspeed" else fsdp2()
     options = {} if engine == "deepspeed" else {"use_cpu": True}

@@ -151,9 +151,7 @@ HOLDERS = [None, (0,), (1,), (0, 1)]
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_loaded_from_every_holder(
-    engine: str, world: int, checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_loaded_from_every_holder(engine: str, world: int, checkpoints: TinyCheckpoints) -> None:
     """A registered conversion, a tied model in another dtype, a plain model with views and a converter."""
     sources = [checkpoints("qwen3_moe"), checkpoints("qwen3")]
     for lines in run_ranks(load_all, world, engine, sources):
@@ -194,7 +192,7 @@ def load_views(holders: tuple[int, ...] | None, engine: str) -> list[str]:
     return differing(found, wanted)
 
 
-def test_what_is_served_is_bounded(deepspeed_op: None) -> None:
+def test_what_is_served_is_bounded() -> None:
     """20 MiB of weights: a rank without them never has much more than its own third."""
     for rank, (found, own) in enumerate(run_ranks(load_measured, 3)):
         assert own == pytest.approx(20 << 20, rel=0.01)
@@ -211,9 +209,7 @@ def load_measured() -> tuple[int, int]:
     return zerostart.report(model).peak_host_bytes, size
 
 
-def test_both_names_of_a_tie_are_compared_by_those_who_hold_them(
-    checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_both_names_of_a_tie_are_compared_by_those_who_hold_them(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3")
     for outcome in run_ranks(load_ties, 3, path):
         assert outcome == [True, False]

@@ -53,7 +53,7 @@ def edit(path: Path, engine: str, options: dict[str, Any], name: str) -> None:
     ids=["experts", "fused", "tied"],
 )
 def test_a_change_reaches_every_shard(
-    engine: str, kind: str, world: int, options: dict[str, Any], name: str, tmp_path: Path, deepspeed_op: None
+    engine: str, kind: str, world: int, options: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
     run_ranks(edit, world, checkpoint(kind, tmp_path), engine, options, name)
 
@@ -112,7 +112,7 @@ def trained(path: Path) -> tuple[list[bool], float]:
     return kept, losses[1]
 
 
-def test_deepspeeds_masters_follow(tmp_path: Path, deepspeed_op: None) -> None:
+def test_deepspeeds_masters_follow(tmp_path: Path) -> None:
     import math
 
     for kept, loss in run_ranks(trained, 2, checkpoint("mixtral", tmp_path)):

@@ -106,7 +106,7 @@ def counting() -> list[int]:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_load(engine: str, world: int, checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+def test_load(engine: str, world: int, checkpoints: TinyCheckpoints) -> None:
     """Converted experts, fp32 and bf16."""
     path = checkpoints("qwen3_moe", sharded=True)
     from transformers import AutoModelForCausalLM
@@ -152,9 +152,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("limit", [None, MiB])
-def test_replicated_buffers(
-    engine: str, world: int, limit: int | None, plain: Path, deepspeed_op: None
-) -> None:
+def test_replicated_buffers(engine: str, world: int, limit: int | None, plain: Path) -> None:
     expected = load_file(plain)
     buffers = sum(t.nbytes for name, t in expected.items() if name in dict(Plain().named_buffers()))
     stored = sum(t.nbytes for t in expected.values())

@@ -13,9 +13,7 @@ STREAMED = {"zero_optimization": {"stage": 3, "stage3_partition_stream_chunk_siz
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [(torch.float32, 400_000), (torch.bfloat16, 200_000)])
-def test_deepspeed_counts_elements(
-    dtype: torch.dtype, nbytes: int, checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_deepspeed_counts_elements(dtype: torch.dtype, nbytes: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", dtype)
     catalog, cpu = open_catalog(path), torch.device("cpu")
     assert Request(path, engine_config=STREAMED).tuning(catalog, cpu, False).chunk_size == nbytes

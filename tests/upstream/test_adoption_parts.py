@@ -14,7 +14,7 @@ from zerostart.upstream import deepspeed_active as active
 from zerostart.upstream import transformers_loading as loading
 
 
-def test_what_is_used_is_there(deepspeed_op: None) -> None:
+def test_what_is_used_is_there() -> None:
     loading.require()
     ac.require()
     active.require()

@@ -97,15 +97,13 @@ def halved(full: Tensors, dtype: torch.dtype = torch.bfloat16) -> Tensors:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_masters_are_what_the_checkpoint_stores(
-    world_size: int, checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_masters_are_what_the_checkpoint_stores(world_size: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.float32, sharded=True)
     for found in run_ranks(check, world_size, path, timeout=240):
         assert not {name: lines for name, lines in found.items() if lines}
 
 
-def test_a_model_with_modules_kept_in_fp32(checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+def test_a_model_with_modules_kept_in_fp32(checkpoints: TinyCheckpoints) -> None:
     """DeepSpeed casts them: buffers are equal to the stock route's, and masters have the stored values."""
     path = checkpoints("flint", torch.float32)
     for lines in run_ranks(check_kept, 2, path, timeout=120):
@@ -161,9 +159,7 @@ def start(model: nn.Module, optimizer: torch.optim.Optimizer, case: routes.Case)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=routes.config_of(case))[0]
 
 
-def test_a_failing_construction_leaves_nothing(
-    checkpoints: TinyCheckpoints, deepspeed_op: None, tmp_path: Path
-) -> None:
+def test_a_failing_construction_leaves_nothing(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.float32, sharded=True)
     copy = tmp_path / "copy"
     shutil.copytree(path, copy)

@@ -105,9 +105,7 @@ def check_edits(path: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_edited_models_start_as_on_the_stock_route(
-    world_size: int, checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_edited_models_start_as_on_the_stock_route(world_size: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
     for found in run_ranks(check_edits, world_size, path, timeout=300):
         assert not {name: lines for name, lines in found.items() if lines}
@@ -132,7 +130,7 @@ def check_kept_views(path: Path) -> list[str]:
     return lines
 
 
-def test_views_that_were_kept_are_not_overwritten(checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+def test_views_that_were_kept_are_not_overwritten(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
     assert run_ranks(check_kept_views, 1, path) == [[]]
 
@@ -167,7 +165,7 @@ def check_life(path: Path) -> list[str]:
     return lines
 
 
-def test_the_life_of_a_buffer(checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+def test_the_life_of_a_buffer(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
     for lines in run_ranks(check_life, 2, path):
         assert lines == []
@@ -193,7 +191,7 @@ def fail_late(path: Path) -> list[str]:
     return lines + routes.differing(routes.followed(model, case), wanted)
 
 
-def test_an_engine_that_fails_late_leaves_nothing(checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+def test_an_engine_that_fails_late_leaves_nothing(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
     for outcome in rank_outcomes(fail_late, 2, path, timeout=120):
         assert outcome.ok, outcome.describe()

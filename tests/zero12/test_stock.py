@@ -32,9 +32,7 @@ def compare(path: Path, names: list[str]) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )
-def test_every_option_is_as_the_stock_route(
-    world_size: int, checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_every_option_is_as_the_stock_route(world_size: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16, sharded=True)
     names = list(CASES)
     for found in run_ranks(compare, world_size, path, names, timeout=400):
@@ -42,7 +40,7 @@ def test_every_option_is_as_the_stock_route(
 
 
 @pytest.mark.slow
-def test_four_ranks(checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+def test_four_ranks(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", torch.bfloat16)
     names = ["stage 2, exchanged", "decay, round robin, aligned", "BF16_Optimizer, decay"]
     for found in run_ranks(compare, 4, path, names, timeout=300):
