@@ -1,13 +1,14 @@
 """Private parts of DeepSpeed's ZeRO-3 optimizer: its flat buffers of one dtype, and its fp32 masters.
 
-Two things that the optimizer's constructor does for any model are done otherwise for parameters that carry
-a mark of zerostart, and for no others:
+What the optimizer's constructor does for any model is done otherwise for parameters that carry a mark of
+zerostart, and for no others:
 
 - Trainable partitions of several dtypes. ``defragment`` puts all partitions into one buffer and asserts one
   dtype. Here each parameter group is split by dtype, as it is split by process group already; the partitions
   of the main dtype take the stock way, and each sub-group of another dtype gets a flat buffer of its own.
 - Masters. ``_create_fp32_partitions`` makes them from the partitions. Here those of marked parameters are
   then read again from the checkpoint, and kept where they round to what the parameter holds.
+- Memory that is taken for nothing (``deepspeed_start.py``).
 
 The way in is one method, ``_get_trainable_parameter_groups``, the first in which the constructor looks at the
 parameters. If one of them is marked, the optimizer becomes an instance of a subclass with our overrides.
@@ -16,6 +17,7 @@ Known for the versions in ``zerostart.upstream.deepspeed.SUPPORTED``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -26,6 +28,7 @@ import torch
 
 from zerostart.errors import EngineError, UnsupportedVersionError
 from zerostart.upstream.deepspeed import partition_available, require
+from zerostart.upstream.deepspeed_start import Converted, Unread
 
 __all__ = ["Mark", "Reader", "mark", "require_stage3"]
 
@@ -109,6 +112,7 @@ class _Overrides:
 
     # What is used of the optimizer.
     dtype: torch.dtype
+    swap_optimizer: bool
     fp16_groups: list[list[Any]]
     fp16_partitioned_groups_flat: list[torch.Tensor | None]
     fp32_partitioned_groups_flat: list[torch.Tensor]
@@ -168,11 +172,13 @@ class _Overrides:
         super().offload_states(*args, **kwargs)  # type: ignore[misc]
 
     def _create_fp32_partitions(self) -> None:
-        super()._create_fp32_partitions()  # type: ignore[misc]
+        with Converted():
+            super()._create_fp32_partitions()  # type: ignore[misc]
         self._read_masters([n for n in range(len(self.fp16_groups)) if not self._is_swapped(n)])
 
     def initialize_optimizer_states(self) -> None:
-        super().initialize_optimizer_states()  # type: ignore[misc]
+        with contextlib.nullcontext() if self.swap_optimizer else Unread():
+            super().initialize_optimizer_states()  # type: ignore[misc]
         # Masters on NVMe exist in memory a sub-group at a time, between these two calls, as in a step.
         for number in range(len(self.fp16_groups)):
             if self._is_swapped(number) and any(_reader(p) for p in self.fp16_groups[number]):
