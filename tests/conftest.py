@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # Read by DeepSpeed when it is first imported, here or in a child.
+# What DeepSpeed compiles lies with the torch that it is compiled for.
+os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix, "torch_extensions"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
-from ranks import build_deepspeed_op, run_ranks
+from ranks import build_deepspeed_op, has_deepspeed_op, run_ranks
 from tiny import TinyCheckpoints
 
 
@@ -19,7 +23,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoints:
     return TinyCheckpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def deepspeed_op() -> None:
-    """DeepSpeed's shared-memory operation, compiled (once a machine, half a minute) before ranks need it."""
-    run_ranks(build_deepspeed_op, 1, process_group=False, timeout=280)
+    """DeepSpeed's shared-memory operation, compiled once an environment, before any rank would do it.
+
+    For every test: ranks that compile it side by side wait for each other, and one that is killed
+    meanwhile leaves a lock that all later ones wait for.
+    """
+    if not has_deepspeed_op():
+        run_ranks(build_deepspeed_op, 1, process_group=False, timeout=280)

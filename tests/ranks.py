@@ -9,6 +9,7 @@ than the death of any other rank, and so that no two tests fight for a port.
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import importlib
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Outcome", "RankError", "build_deepspeed_op", "rank_outcomes", "run_ranks"]
+__all__ = ["Outcome", "RankError", "build_deepspeed_op", "has_deepspeed_op", "rank_outcomes", "run_ranks"]
 
 #: Modules that the server imports once. None of them starts a thread or touches an accelerator.
 PRELOAD = (
@@ -279,7 +280,21 @@ def _call(job: _Job) -> Any:
     return value
 
 
+def _operation() -> Path:
+    return Path(os.environ["TORCH_EXTENSIONS_DIR"], "deepspeed_shm_comm", "deepspeed_shm_comm.so")
+
+
+def has_deepspeed_op() -> bool:
+    """Whether the one operation that DeepSpeed builds on CPU is built, and nobody is at it."""
+    return _operation().exists() and not _operation().with_name("lock").exists()
+
+
 def build_deepspeed_op() -> None:
-    """Compile the one operation that DeepSpeed builds on CPU, before ranks would do it side by side."""
-    builders = importlib.import_module("deepspeed.ops.op_builder.cpu")
-    builders.ShareMemCommBuilder().load()
+    """Compile that operation; what an earlier build that was killed has left does not stand in the way."""
+    folder = _operation().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / "building").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)  # torch's own lock outlives the process that took it.
+        builders = importlib.import_module("deepspeed.ops.op_builder.cpu")
+        builders.ShareMemCommBuilder().load()

@@ -10,6 +10,7 @@ Imports of torch and of the engines wait until a verb is called, so that the com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from zerostart import errors
@@ -28,7 +29,18 @@ if TYPE_CHECKING:
     ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | None
     Converter = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | Sequence[Any] | None
 
-__all__ = ["ZerostartError", "errors", "full_tensors", "load", "plan", "report"]
+__all__ = [
+    "ZerostartError",
+    "disable",
+    "enable",
+    "enabled",
+    "errors",
+    "full_tensors",
+    "gathered",
+    "load",
+    "plan",
+    "report",
+]
 __version__ = "0.1.0.dev0"
 
 
@@ -47,6 +59,7 @@ def load(
     strict: bool = True,
     progress: bool = True,
     fp32_masters: bool = True,
+    exchange: bool | None = None,
 ) -> nn.Module:
     """Load a checkpoint into a sharded model; every rank reads only the bytes that it will own.
 
@@ -62,7 +75,9 @@ def load(
         model: a module on the meta device, a class, or a callable that builds one; without it, the class that
             the checkpoint's configuration names.
         engine: ``"deepspeed"`` or ``"fsdp2"``.
-        zero_stage: 3.
+        zero_stage: 3; on DeepSpeed 1 and 2 as well. There parameters are whole on every rank, views into a
+            flat buffer that DeepSpeed's optimizer takes as its own, in the dtype that DeepSpeed casts all of
+            them to.
         engine_config: for DeepSpeed its configuration; for FSDP2 keyword arguments of ``fully_shard``
             (``mesh``, ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy``, ``offload_policy``),
             ``replicate``, the number of replicas (HSDP), and ``wrap``, the units: classes, their names, or
@@ -86,6 +101,10 @@ def load(
             read when ``deepspeed.initialize`` makes them, so that the source must still be there, unchanged
             (a mapping too, which is not kept alive for it). With FSDP2 and an ``mp_policy`` that computes in
             ``dtype``, the sharded parameters are the masters, and are held in fp32.
+        exchange: whether bytes that several ranks want (replicas, columns of one matrix, at stages 1 and 2
+            all) are read by one of them and sent to the others. None takes what is estimated to be faster,
+            which the report tells; at stages 1 and 2 an exchange on accelerators, and reading on the CPU,
+            where a message costs more than the page cache.
 
     Raises:
         ZerostartError: the same type and text on every rank; see ``zerostart.errors`` for the leaves.
@@ -107,6 +126,7 @@ def load(
         strict=strict,
         progress=progress,
         fp32_masters=fp32_masters,
+        exchange=exchange,
     )
     return run(request)
 
@@ -124,12 +144,14 @@ def plan(
     rank: int | None = None,
     *,
     engine_config: Mapping[str, Any] | None = None,
+    exchange: bool | None = None,
 ) -> WorldPlan:
     """What every rank of ``world_size`` would read and hold; reads headers only, and needs no process group.
 
     The other arguments are those of ``load``; an ``engine_config`` that keeps shards on the host or on NVMe,
-    makes replicas, or shards along another dimension is followed. ``rank`` plans that one alone, which is
-    quicker. Raises the errors that ``load`` with ``strict=False`` would raise before reading weights.
+    makes replicas, or shards along another dimension is followed. Where bytes could be read once and
+    exchanged, eight ranks are taken to be on one machine. ``rank`` plans that one alone, which is quicker.
+    Raises the errors that ``load`` with ``strict=False`` would raise before reading weights.
     """
     from zerostart.loading import Request, forecast
 
@@ -143,6 +165,7 @@ def plan(
         dtype=dtype,
         converter=converter,
         engine_config=engine_config,
+        exchange=exchange,
     )
     return forecast(request, world_size, rank)
 
@@ -166,3 +189,80 @@ def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, 
     from zerostart.gather import full_tensors as gather
 
     return gather(model, rank)
+
+
+def gathered(
+    model: nn.Module, name: str, modifier_rank: int | None = None
+) -> AbstractContextManager[torch.Tensor]:
+    """Inside, one whole parameter of a loaded model as a CPU tensor on every rank, experts whole too.
+
+    Collective, with the same arguments on every rank; ``name`` is a state-dict name of the unsharded model.
+    With ``modifier_rank`` the tensor as that rank leaves it goes back to the shards, and to DeepSpeed's fp32
+    masters where there are some. Raises ConfigError at the end, on every rank, if another rank (or, without
+    ``modifier_rank``, any) has changed its tensor; the shards are then as they were.
+    """
+    from zerostart.editing import gathered as gather
+
+    return gather(model, name, modifier_rank)
+
+
+def enabled(
+    engine: str | None = None,
+    zero_stage: int = 3,
+    engine_config: Mapping[str, Any] | None = None,
+    expert_parallel: int = 1,
+    tensor_parallel: int = 1,
+    memory_limit: int | None = None,
+    chunk_size: int | None = None,
+    progress: bool = True,
+    fp32_masters: bool = True,
+) -> AbstractContextManager[None]:
+    """Inside, transformers' ``from_pretrained`` loads through zerostart where ranks are to share the model.
+
+    That is wherever a DeepSpeed ZeRO-3 or accelerate FSDP2 configuration is active when it is called (of the
+    launcher, an ``Accelerator``, ``TrainingArguments``, ``HfDeepSpeedConfig`` or ``zero.Init``), or where
+    ``engine`` is named; any other call is left alone. All ranks must call it. What ``from_pretrained`` does
+    otherwise (files, dtype, generation configuration, adapters, warnings of missing and unexpected weights)
+    it does; ``device_map``, ``distributed_config``, ``gguf_file`` and quantised weights are refused, with a
+    reason.
+
+    Args:
+        engine: None for the active configuration's, ``"deepspeed"`` or ``"fsdp2"``.
+        engine_config: with ``engine``, as in ``load``, in the place of the active configuration's.
+        zero_stage: with ``engine``: as in ``load``.
+        expert_parallel: as in ``load``, and so are the arguments that follow.
+
+    Raises:
+        ZerostartError: inside, at ``from_pretrained`` and ``accelerator.prepare``, the same on every rank.
+    """
+    from zerostart.integrations.adoption import Settings
+    from zerostart.integrations.adoption import enabled as enabled_with
+
+    return enabled_with(
+        Settings(
+            engine,
+            zero_stage,
+            engine_config,
+            expert_parallel,
+            tensor_parallel,
+            memory_limit,
+            chunk_size,
+            progress,
+            fp32_masters,
+        )
+    )
+
+
+def enable(**settings: Any) -> None:
+    """``enabled`` from here on, until ``disable``; takes the same arguments."""
+    from zerostart.integrations.adoption import Settings
+    from zerostart.integrations.adoption import enable as enable_with
+
+    enable_with(Settings(**settings))
+
+
+def disable() -> None:
+    """End what the last ``enable`` began. Raises ConfigError where nothing is enabled."""
+    from zerostart.integrations.adoption import disable as end
+
+    end()

@@ -15,8 +15,19 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines.planned import DEVICE, HOST, Planned
 from zerostart.layout import replicated
 from zerostart.models import Settled
-from zerostart.planning import Count, Destination, PlanOptions, Runs, Share, count_reads, join, runs_of
+from zerostart.planning import (
+    Count,
+    Destination,
+    PlanOptions,
+    Runs,
+    Share,
+    Sharing,
+    count_reads,
+    join,
+    runs_of,
+)
 from zerostart.recipe import Coverage, Recipe, Recipes
+from zerostart.transfer import Tuning
 from zerostart.world import default_device
 
 __all__ = ["RankForecast", "WorldPlan", "forecast_ranks"]
@@ -38,7 +49,11 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class WorldPlan:
-    """The plans of all ranks, summed up."""
+    """The plans of all ranks, summed up.
+
+    ``sharing`` is there if the ranks have a choice between own slices and reading once; ``exchanged_bytes``
+    are those that each of ``ranks`` gets from others, empty where all read their own.
+    """
 
     engine: str
     world_size: int
@@ -51,6 +66,8 @@ class WorldPlan:
     unexpected: tuple[str, ...] = ()
     computed: tuple[str, ...] = ()
     computed_whole: tuple[str, ...] = ()
+    sharing: Sharing | None = None
+    exchanged_bytes: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -97,15 +114,16 @@ def forecast_ranks(
     settled: Settled,
     placed: Planned,
     ranks: Sequence[int],
-    options: PlanOptions,
-    threads: int,
+    tuning: Tuning,
 ) -> list[RankForecast]:
     """What each of ``ranks`` reads and holds; replicas read the same."""
+    options, threads = PlanOptions(tuning.chunk_size), tuning.threads
     on_host = default_device().type == "cpu"
     twins = {rank: placed.twin(rank) for rank in ranks}
     shown = sorted(set(twins.values()))
     shares = [Share(r, _all_of(r, shown), on_host) for r in settled.buffers.values()]
     device = np.full(len(shown), sum(b.numel() * b.dtype.itemsize for b in model.buffers()), np.int64)
+    device += placed.held or 0
     host = np.zeros(len(shown), np.int64)
     # Layers repeat: parameters that are cut alike and have one shape lie alike.
     owned: dict[Hashable, Owned] = {}
@@ -114,7 +132,7 @@ def forecast_ranks(
         if alike not in owned:
             layouts = [(r, placed.layout(name, r)) for r in shown]
             owned[alike] = Owned(runs_of(layouts), np.array([lay.numel for _, lay in layouts], np.int64))
-        nbytes = owned[alike].numels * parameter.dtype.itemsize
+        nbytes = owned[alike].numels * parameter.dtype.itemsize * (placed.held is None)
         home = placed.homes[name]
         device += nbytes if home == DEVICE else 0
         host += nbytes if home == HOST else 0
@@ -127,7 +145,7 @@ def forecast_ranks(
             read_bytes=count.nbytes,
             read_ops=count.reads,
             device_bytes=held,
-            peak_host_bytes=(threads * options.chunk_size if count.staged else 0)
+            peak_host_bytes=(tuning.ring_bytes if count.staged else 0)
             + count.scratch
             + aside
             + (held if on_host else 0),

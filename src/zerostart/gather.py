@@ -15,7 +15,7 @@ from zerostart.models import state_names
 from zerostart.reporting import Report, report_of, unwrapped
 from zerostart.world import default_device
 
-__all__ = ["full_tensors"]
+__all__ = ["MESSAGE", "full_tensors", "whole_tensor"]
 
 #: Elements of each rank's share that travel in one message.
 MESSAGE = 1 << 22
@@ -39,10 +39,10 @@ def _walk(model: nn.Module, made: Report, rank: int | None) -> Iterator[tuple[st
         if shard is None:
             yield name, tensor.detach().cpu().clone() if rank in (None, here) else None
         else:
-            yield name, _whole(shard, rank)
+            yield name, whole_tensor(shard, rank)
 
 
-def _whole(shard: Shard, rank: int | None) -> torch.Tensor | None:
+def whole_tensor(shard: Shard, rank: int | None) -> torch.Tensor | None:
     """One parameter, on ``rank`` or on all; every rank sends its share in messages of bounded size."""
     here, size = dist.get_rank(), dist.get_world_size()
     layouts = [shard.at(r) for r in range(size)]

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,19 +16,22 @@ from torch import nn
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Shard
+from zerostart.engines.deepspeed.flat import check_stage, offer_runs
+from zerostart.engines.deepspeed.settings import configured_dtype
 from zerostart.engines.fsdp2.units import let_cast
 from zerostart.equality import equal_in
-from zerostart.errors import ConfigError, ReadError
+from zerostart.errors import ConfigError
 from zerostart.forecast import WorldPlan, forecast_ranks
+from zerostart.foreseen import RANKS_OF_A_MACHINE, Foreseen
 from zerostart.layout import Mesh, Parallelism, replicated
 from zerostart.masters import masters_of
 from zerostart.models import Built, Program, Settled
-from zerostart.planning import Destination, Plan, PlanOptions, join
-from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype, trace
+from zerostart.planning import Destination, Plan, PlanOptions, Sharing, join
+from zerostart.recipe import Coverage, Recipe, Recipes, Target, main_dtype, torch_dtype, trace
 from zerostart.reporting import Clock, Report, keep
-from zerostart.serving import execute_together
+from zerostart.serving import Moved, Wants, agree_on_sharing, execute_together
 from zerostart.sources import check_model, described, open_source
-from zerostart.transfer import PeakMeter, Progress, reader_threads
+from zerostart.transfer import MIN_CHUNK, PeakMeter, Progress, Tuning, tune
 from zerostart.world import World, current_world, default_device
 
 __all__ = [
@@ -61,22 +64,43 @@ class Request:
     converter: Any = None
     memory_limit: int | None = None
     chunk_size: int | None = None
+    exchange: bool | None = None
     strict: bool = True
     progress: bool = False
     fp32_masters: bool = True
+    #: Takes names and shapes of what has another shape in the checkpoint, which is then initialised as if it
+    #: were missing; None: a mismatch is an error.
+    reinitialised: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
 
     def check(self) -> None:
         """Raise ConfigError for arguments that no load can serve."""
         engines.check_choice(self.engine, self.zero_stage)
         engines.settings_of(self.engine, self.engine_config)
+        if self.engine == "deepspeed":
+            check_stage(self.zero_stage, self.engine_config, self.expert_parallel > 1)
         if self.dtype is not None and not (
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
             raise ConfigError(f"dtype={self.dtype!r} is not a floating torch.dtype")
+        if self.exchange not in (None, True, False):
+            raise ConfigError(f"exchange={self.exchange!r} must be True, False, or None to have it chosen")
         for name in ("memory_limit", "chunk_size"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < MIN_CHUNK):
                 raise ConfigError(f"{name}={value!r} must be a number of bytes, at least {MIN_CHUNK}")
+
+    @property
+    def flat(self) -> bool:
+        """Whether parameters stay whole, in flat buffers: ZeRO stages 1 and 2."""
+        return self.engine == "deepspeed" and self.zero_stage < 3
+
+    @property
+    def forced_exchange(self) -> bool | None:
+        """Whether bytes that several ranks want must be read once, as ``serving`` takes it.
+
+        In flat buffers an exchange that is asked for is the engine's: it has each rank want a share alone.
+        """
+        return None if self.flat and self.exchange else self.exchange
 
     def mesh(self, world_size: int) -> Mesh:
         """The ranks as a mesh. Raises ConfigError where they do not fit, or the engine cannot train it so."""
@@ -84,20 +108,21 @@ class Request:
         engines.settings_of(self.engine, self.engine_config).check_mesh(mesh)
         return mesh
 
-    def options(self, threads: int, computes: bool) -> PlanOptions:
-        """Chunk size within the memory limit, which all reading threads' buffers share.
+    def tuning(
+        self, catalog: Catalog, device: torch.device, computes: bool, ranks: int | None = None
+    ) -> Tuning:
+        """How the catalog's bytes are read into memory of ``device``, with ``ranks`` ranks on the machine.
 
-        A thread that also computes has a chunk of scratch beside its staging buffer.
+        A thread that also ``computes`` has a chunk of scratch beside its staging buffers. DeepSpeed's own
+        ``stage3_partition_stream_chunk_size`` counts elements, and is followed where no chunk is given here.
         """
-        options = PlanOptions()
-        size = self.chunk_size or options.chunk_size
-        if self.memory_limit is not None:
-            size = max(MIN_CHUNK, min(size, self.memory_limit // (2 * threads if computes else threads)))
-        return PlanOptions(chunk_size=size)
-
-
-#: A chunk has to hold at least one element of any type, and a useful number of them.
-MIN_CHUNK = 1 << 16
+        files = catalog.files if catalog.memory is None else ()
+        chunk = self.chunk_size
+        elements = getattr(engines.settings_of(self.engine, self.engine_config), "stream_elements", 0)
+        if chunk is None and elements > 0:
+            stored = main_dtype(catalog.tensors.values())
+            chunk = max(MIN_CHUNK, elements * (stored.itemsize if stored is not None else 4))
+        return tune(files, device.type != "cpu", computes, self.memory_limit, chunk, ranks)
 
 
 def run(request: Request) -> nn.Module:
@@ -130,7 +155,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
         with clock.phase("build"), world.phase("building the model"):
             check_model(request.model, catalog)
             with meter.paused():
-                engines.require(request.engine)
+                engines.require(request.engine, request.zero_stage)
                 models.require(request.model, catalog.root)
             built = _build(request, catalog)
             parallelism = engines.resolve(built.model, request.engine, mesh, request.engine_config)
@@ -141,23 +166,40 @@ def _load(request: Request, clock: Clock) -> nn.Module:
         with clock.phase("build"), world.phase("sharding the model"):
             settled = models.initialise_rest(built, recipes)
             engine = engines.make_engine(
-                request.engine, world, built.dtype, request.engine_config, parallelism
+                request.engine,
+                world,
+                built.dtype,
+                request.engine_config,
+                parallelism,
+                request.zero_stage,
+                request.exchange,
             )
             shards = engine.shard(built.model, list(settled.parameters))
             buffers = place_buffers(built.model, settled, engine.device)
         with clock.phase("plan"), world.phase("planning"):
-            threads = reader_threads()
-            options = request.options(threads, bool(recipes.computed))
-            plan = join(catalog, wanted_of(settled, shards, buffers), options)
+            tuning = request.tuning(catalog, engine.device, bool(recipes.computed))
+            wanted = wanted_of(settled, shards, buffers)
+            plan = join(catalog, wanted, PlanOptions(tuning.chunk_size))
+            own = Wants.of(plan, tuning, request.forced_exchange)
+        with clock.phase("plan"):
+            sharing = agree_on_sharing(own, plan, world)
+            if sharing is not None and sharing.once:
+                with world.phase("planning"):
+                    plan = join(catalog, wanted, PlanOptions(sharing.chunk_size))
         with clock.phase("read"), world.phase("reading"):
-            read_bytes = transfer(
-                plan, settled, shards, buffers, threads, request.progress and world.rank == 0, world
-            )
+            shown = request.progress and world.rank == 0
+            moved = transfer(plan, settled, shards, buffers, tuning, sharing, shown, world)
         with clock.phase("read"), world.phase("initialising"):
             initialise_missing(world, settled, shards)
         with clock.phase("build"), world.phase("handing over"):
-            engine.finish(built.model)
-            _offer_masters(built.model, catalog, request, settled, shards, options, threads)
+            gathered = engine.finish(built.model)
+            if gathered:
+                moved = replace(
+                    moved,
+                    received=moved.received + gathered,
+                    how=f"{moved.how}; each rank a share of the flat buffers, gathered from all",
+                )
+            _offer_masters(built.model, catalog, request, settled, shards, tuning)
             _finish(built, recipes, request, catalog)
     keep(
         built.model,
@@ -166,7 +208,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             request,
             (world.rank, world.size),
             clock,
-            (read_bytes, plan.read_bytes),
+            moved,
             meter,
         ),
     )
@@ -178,10 +220,10 @@ def reported(
     request: Request,
     place: tuple[int, int],
     clock: Clock,
-    nbytes: tuple[int, int],
+    moved: Moved,
     meter: PeakMeter,
 ) -> Report:
-    """The report of the rank ``place`` (rank, world size), which read and planned ``nbytes``."""
+    """The report of the rank ``place`` (rank, world size)."""
     return Report(
         missing=known.coverage.missing,
         unexpected=known.coverage.unexpected,
@@ -193,8 +235,10 @@ def reported(
         computed=known.recipes.computed,
         computed_whole=known.recipes.computed_whole,
         phases=clock.stop(),
-        read_bytes=nbytes[0],
-        planned_bytes=nbytes[1],
+        read_bytes=moved.read,
+        planned_bytes=moved.planned,
+        exchanged_bytes=moved.received,
+        reading=moved.how,
         peak_host_bytes=meter.host_bytes,
         peak_device_bytes=meter.device_bytes,
         rank=place[0],
@@ -213,20 +257,22 @@ def forecast(request: Request, world_size: int, rank: int | None = None) -> Worl
 def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
     clock = Clock()
     known = prepare(request, world_size, rank)
-    threads = reader_threads()
-    ranks = forecast_ranks(
-        known.catalog,
-        known.built.model,
-        known.settled,
-        engines.planned(request.engine, request.engine_config, known.built.model, known.parallelism),
-        range(world_size) if rank is None else [rank],
-        request.options(threads, bool(known.recipes.computed)),
-        threads,
+    here = min(world_size, RANKS_OF_A_MACHINE)
+    tuning = request.tuning(known.catalog, default_device(), bool(known.recipes.computed), here)
+    of = range(world_size) if rank is None else [rank]
+    catalog, model, settled = known.catalog, known.built.model, known.settled
+    placed = engines.planned(
+        request.engine,
+        request.engine_config,
+        model,
+        known.parallelism,
+        request.zero_stage,
+        request.exchange,
     )
-    seconds = clock.stop()["total"]
-    return WorldPlan.of(
-        known.catalog, known.recipes, known.coverage, request.engine, world_size, ranks, seconds
-    )
+    ranks = forecast_ranks(catalog, model, settled, placed, of, tuning)
+    made = WorldPlan.of(catalog, known.recipes, known.coverage, request.engine, world_size, ranks, 0.0)
+    made = Foreseen(catalog, settled, placed, tuning).exchanged(made, request.forced_exchange)
+    return replace(made, planning_seconds=clock.stop()["total"])
 
 
 @dataclass(frozen=True)
@@ -282,8 +328,6 @@ def _build(request: Request, catalog: Catalog) -> Built:
     """The model on meta, with the dtypes of the load."""
     dtype = request.dtype
     if dtype is None and request.engine == "deepspeed":
-        from zerostart.engines.deepspeed.settings import configured_dtype
-
         dtype = configured_dtype(request.engine_config)
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
@@ -298,7 +342,24 @@ def _build(request: Request, catalog: Catalog) -> Built:
 
 
 def _recipes(request: Request, catalog: Catalog, built: Built) -> Recipes:
-    return trace(catalog, built.model, models.expectations(built), request.converter, built.quantizer)
+    targets = models.expectations(built)
+    if request.flat:
+        targets = _as_cast(targets, configured_dtype(request.engine_config))
+    recipes = trace(catalog, built.model, targets, request.converter, built.quantizer)
+    if request.reinitialised is not None:
+        request.reinitialised.update(recipes.coverage.mismatched)
+        recipes = replace(recipes, coverage=replace(recipes.coverage, mismatched={}))
+    return recipes
+
+
+def _as_cast(targets: dict[str, Target], dtype: torch.dtype | None) -> dict[str, Target]:
+    """Parameters in the dtype that DeepSpeed's stages 1 and 2 would cast all of them to."""
+    if dtype is None:
+        return targets
+    return {
+        name: t if t.buffer or not t.dtype.is_floating_point else replace(t, dtype=dtype, as_stored=False)
+        for name, t in targets.items()
+    }
 
 
 def _stored_wider(catalog: Catalog, dtype: torch.dtype) -> bool:
@@ -360,18 +421,14 @@ def transfer(
     settled: Settled,
     shards: list[Shard],
     buffers: Placed,
-    threads: int,
+    tuning: Tuning,
+    sharing: Sharing | None,
     shown: bool,
     world: World,
-) -> int:
-    """Read what the checkpoint has; returns the bytes read."""
+) -> Moved:
+    """Read what the checkpoint has, into the shards and buffers; collective."""
     storages = _storages(settled, shards, buffers)
-    done = execute_together(plan, storages, Progress(plan.read_bytes, shown), threads, world)
-    if done != plan.read_bytes:
-        raise ReadError(
-            f"{done} bytes were read where the plan has {plan.read_bytes}; this is a bug in zerostart"
-        )
-    return done
+    return execute_together(plan, storages, Progress(plan.read_bytes, shown), tuning, world, sharing)
 
 
 def initialise_missing(world: World, settled: Settled, shards: list[Shard]) -> None:
@@ -399,15 +456,17 @@ def _offer_masters(
     request: Request,
     settled: Settled,
     shards: list[Shard],
-    options: PlanOptions,
-    threads: int,
+    tuning: Tuning,
 ) -> None:
     """Leave with the parameters what an engine needs to make fp32 masters of what the checkpoint stores."""
     rounded: list[str] = []
     masters = None
     if request.fp32_masters:
-        rounded, masters = masters_of(catalog, request.source, settled.parameters, shards, options, threads)
-    engines.offer_masters(request.engine, model, rounded, masters.read if masters else None)
+        rounded, masters = masters_of(catalog, request.source, settled.parameters, shards, tuning)
+    if not request.flat:
+        engines.offer_masters(request.engine, model, rounded, masters.read if masters else None)
+    elif masters is not None:
+        offer_runs(model, rounded, masters.read_runs)
 
 
 def _whole(settled: Settled) -> tuple[str, ...]:

@@ -19,11 +19,12 @@ from zerostart.checkpoint.memory import memory_catalog
 from zerostart.engines import Shard
 from zerostart.errors import EngineError, ReadError
 from zerostart.layout import Layout
+from zerostart.layout.flat import flat_run
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Computed, Recipe, torch_dtype
 from zerostart.recipe.computed import leaves_of
 from zerostart.serving import execute_together
-from zerostart.transfer import Progress
+from zerostart.transfer import Progress, Tuning
 from zerostart.world import World, current_world
 
 __all__ = ["Masters", "is_rounded", "masters_of"]
@@ -61,12 +62,10 @@ class Masters:
         shares: Mapping[str, tuple[Recipe, Layout]],
         catalog: Catalog,
         source: object,
-        options: PlanOptions,
-        threads: int,
+        tuning: Tuning,
     ) -> None:
         self._shares = dict(shares)
-        self._options = options
-        self._threads = threads
+        self._tuning = tuning
         self._catalog = catalog
         self._tensors: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._files: dict[str, _File | None] = {}
@@ -84,16 +83,31 @@ class Masters:
         Collective, with the same names in the same order. Raises EngineError where the mapping that was
         loaded is gone, ReadError where files or tensors have changed since, the same on every rank.
         """
+        self._read([(name, self._shares[name][1], storage) for name, storage in wanted])
+
+    def read_runs(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+        """Like ``read``, of other shares: a run of the row-major order from the element given."""
+        self._read(
+            [
+                (name, flat_run(self._shares[name][1].shape, first, first + storage.numel()), storage)
+                for name, first, storage in wanted
+            ]
+        )
+
+    def _read(self, wanted: Sequence[tuple[str, Layout, torch.Tensor]]) -> None:
         world = current_world()
         with world.phase("reading fp32 masters"):
             catalog = self._checked(world)
-            plan = join(catalog, [self._destined(name, storage) for name, storage in wanted], self._options)
+            destined = [self._destined(*item) for item in wanted]
+            plan = join(catalog, destined, PlanOptions(self._tuning.chunk_size))
         with world.phase("reading fp32 masters"):
-            progress = Progress(plan.read_bytes, False)
-            execute_together(plan, [storage for _, storage in wanted], progress, self._threads, world)
+            storages = [storage for _, _, storage in wanted]
+            execute_together(plan, storages, Progress(plan.read_bytes, False), self._tuning, world)
 
-    def _destined(self, name: str, storage: torch.Tensor) -> tuple[Recipe, Layout, Destination]:
-        recipe, layout = self._shares[name]
+    def _destined(
+        self, name: str, layout: Layout, storage: torch.Tensor
+    ) -> tuple[Recipe, Layout, Destination]:
+        recipe = self._shares[name][0]
         if storage.numel() != layout.numel:
             raise EngineError(
                 f"the master of {name} has {storage.numel()} elements on this rank, and the load gave it "
@@ -137,8 +151,7 @@ def masters_of(
     source: object,
     recipes: Mapping[str, object],
     shards: Sequence[Shard],
-    options: PlanOptions,
-    threads: int,
+    tuning: Tuning,
 ) -> tuple[list[str], Masters | None]:
     """Names of the parameters that a cast rounded, and what reads them again; None if there are none."""
     shares = {}
@@ -148,7 +161,7 @@ def masters_of(
             shares[shard.name] = (recipe, shard.layout)
     if not shares:
         return [], None
-    return list(shares), Masters(shares, catalog, source, options, threads)
+    return list(shares), Masters(shares, catalog, source, tuning)
 
 
 def is_rounded(recipe: Recipe, catalog: Catalog) -> bool:

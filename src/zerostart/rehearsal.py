@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zerostart.engines import DEVICE, Planned, Shard, contexts_aside, planned
+from zerostart.errors import ConfigError
 from zerostart.loading import (
     Request,
     collector_paused,
@@ -23,9 +24,9 @@ from zerostart.loading import (
     transfer,
     wanted_of,
 )
-from zerostart.planning import join
+from zerostart.planning import PlanOptions, join
 from zerostart.reporting import Clock, Report
-from zerostart.transfer import Arena, PeakMeter, reader_threads
+from zerostart.transfer import Arena, PeakMeter
 from zerostart.world import World, default_device
 
 __all__ = ["rehearse"]
@@ -38,11 +39,18 @@ def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list
     lacks is initialised. Raises what
     ``zerostart.load`` raises, and ConfigError for a rank that is not there.
     """
+    if request.exchange:
+        raise ConfigError("exchange=True needs all ranks, and a rehearsal has one; leave it out")
     with collector_paused(), contexts_aside():
         return _rehearse(request, world_size, rank)
 
 
 def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list[Shard]]:
+    if request.flat:
+        raise ConfigError(
+            f"one rank alone cannot be rehearsed with zero_stage={request.zero_stage} in this version; use "
+            "zerostart.plan, or a load on local ranks"
+        )
     clock, alone, device = Clock(), World(0, 1, None), default_device()
     with PeakMeter(device) as meter:
         with clock.phase("plan"):
@@ -54,13 +62,13 @@ def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, lis
             shards = _shards(model, list(settled.parameters), placed, rank)
             buffers = place_buffers(model, settled, device)
         with clock.phase("plan"):
-            threads = reader_threads()
-            options = request.options(threads, bool(known.recipes.computed))
-            plan = join(known.catalog, wanted_of(settled, shards, buffers), options)
+            tuning = request.tuning(known.catalog, device, bool(known.recipes.computed))
+            wanted = wanted_of(settled, shards, buffers)
+            plan = join(known.catalog, wanted, PlanOptions(tuning.chunk_size))
         with clock.phase("read"):
-            done = transfer(plan, settled, shards, buffers, threads, request.progress, alone)
+            moved = transfer(plan, settled, shards, buffers, tuning, None, request.progress, alone)
             initialise_missing(alone, settled, shards)
-    made = reported(known, request, (rank, world_size), clock, (done, plan.read_bytes), meter)
+    made = reported(known, request, (rank, world_size), clock, moved, meter)
     return made, shards
 
 

@@ -46,7 +46,9 @@ class Report:
     Names are state-dict names of the unsharded model. ``computed`` are those that a conversion calculated,
     ``computed_whole`` those of them that needed whole tensors, which no memory limit bounds.
     ``phases`` are seconds (``plan, build, read, total``);
+    ``read_bytes`` were read by this rank, for others too, and ``exchanged_bytes`` came from other ranks;
     peaks are bytes above the level before the load, the final shards included, host memory anonymous.
+    ``reading`` says in words how the bytes were read.
     """
 
     missing: tuple[str, ...] = ()
@@ -61,6 +63,8 @@ class Report:
     phases: dict[str, float] = field(default_factory=dict)
     read_bytes: int = 0
     planned_bytes: int = 0
+    exchanged_bytes: int = 0
+    reading: str = ""
     peak_host_bytes: int = 0
     peak_device_bytes: int = 0
     rank: int = 0
@@ -73,7 +77,10 @@ class Report:
             f"Loaded on {self.engine}, rank {self.rank} of {self.world_size}, "
             f"in {self.phases['total']:.2f} s",
             "  phases: " + ", ".join(f"{k} {v:.2f} s" for k, v in self.phases.items() if k != "total"),
-            f"  read {_size(self.read_bytes)}" + self._rate(),
+            f"  read {_size(self.read_bytes)}"
+            + (f" and got {_size(self.exchanged_bytes)} from other ranks" if self.exchanged_bytes else "")
+            + self._rate()
+            + (f" ({self.reading})" if self.reading else ""),
             f"  peak memory: {_size(self.peak_host_bytes)} on the host"
             + (f", {_size(self.peak_device_bytes)} on the device" if self.peak_device_bytes else ""),
         ]
@@ -95,7 +102,8 @@ class Report:
 
     def _rate(self) -> str:
         seconds = self.phases.get("read", 0.0)
-        return f" at {_size(int(self.read_bytes / seconds))}/s" if seconds > 0 and self.read_bytes else ""
+        moved = self.read_bytes + self.exchanged_bytes
+        return f" at {_size(int(moved / seconds))}/s" if seconds > 0 and moved else ""
 
 
 def _named(kind: str, names: tuple[str, ...], shown: int = 5) -> list[str]:

@@ -1,166 +1,200 @@
-"""Reading from a mapping that only some ranks hold: the first of them serves the others, chunk by chunk.
-
-A rank without the tensors sends the list of its reads, and gets their bytes in that order, in messages of
-at most a chunk. The number of messages is settled by the list: a rank that fails half way still receives (or
-sends) the rest, so that no other rank waits for it, and the error is agreed upon afterwards.
-"""
+"""Who reads what: own slices, each byte once and exchanged, or out of a mapping that only some ranks hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
-from zerostart.checkpoint.memory import Memory
-from zerostart.errors import PeerError
-from zerostart.planning import Plan, Read
-from zerostart.transfer import MemoryReader, Progress, Reader, Rows, bytes_view, execute
+from zerostart.courier import Courier
+from zerostart.errors import ConfigError, ReadError
+from zerostart.planning import (
+    Plan,
+    Rates,
+    Sharing,
+    Traffic,
+    choose,
+    errands_of_one,
+    pieces_within,
+    shared_errands,
+    spans_within,
+    table_of,
+)
+from zerostart.transfer import MIN_CHUNK, Progress, Reader, Rows, Tuning, execute
+from zerostart.transfer.machine import machine_name
 from zerostart.world import World
 
-__all__ = ["execute_together"]
+__all__ = ["MOST_REQUESTS", "Moved", "Wants", "agree_on_sharing", "chosen", "execute_together"]
 
-#: (first read, one past the last, bytes of the message)
-Batch = tuple[int, int, int]
+#: Most requests of all ranks together whose errands every rank works out: beyond, each reads its own.
+MOST_REQUESTS = 1 << 18
+#: Bytes that a rank reads for others between two agreements: a second or so.
+BETWEEN = 1 << 30
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a transfer did on this rank: bytes that it ``read``, for others too, and ``received`` from others.
+
+    ``planned`` are the bytes that it was to read; ``how`` says in words what it did.
+    """
+
+    read: int
+    planned: int
+    received: int = 0
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What a rank tells of itself before anything is read."""
+
+    nbytes: int
+    fetched: int
+    requests: int
+    chunk: int
+    rates: Rates
+    machine: str
+    forced: bool | None
+
+    @classmethod
+    def of(cls, plan: Plan, tuning: Tuning, forced: bool | None, machine: str | None = None) -> Wants:
+        """What a rank with this plan for own slices tells; ``machine`` is this one unless it is named."""
+        chunk = tuning.exchange_chunk
+        nbytes = got = requests = 0
+        for read in plan.reads:
+            nbytes += read.nbytes
+            if read.rows == 1:
+                got += read.nbytes
+                requests += 1
+            else:
+                got += Rows(read.rows, read.nbytes // read.rows, read.stride).fetched
+                requests += pieces_within(read, chunk or read.nbytes)
+        return cls(nbytes, got, requests, chunk, tuning.rates, machine or machine_name(), forced)
+
+
+def agree_on_sharing(own: Wants, plan: Plan, world: World) -> Sharing | None:
+    """Whether ranks read own slices or once for each other: the same answer on every rank; collective.
+
+    The slowest rank's rates and rank 0's argument count. If bytes are read once, plan again with the answer's
+    ``chunk_size``. None where there is nothing to choose: one rank, a mapping, no bytes that several ranks
+    want. Raises ConfigError, on all ranks, if what is asked for does not fit the memory limit.
+    """
+    if world.size == 1 or plan.memory is not None:
+        return None
+    return chosen(world.exchange(own, "agreeing who reads what"), sum(plan.sizes))
+
+
+def chosen(wants: Sequence[Wants], stored: int) -> Sharing | None:
+    """The choice for ranks with these ``wants`` of files of ``stored`` bytes; see ``agree_on_sharing``."""
+    forced, chunk = wants[0].forced, min(want.chunk for want in wants)
+    wanted, got = sum(want.nbytes for want in wants), sum(want.fetched for want in wants)
+    traffic = Traffic(
+        wanted=wanted,
+        differ=min(wanted, stored),
+        most=max(want.nbytes for want in wants),
+        ranks=len(wants),
+        machines=len({want.machine for want in wants}),
+        chunk=chunk,
+        fetched=got,
+    )
+    if forced is None and got <= traffic.differ:
+        return None
+    sharing = choose(traffic, Rates.slowest([want.rates for want in wants]), forced)
+    requests = sum(want.requests for want in wants)
+    if not sharing.once or (chunk >= MIN_CHUNK and requests <= MOST_REQUESTS):
+        return sharing
+    if forced:
+        raise ConfigError(
+            "exchange=True needs room for eight buffers of 64 KiB on each rank, and at most "
+            f"{MOST_REQUESTS} requests of all ranks (here {requests}); raise memory_limit or chunk_size, or "
+            "leave exchange to be chosen"
+        )
+    return replace(sharing, once=False, chunk_size=0)
 
 
 def execute_together(
-    plan: Plan, storages: Sequence[torch.Tensor], progress: Progress, threads: int, world: World
-) -> int:
-    """``transfer.execute`` wherever the bytes are; collective where only some ranks hold the tensors.
+    plan: Plan,
+    storages: Sequence[torch.Tensor],
+    progress: Progress,
+    tuning: Tuning,
+    world: World,
+    sharing: Sharing | None = None,
+) -> Moved:
+    """``transfer.execute`` wherever the bytes are; collective.
 
+    Where ``sharing`` says so, bytes that several ranks want are read by one of them and sent to the others.
     Raises PeerError if a rank that serves or is served dies.
     """
-    memory = plan.memory
-    if memory is None or len(memory.holders) == world.size:
-        return execute(plan, storages, progress, threads)
-    server = memory.holders[0]
-    count = sum(1 for _ in plan.all_reads())
-    asked = world.exchange((count, plan.chunk_size), "reading")
-    if world.rank == server:
-        _serve(memory, asked, world)
-    if world.rank in memory.holders:
-        return execute(plan, storages, progress, threads)
-    return execute(plan, storages, progress, 1, _RemoteReader(plan, server, world))
+    memory, reader = plan.memory, tuning.reader(plan)
+    if memory is not None and len(memory.holders) < world.size:
+        moved = _from_holder(plan, storages, progress, tuning, world)
+    elif sharing is not None and sharing.once:
+        tuning = tuning.exchanging(plan.chunk_size)
+        reader = tuning.reader(plan)
+        moved = _once(plan, storages, progress, tuning, reader, world)
+    else:
+        execute(plan, storages, progress, tuning.threads, reader, tuning.depth)
+        moved = Moved(progress.done, plan.read_bytes)
+    if moved.read != moved.planned or progress.done != plan.read_bytes:
+        raise ReadError(
+            f"{moved.read} bytes were read and {progress.done} delivered, where the plan has {moved.planned} "
+            f"and {plan.read_bytes}; this is a bug in zerostart"
+        )
+    how = tuning.describe(reader)
+    return replace(moved, how=f"{how}; {sharing}" if sharing is not None else how)
 
 
-def _serve(memory: Memory, asked: Sequence[tuple[int, int]], world: World) -> None:
-    """Send every rank without the tensors what it asks for, one message to each in turn."""
-    tables: dict[int, list[list[int]]] = {}
-    turns: dict[int, Iterator[Batch]] = {}
-    for rank, (count, chunk) in enumerate(asked):
-        if rank not in memory.holders and count:
-            table = torch.empty(count, 5, dtype=torch.int64)
-            _message(dist.recv, table, rank, world)
-            tables[rank] = table.tolist()
-            turns[rank] = _batches([row[2] for row in tables[rank]], chunk)
-    failure: Exception | None = None
-    buffer = torch.empty(0, dtype=torch.uint8)
-    with MemoryReader(memory.buffers) as reader:
-        while turns:
-            for rank in list(turns):
-                batch = next(turns[rank], None)
-                if batch is None:
-                    del turns[rank]
-                    continue
-                first, stop, nbytes = batch
-                if buffer.numel() < nbytes:
-                    buffer = torch.empty(nbytes, dtype=torch.uint8)
-                try:
-                    _fill(buffer, reader, tables[rank][first:stop])
-                except Exception as error:  # the message is sent all the same: it is waited for
-                    failure = failure or error
-                try:
-                    _message(dist.send, buffer[:nbytes], rank, world)
-                except PeerError as error:  # the others are served before this ends the load
-                    failure = error
-                    del turns[rank]
-    if failure is not None:
-        raise failure
+def _once(
+    plan: Plan,
+    storages: Sequence[torch.Tensor],
+    progress: Progress,
+    tuning: Tuning,
+    reader: Reader,
+    world: World,
+) -> Moved:
+    """What no other rank wants, and computations, by all threads; then the rest in the order of errands."""
+    with world.phase("planning the exchange"):
+        plan = spans_within(plan, plan.chunk_size)
+        table = table_of(plan.reads)
+    tables = world.exchange(table, "planning the exchange")
+    with world.phase("reading own slices"):
+        exchange = shared_errands(tables, plan.chunk_size, BETWEEN)
+        alone = frozenset(exchange.alone[world.rank])
+        # Computations make their reads in no order that ranks could agree on.
+        own = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n in alone))
+        execute(own, storages, progress, tuning.threads, reader, tuning.depth)
+        read = progress.done
+        courier = Courier(exchange.errands, tables, reader, world, tuning.threads)
+    rest = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n not in alone), computations=())
+    execute(rest, storages, progress, 1, courier, tuning.depth)
+    return Moved(
+        read=read + courier.read_bytes,
+        planned=own.read_bytes + exchange.served[world.rank],
+        received=courier.received_bytes,
+    )
 
 
-def _fill(buffer: torch.Tensor, reader: Reader, reads: Sequence[Sequence[int]]) -> None:
-    view = bytes_view(buffer)
-    at = 0
-    for file, offset, nbytes, count, stride in reads:
-        if count == 1:
-            reader.read(file, offset, [view[at : at + nbytes]])
-        else:
-            width = nbytes // count
-            reader.gather(file, offset, Rows(count, width, stride), view[at : at + nbytes], width)
-        at += nbytes
-
-
-def _batches(sizes: Sequence[int], limit: int) -> Iterator[Batch]:
-    """Consecutive reads that go in one message: at most ``limit`` bytes, but one read at least."""
-    first = total = 0
-    for number, size in enumerate(sizes):
-        if number > first and total + size > limit:
-            yield first, number, total
-            first, total = number, 0
-        total += size
-    if len(sizes) > first:
-        yield first, len(sizes), total
-
-
-class _RemoteReader:
-    """Gives the bytes of a plan's reads, which must be asked for in order and by one thread."""
-
-    def __init__(self, plan: Plan, server: int, world: World) -> None:
-        self._reads: Sequence[Read] = tuple(plan.all_reads())
-        self._batches = _batches([read.nbytes for read in self._reads], plan.chunk_size)
-        self._server = server
-        self._world = world
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._left = memoryview(b"")
-
-    def __enter__(self) -> _RemoteReader:
-        if self._reads:
-            rows = [(r.file, r.offset, r.nbytes, r.rows, r.stride) for r in self._reads]
-            table = torch.tensor(rows, dtype=torch.int64)
-            _message(dist.send, table, self._server, self._world)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, PeerError):
-            while self._receive():
-                pass
-
-    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers`` with the next bytes; the arguments were sent with the list."""
-        if not self._left:
-            self._receive()
-        for buffer in buffers:
-            buffer[:] = self._left[: len(buffer)]
-            self._left = self._left[len(buffer) :]
-
-    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
-        """Fill the rows with the next bytes."""
-        self.read(file, offset, [target[i * step : i * step + rows.width] for i in range(rows.count)])
-
-    def _receive(self) -> bool:
-        """Take the next message; False if there is none."""
-        batch = next(self._batches, None)
-        if batch is None:
-            return False
-        nbytes = batch[2]
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        _message(dist.recv, self._buffer[:nbytes], self._server, self._world)
-        self._left = bytes_view(self._buffer)[:nbytes]
-        return True
-
-
-def _message(call: Callable[..., Any], tensor: torch.Tensor, peer: int, world: World) -> None:
-    """One message to or from a peer."""
-    try:
-        call(tensor, peer, group=world.group)
-    except (RuntimeError, dist.DistBackendError) as error:
-        raise PeerError(
-            f"rank {peer} died or stopped answering while rank {world.rank} exchanged the tensors of the "
-            "mapping with it; nothing was loaded: start all ranks again"
-        ) from error
+def _from_holder(
+    plan: Plan, storages: Sequence[torch.Tensor], progress: Progress, tuning: Tuning, world: World
+) -> Moved:
+    """Read from a mapping that some ranks hold, the first of which serves those that do not."""
+    assert plan.memory is not None, "only a mapping has holders"
+    holders = plan.memory.holders
+    holds = world.rank in holders
+    tables = world.exchange(table_of(() if holds else tuple(plan.all_reads())), "agreeing who reads what")
+    chunk = max(world.exchange(plan.chunk_size, "agreeing who reads what"))
+    with world.phase("agreeing who reads what"):
+        errands = list(errands_of_one(tables, holders[0], chunk))
+        courier = Courier(errands, tables, tuning.reader(plan), world)
+    if not holds:
+        execute(plan, storages, progress, 1, courier, tuning.depth)
+        return Moved(0, 0, courier.received_bytes)
+    served = 0
+    if world.rank == holders[0]:
+        with courier:
+            pass
+        served = sum(int(table[:, 2].sum()) for table in tables)
+    execute(plan, storages, progress, tuning.threads, tuning.reader(plan), tuning.depth)
+    return Moved(progress.done + courier.read_bytes, plan.read_bytes + served)

@@ -12,7 +12,7 @@ from torch import nn
 from zerostart import models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog, signature
-from zerostart.checkpoint.source import open_catalog
+from zerostart.checkpoint.source import Files, open_catalog
 from zerostart.errors import ConfigError
 from zerostart.world import World
 
@@ -82,7 +82,7 @@ def _kind(source: Any) -> str:
         return "None"
     if isinstance(source, Mapping):
         return "mapping"
-    return "path" if isinstance(source, (str, os.PathLike)) else type(source).__name__
+    return "path" if isinstance(source, (str, os.PathLike, Files)) else type(source).__name__
 
 
 def _holders(kinds: Sequence[str]) -> tuple[int, ...]:

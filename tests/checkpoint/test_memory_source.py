@@ -20,13 +20,13 @@ from torch import nn
 import zerostart
 from ranks import Outcome, rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
-from zerostart import errors, serving
+from zerostart import errors
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog, signature
+from zerostart.courier import Courier
 from zerostart.layout import flat_partition
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
-from zerostart.serving import _batches
 from zerostart.transfer import MemoryReader, Progress, execute
 from zerostart.world import World
 
@@ -116,17 +116,6 @@ def test_sources_that_are_none(source: Any) -> None:
         zerostart.plan(source, model=plain)
 
 
-@given(sizes=st.lists(st.integers(1, 30), max_size=20), limit=st.integers(1, 40))
-def test_batches_cover_all_reads_within_the_limit(sizes: list[int], limit: int) -> None:
-    at = 0
-    for first, stop, total in _batches(sizes, limit):
-        assert first == at < stop
-        assert total == sum(sizes[first:stop])
-        assert total <= limit or stop == first + 1
-        at = stop
-    assert at == len(sizes)
-
-
 # Models that need no configuration file.
 
 
@@ -162,9 +151,7 @@ HOLDERS = [None, (0,), (1,), (0, 1)]
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_loaded_from_every_holder(
-    engine: str, world: int, checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_loaded_from_every_holder(engine: str, world: int, checkpoints: TinyCheckpoints) -> None:
     """A registered conversion, a tied model in another dtype, a plain model with views and a converter."""
     sources = [checkpoints("qwen3_moe"), checkpoints("qwen3")]
     for lines in run_ranks(load_all, world, engine, sources):
@@ -205,7 +192,7 @@ def load_views(holders: tuple[int, ...] | None, engine: str) -> list[str]:
     return differing(found, wanted)
 
 
-def test_what_is_served_is_bounded(deepspeed_op: None) -> None:
+def test_what_is_served_is_bounded() -> None:
     """20 MiB of weights: a rank without them never has much more than its own third."""
     for rank, (found, own) in enumerate(run_ranks(load_measured, 3)):
         assert own == pytest.approx(20 << 20, rel=0.01)
@@ -222,9 +209,7 @@ def load_measured() -> tuple[int, int]:
     return zerostart.report(model).peak_host_bytes, size
 
 
-def test_both_names_of_a_tie_are_compared_by_those_who_hold_them(
-    checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_both_names_of_a_tie_are_compared_by_those_who_hold_them(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3")
     for outcome in run_ranks(load_ties, 3, path):
         assert outcome == [True, False]
@@ -341,7 +326,7 @@ def load_failing(victim: int) -> None:
             raise MemoryError("no room")
         original(self, file, offset, buffers)
 
-    reader: Any = MemoryReader if victim == 0 else serving._RemoteReader
+    reader: Any = MemoryReader if victim == 0 else Courier
     original = reader.read
     tensors = large().state_dict() if dist.get_rank() == 0 else None
     if dist.get_rank() == victim:
@@ -366,7 +351,7 @@ def test_a_rank_that_dies_is_noticed(victim: int) -> None:
 
 def load_dying(victim: int) -> None:
     if dist.get_rank() == victim:
-        reader: Any = MemoryReader if victim == 0 else serving._RemoteReader
+        reader: Any = MemoryReader if victim == 0 else Courier
         reader.read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     tensors = large().state_dict() if dist.get_rank() == 0 else None
     zerostart.load(tensors, large, engine="fsdp2", progress=False, chunk_size=1 << 16)

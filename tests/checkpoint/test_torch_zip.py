@@ -245,9 +245,7 @@ def test_random_views_equal_what_torch_loads(tmp_path: Path, data: st.DataObject
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_a_model_from_torch_shards(
-    engine: str, checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
-) -> None:
+def test_a_model_from_torch_shards(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """As transformers once saved it: two shards and an index, here with some weights stored transposed."""
     source = checkpoints("qwen3_moe", torch.bfloat16)
     shutil.copy(source / "config.json", tmp_path)

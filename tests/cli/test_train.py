@@ -55,7 +55,6 @@ def start(*argv, **environment):
     )
 
 
-@pytest.mark.usefixtures("deepspeed_op")
 def test_two_local_ranks_from_checkpoint_to_checkpoint(config, tmp_path):
     process = start("train", config, "--nproc", 2, "train.accumulation=2")
     out, err = process.communicate(timeout=200)
@@ -133,7 +132,6 @@ def test_a_mistake_is_one_line(config, argv, message):
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.usefixtures("deepspeed_op")
 def test_a_new_head_starts_alike_on_every_engine_and_number_of_ranks(config, tmp_path):
     """From train.seed: without it each process would start torch's generator somewhere else."""
     first = []

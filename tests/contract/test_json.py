@@ -48,7 +48,7 @@ def test_plan_json(engine: str, checkpoints: TinyCheckpoints) -> None:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_load_json(engine: str, tmp_path: Path, deepspeed_op: None) -> None:
+def test_load_json(engine: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     zerostart("load", minilm_path(), "--nproc", 2, "--engine", engine, "--verify", "--json", file)
     made: dict[str, Any] = json.loads(file.read_text())

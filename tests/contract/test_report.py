@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_report(engine: str, checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+def test_report(engine: str, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe", torch.bfloat16, sharded=True)
     for text, report in run_ranks(report_of_load, 2, path, engine):
         for name in ("missing", "unexpected", "mismatched", "initialised"):
@@ -46,9 +46,7 @@ def test_report_of_a_model_that_was_not_loaded() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_report_and_full_tensors_through_the_engine(
-    engine: str, checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_report_and_full_tensors_through_the_engine(engine: str, checkpoints: TinyCheckpoints) -> None:
     """The wrapper that `deepspeed.initialize` returns is as good as the model, also after training."""
     path = checkpoints("qwen3_moe_aligned", torch.float32)
     for same_report, moved, same_names in run_ranks(through_the_engine, 2, path, engine):
@@ -58,7 +56,7 @@ def test_report_and_full_tensors_through_the_engine(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_plan_and_load_read_the_same(engine: str, checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+def test_plan_and_load_read_the_same(engine: str, checkpoints: TinyCheckpoints) -> None:
     for path in (checkpoints("mixtral", sharded=True), checkpoints("gpt_oss", torch.bfloat16)):
         planned = zerostart.plan(path, world_size=3, engine=engine)
         reports = run_ranks(report_of_load, 3, path, engine)
@@ -66,7 +64,7 @@ def test_plan_and_load_read_the_same(engine: str, checkpoints: TinyCheckpoints, 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_rank_reads_its_own_bytes_by_the_count_of_the_kernel(engine: str, deepspeed_op: None) -> None:
+def test_a_rank_reads_its_own_bytes_by_the_count_of_the_kernel(engine: str) -> None:
     size = (minilm_path() / "model.safetensors").stat().st_size
     for counted, report in run_ranks(counted_load, 2, minilm_path(), engine):
         assert report["read_bytes"] <= 1.01 * size / 2
@@ -75,7 +73,7 @@ def test_a_rank_reads_its_own_bytes_by_the_count_of_the_kernel(engine: str, deep
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_memory_is_bounded(engine: str, deepspeed_op: None) -> None:
+def test_memory_is_bounded(engine: str) -> None:
     """MiniLM cast to bf16: the shard, and no more than the limit for staging beside it."""
     size = (minilm_path() / "model.safetensors").stat().st_size
     options = {"memory_limit": 4 * MIB, "dtype": torch.bfloat16}
@@ -85,7 +83,7 @@ def test_memory_is_bounded(engine: str, deepspeed_op: None) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_full_tensors(engine: str, checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+def test_full_tensors(engine: str, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3")
     first, second, third = run_ranks(full_tensors_of, 3, path, engine)
     expected = first["expected"]
@@ -101,7 +99,7 @@ def test_full_tensors(engine: str, checkpoints: TinyCheckpoints, deepspeed_op: N
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_alone_without_a_process_group(engine: str, checkpoints: TinyCheckpoints, deepspeed_op: None) -> None:
+def test_alone_without_a_process_group(engine: str, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.float32)
     losses = run_ranks(loss_alone, 1, path, engine, process_group=False)[0]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)

@@ -32,6 +32,7 @@ def test_load_takes_what_the_contract_says() -> None:
         "strict": True,
         "progress": True,
         "fp32_masters": True,
+        "exchange": None,
     }
 
 
@@ -47,8 +48,9 @@ def test_plan_takes_what_the_contract_says() -> None:
         "dtype",
         "converter",
         "model",
-        "rank",  # This and the next are beyond the contract.
+        "rank",  # This and what follows is beyond the contract.
         "engine_config",
+        "exchange",
     ]
     assert found["engine"] == "deepspeed"
     assert found["zero_stage"] == 3
@@ -62,7 +64,7 @@ def test_other_verbs_take_what_the_contract_says() -> None:
 def test_only_finished_verbs_are_there() -> None:
     """A verb that is not asked for yet is absent, not a stub."""
     verbs = {name for name in zerostart.__all__ if inspect.isfunction(getattr(zerostart, name))}
-    assert verbs == {"full_tensors", "load", "plan", "report"}
+    assert verbs == {"disable", "enable", "enabled", "full_tensors", "gathered", "load", "plan", "report"}
 
 
 LEAVES = {

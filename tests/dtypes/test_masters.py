@@ -124,7 +124,7 @@ def check_variants(path: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["qwen3_moe_aligned", "qwen3"])
 def test_masters_are_what_the_checkpoint_stores(
-    kind: str, world_size: int, checkpoints: TinyCheckpoints, deepspeed_op: None
+    kind: str, world_size: int, checkpoints: TinyCheckpoints
 ) -> None:
     path = checkpoints(kind, F32, sharded=True)
     for found in run_ranks(check_variants, world_size, path, timeout=240):
@@ -152,9 +152,7 @@ def stock_masters(path: Path) -> list[str]:
     return unlike(masters_in(off), masters_in(stock)) + unlike(whole_halves(off), whole_halves(stock))
 
 
-def test_without_the_option_masters_are_those_of_the_stock_route(
-    checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_without_the_option_masters_are_those_of_the_stock_route(checkpoints: TinyCheckpoints) -> None:
     assert run_ranks(stock_masters, 2, checkpoints("qwen3_moe_aligned", F32)) == [[], []]
 
 
@@ -165,9 +163,7 @@ def masters_of_fp16(path: Path) -> list[str]:
     return unlike(masters_in(model), expected_of(path, F32))
 
 
-def test_an_fp16_checkpoint_in_bf16_has_exact_masters_too(
-    checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_an_fp16_checkpoint_in_bf16_has_exact_masters_too(checkpoints: TinyCheckpoints) -> None:
     assert run_ranks(masters_of_fp16, 2, checkpoints("qwen3", F16)) == [[], []]
 
 
@@ -194,7 +190,7 @@ def masters_of_computed() -> list[str]:
     return unlike(masters_in(model), calculate(stored))
 
 
-def test_masters_of_what_a_converter_calculates_are_not_rounded(deepspeed_op: None) -> None:
+def test_masters_of_what_a_converter_calculates_are_not_rounded() -> None:
     assert run_ranks(masters_of_computed, 2) == [[], []]
 
 
@@ -254,7 +250,7 @@ def oracle(path: Path, ranks: int, full: State) -> tuple[list[list[float]], Stat
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_steps_are_those_of_one_process_with_fp32_masters(
-    world_size: int, checkpoints: TinyCheckpoints, deepspeed_op: None
+    world_size: int, checkpoints: TinyCheckpoints
 ) -> None:
     path = checkpoints("qwen3_moe_aligned", F32)
     full = expected_of(path, F32)
@@ -311,9 +307,7 @@ def touched(path: Path, how: str) -> Any:
     start(model, config)
 
 
-def test_a_mapping_held_by_one_rank_serves_the_masters(
-    checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_a_mapping_held_by_one_rank_serves_the_masters(checkpoints: TinyCheckpoints) -> None:
     assert run_ranks(held_by_one, 2, checkpoints("qwen3_moe", F32), "kept") == [[], []]
 
 
@@ -325,7 +319,7 @@ def test_a_mapping_held_by_one_rank_serves_the_masters(
     ],
 )
 def test_a_mapping_that_is_gone_or_changed_is_told_on_every_rank(
-    keep: str, kind: str, text: str, checkpoints: TinyCheckpoints, deepspeed_op: None
+    keep: str, kind: str, text: str, checkpoints: TinyCheckpoints
 ) -> None:
     outcomes = rank_outcomes(held_by_one, 2, checkpoints("qwen3", F32), keep, grace=20)
     assert [outcome.error for outcome in outcomes] == [kind] * 2, outcomes[0].traceback
@@ -335,7 +329,7 @@ def test_a_mapping_that_is_gone_or_changed_is_told_on_every_rank(
 
 @pytest.mark.parametrize("how", ["removed", "rewritten"])
 def test_a_file_that_is_not_what_was_loaded_is_told_on_every_rank(
-    how: str, checkpoints: TinyCheckpoints, deepspeed_op: None
+    how: str, checkpoints: TinyCheckpoints
 ) -> None:
     path = checkpoints.edited(checkpoints("qwen3", F32, sharded=True), f"qwen3-{how}", lambda tensors: None)
     outcomes = rank_outcomes(touched, 2, path, how, grace=20)
@@ -355,7 +349,5 @@ def load_only(path: Path) -> list[int]:
     return [int(watched() is not None), int(largest > 4000)]
 
 
-def test_a_load_that_is_never_started_leaves_nothing(
-    checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_a_load_that_is_never_started_leaves_nothing(checkpoints: TinyCheckpoints) -> None:
     assert run_ranks(load_only, 1, checkpoints("qwen3_moe_aligned", F32)) == [[0, 0]]

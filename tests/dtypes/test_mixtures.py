@@ -118,9 +118,7 @@ def train_deepspeed(path: Path, zero: dict[str, Any], masters: bool) -> Any:
 
 @pytest.mark.parametrize("masters", [True, False], ids=["stored", "rounded"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_deepspeed_trains_a_mixture_as_one_process_does(
-    world_size: int, masters: bool, path: Path, deepspeed_op: None
-) -> None:
+def test_deepspeed_trains_a_mixture_as_one_process_does(world_size: int, masters: bool, path: Path) -> None:
     kept = expected_of(path, BF16)
     origin = expected_of(path, F32) if masters else {name: t.float() for name, t in kept.items()}
     expected = alone(path, world_size, origin)
@@ -144,9 +142,7 @@ def test_deepspeed_trains_a_mixture_as_one_process_does(
     ],
     ids=["sub-groups", "all-reduce", "scattered", "offloaded", "all offloaded"],
 )
-def test_deepspeed_trains_a_mixture_with_other_settings(
-    zero: dict[str, Any], path: Path, deepspeed_op: None
-) -> None:
+def test_deepspeed_trains_a_mixture_with_other_settings(zero: dict[str, Any], path: Path) -> None:
     origin = expected_of(path, F32)
     expected = alone(path, 2, origin)
     for rank, (before, begun, found, after) in enumerate(
@@ -168,7 +164,7 @@ def stock_dtypes(path: Path) -> set[str]:
     return {str(parameter.ds_tensor.dtype) for parameter in stock.parameters()}
 
 
-def test_the_stock_route_trains_all_in_bf16(path: Path, deepspeed_op: None) -> None:
+def test_the_stock_route_trains_all_in_bf16(path: Path) -> None:
     """Where ours and the stock route differ on purpose: there the model's fp32 list does not reach ZeRO-3."""
     assert run_ranks(stock_dtypes, 2, path) == [{"torch.bfloat16"}] * 2
 
@@ -177,7 +173,7 @@ def refused(path: Path, zero: dict[str, Any]) -> None:
     zerostart.load(path, engine_config=config_of(**zero), progress=False)
 
 
-def test_a_setting_for_one_dtype_is_refused_by_name(path: Path, deepspeed_op: None) -> None:
+def test_a_setting_for_one_dtype_is_refused_by_name(path: Path) -> None:
     setting = "stage3_use_all_reduce_for_fetch_params"
     for outcome in rank_outcomes(refused, 2, path, {setting: True}):
         assert outcome.error == "zerostart.errors.EngineError"
@@ -225,7 +221,7 @@ POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_fsdp2_trains_with_masters_that_were_never_rounded(
-    world_size: int, dtype: torch.dtype, path: Path, deepspeed_op: None
+    world_size: int, dtype: torch.dtype, path: Path
 ) -> None:
     origin = expected_of(path, F32)
     expected = alone(path, world_size, origin)
@@ -237,7 +233,7 @@ def test_fsdp2_trains_with_masters_that_were_never_rounded(
         assert_steps(found, expected, rank)
 
 
-def test_fsdp2_with_experts_over_the_ranks_keeps_what_the_model_keeps(path: Path, deepspeed_op: None) -> None:
+def test_fsdp2_with_experts_over_the_ranks_keeps_what_the_model_keeps(path: Path) -> None:
     origin = expected_of(path, F32)
     expected = alone(path, 2, origin)
     for rank, (before, units, found) in enumerate(
@@ -249,7 +245,7 @@ def test_fsdp2_with_experts_over_the_ranks_keeps_what_the_model_keeps(path: Path
         assert_steps(found, expected, rank, near_to=4e-2)
 
 
-def test_fsdp2_without_the_option_holds_the_models_dtypes(path: Path, deepspeed_op: None) -> None:
+def test_fsdp2_without_the_option_holds_the_models_dtypes(path: Path) -> None:
     kept = expected_of(path, BF16)
     for before, _, (losses, _, after) in run_ranks(train_fsdp2, 2, path, {"mp_policy": POLICY}, BF16, False):
         assert unlike(before, kept) == []
@@ -257,7 +253,7 @@ def test_fsdp2_without_the_option_holds_the_models_dtypes(path: Path, deepspeed_
         assert losses[-1] < losses[0]
 
 
-def test_fsdp2_trains_a_mixture_without_a_policy(path: Path, deepspeed_op: None) -> None:
+def test_fsdp2_trains_a_mixture_without_a_policy(path: Path) -> None:
     """No policy and no masters: AdamW would change bf16 itself, so that only the first step is compared."""
     kept = expected_of(path, BF16)
     (losses, gradients, _) = alone(path, 2, kept)
@@ -312,7 +308,7 @@ def lists() -> list[str]:
     return unlike(found, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
 
 
-def test_one_module_of_two_dtypes_is_refused_by_name_where_it_cannot_be_sharded(deepspeed_op: None) -> None:
+def test_one_module_of_two_dtypes_is_refused_by_name_where_it_cannot_be_sharded() -> None:
     for outcome in rank_outcomes(torn, 2, "fsdp2"):
         assert outcome.error == "zerostart.errors.EngineError"
         assert "scale is float32, weight is bfloat16" in outcome.message

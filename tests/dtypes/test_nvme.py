@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import file_aio
 import pytest
 import torch
 from test_masters import config_of, masters_in, unlike
 from torch import nn
 
+import file_aio
 import zerostart
 from ranks import run_ranks
 
@@ -54,9 +54,7 @@ def swapped(folder: Path, pipelined: bool) -> Any:
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
-def test_masters_on_nvme_are_what_the_checkpoint_stores(
-    pipelined: bool, tmp_path: Path, deepspeed_op: None
-) -> None:
+def test_masters_on_nvme_are_what_the_checkpoint_stores(pipelined: bool, tmp_path: Path) -> None:
     for count, before, unmoved in run_ranks(swapped, 2, tmp_path, pipelined):
         assert count >= 3
         assert before == []

@@ -53,9 +53,7 @@ def failed_with_one_line(done: subprocess.CompletedProcess[str], *words: str) ->
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 @pytest.mark.parametrize("breakage", ["truncated", "wrong-shape"])
-def test_load_of_a_broken_checkpoint(
-    engine: str, breakage: str, source: Path, tmp_path: Path, deepspeed_op: None
-) -> None:
+def test_load_of_a_broken_checkpoint(engine: str, breakage: str, source: Path, tmp_path: Path) -> None:
     folder, word = broken_copy(source, tmp_path, breakage)
     done, seconds = zerostart("load", folder, "--nproc", 2, "--engine", engine)
     failed_with_one_line(done, word)
@@ -63,7 +61,7 @@ def test_load_of_a_broken_checkpoint(
     assert seconds < LIMIT
 
 
-def test_load_with_a_rank_that_is_killed(source: Path, tmp_path: Path, deepspeed_op: None) -> None:
+def test_load_with_a_rank_that_is_killed(source: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(KILL_RANK_1)
     done, seconds = zerostart("load", source, "--nproc", 2, PYTHONPATH=str(tmp_path))
     failed_with_one_line(done, "rank 1")

@@ -58,7 +58,7 @@ def same_error(
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_broken_checkpoint(breakage: str, source: Path, tmp_path: Path, deepspeed_op: None) -> None:
+def test_broken_checkpoint(breakage: str, source: Path, tmp_path: Path) -> None:
     folder, word = broken_copy(source, tmp_path, breakage)
     engine = ENGINES[list(BREAKAGES).index(breakage) % 2]
     outcomes = rank_outcomes(load_only, 3, folder, engine, True)
@@ -67,9 +67,7 @@ def test_broken_checkpoint(breakage: str, source: Path, tmp_path: Path, deepspee
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_wrong_shape_is_an_error_without_strict_as_well(
-    engine: str, source: Path, tmp_path: Path, deepspeed_op: None
-) -> None:
+def test_wrong_shape_is_an_error_without_strict_as_well(engine: str, source: Path, tmp_path: Path) -> None:
     folder, word = broken_copy(source, tmp_path, "wrong-shape")
     message = same_error(rank_outcomes(load_only, 2, folder, engine, False), errors.CoverageError, word)
     assert "[18, 22]" in message
@@ -78,7 +76,7 @@ def test_wrong_shape_is_an_error_without_strict_as_well(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_checkpoint_of_another_architecture(
-    engine: str, checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
+    engine: str, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     folder = tmp_path / "other"
     checkpoints.edited(checkpoints("mixtral"), "as-qwen3", lambda tensors: None)
@@ -98,7 +96,7 @@ def test_no_checkpoint_there(path: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("victim", [0, 2])
-def test_rank_killed_while_reading(engine: str, victim: int, source: Path, deepspeed_op: None) -> None:
+def test_rank_killed_while_reading(engine: str, victim: int, source: Path) -> None:
     outcomes = rank_outcomes(load_while, 3, source, engine, victim, "kill")
     assert outcomes[victim].exit_code == -signal.SIGKILL
     survivors = [outcome for outcome in outcomes if outcome.rank != victim]
@@ -106,20 +104,20 @@ def test_rank_killed_while_reading(engine: str, victim: int, source: Path, deeps
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_storage_error_while_reading(engine: str, source: Path, deepspeed_op: None) -> None:
+def test_storage_error_while_reading(engine: str, source: Path) -> None:
     outcomes = rank_outcomes(load_while, 3, source, engine, 1, "io error")
     same_error(outcomes, errors.ReadError, "rank 1", ".safetensors", os.strerror(errno.EIO))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_file_that_ends_early_while_reading(engine: str, source: Path, deepspeed_op: None) -> None:
+def test_file_that_ends_early_while_reading(engine: str, source: Path) -> None:
     """The header was right when it was read, and the file was then replaced by a shorter one."""
     outcomes = rank_outcomes(load_while, 2, source, engine, 1, "end of file")
     same_error(outcomes, errors.ReadError, "rank 1", ".safetensors")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_out_of_memory_on_one_rank(engine: str, source: Path, deepspeed_op: None) -> None:
+def test_out_of_memory_on_one_rank(engine: str, source: Path) -> None:
     """Not an error that zerostart foresees: it still reaches every rank."""
     outcomes = rank_outcomes(load_while, 2, source, engine, 1, "memory")
     same_error(outcomes, errors.ZerostartError, "rank 1", "MemoryError")
@@ -151,7 +149,7 @@ def test_argument_that_differs_on_one_rank(source: Path) -> None:
     same_error(outcomes, errors.ConfigError, "megatron")
 
 
-def test_group_is_usable_after_a_failure(source: Path, tmp_path: Path, deepspeed_op: None) -> None:
+def test_group_is_usable_after_a_failure(source: Path, tmp_path: Path) -> None:
     folder, _ = broken_copy(source, tmp_path, "lost-tensor")
     for outcome in rank_outcomes(load_broken_then_whole, 2, folder, source):
         assert outcome.ok, outcome.describe()

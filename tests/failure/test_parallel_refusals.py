@@ -53,7 +53,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("engine", "options", "text"), CASES)
 def test_refused_with_the_remedy(
-    engine: str, options: dict[str, Any], text: str, checkpoints: TinyCheckpoints, deepspeed_op: None
+    engine: str, options: dict[str, Any], text: str, checkpoints: TinyCheckpoints
 ) -> None:
     with pytest.raises(zerostart.ZerostartError, match=re.escape(text)):
         zerostart.plan(checkpoints("qwen3_moe"), world_size=2, engine=engine, **options)

@@ -55,9 +55,7 @@ def stored() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_equal_to_the_converter_run_on_real_tensors(
-    engine: str, world_size: int, tmp_path: Path, deepspeed_op: None
-) -> None:
+def test_equal_to_the_converter_run_on_real_tensors(engine: str, world_size: int, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(stored(), path)
     for lines in run_ranks(load_both, world_size, engine, path):

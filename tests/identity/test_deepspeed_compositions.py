@@ -49,7 +49,7 @@ def reference(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def test_a_loaded_body_with_a_head_of_the_users_own(path: Path, reference: Path, deepspeed_op: None) -> None:
+def test_a_loaded_body_with_a_head_of_the_users_own(path: Path, reference: Path) -> None:
     ours = run_ranks(train_classifier, 2, path, reference)
     stock = run_ranks(train_classifier, 2, path, None)
     assert ours == stock
@@ -86,7 +86,7 @@ def steps(
     return losses, sum(float(whole.double().abs().sum()) for _, whole in gathered(model))
 
 
-def test_a_load_inside_an_active_context(path: Path, reference: Path, deepspeed_op: None) -> None:
+def test_a_load_inside_an_active_context(path: Path, reference: Path) -> None:
     inside = run_ranks(build_in_context, 2, path, reference)
     assert inside == run_ranks(train_classifier, 2, path, reference)
 
@@ -106,7 +106,7 @@ def build_in_context(path: Path, reference: Path) -> tuple[list[float], float]:
     return steps(model, config, model.body, reference)
 
 
-def test_a_module_built_before_on_meta(path: Path, reference: Path, deepspeed_op: None) -> None:
+def test_a_module_built_before_on_meta(path: Path, reference: Path) -> None:
     run_ranks(load_prebuilt, 3, path, reference)
 
 
@@ -122,7 +122,7 @@ def load_prebuilt(path: Path, reference: Path) -> None:
     compare(model, reference)
 
 
-def test_a_second_load_finds_the_hierarchical_groups(path: Path, reference: Path, deepspeed_op: None) -> None:
+def test_a_second_load_finds_the_hierarchical_groups(path: Path, reference: Path) -> None:
     run_ranks(load_twice, 4, path, reference)
 
 
@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-def test_what_cannot_be_served_is_refused_on_every_rank(path: Path, deepspeed_op: None) -> None:
+def test_what_cannot_be_served_is_refused_on_every_rank(path: Path) -> None:
     for outcome in rank_outcomes(load_refused, 3, path):
         assert outcome.ok, outcome.describe()
         for name, (_, kind, said) in REFUSED.items():

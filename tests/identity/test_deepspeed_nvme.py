@@ -57,7 +57,7 @@ def configuration(folder: Path, max_in_cpu: int) -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("max_in_cpu", [0, 10**9], ids=["stays-on-nvme", "fits-in-memory"])
 def test_swapped_partitions_train_as_the_stock_route(
-    world_size: int, max_in_cpu: int, checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
+    world_size: int, max_in_cpu: int, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     run_ranks(build_swapping, 1, process_group=False, timeout=280)
     path = checkpoints("qwen3_wide")
@@ -74,7 +74,7 @@ def test_swapped_partitions_train_as_the_stock_route(
 
 
 def test_a_partition_larger_than_a_swap_buffer_is_refused(
-    checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
+    checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     config = configuration(tmp_path, 0)
     config["zero_optimization"]["offload_param"]["buffer_size"] = 2**18
@@ -84,9 +84,7 @@ def test_a_partition_larger_than_a_swap_buffer_is_refused(
 
 
 @pytest.mark.skipif(file_aio.compiled(), reason="libaio is installed")
-def test_without_libaio_the_error_says_what_to_install(
-    checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None
-) -> None:
+def test_without_libaio_the_error_says_what_to_install(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     for outcome in rank_outcomes(load, 2, checkpoints("qwen3"), configuration(tmp_path, 0)):
         assert outcome.error == "zerostart.errors.EngineError"
         assert "libaio" in outcome.message

@@ -80,7 +80,6 @@ def test_placements_train_as_the_stock_route(
     world_size: int,
     checkpoints: TinyCheckpoints,
     reference: dict[str, Path],
-    deepspeed_op: None,
 ) -> None:
     path = checkpoints("qwen3_moe_aligned", dtype)
     config = configuration(placement, dtype)

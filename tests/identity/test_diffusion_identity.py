@@ -44,7 +44,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_equals_diffusers_load(engine: str, sources: Sources, deepspeed_op: None) -> None:
+def test_equals_diffusers_load(engine: str, sources: Sources) -> None:
     for lines in run_ranks(load_on_rank, 2, engine, sources):
         assert not lines, "\n".join(lines)
 

@@ -67,7 +67,7 @@ def tasks(checkpoints: TinyCheckpoints, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def found(tasks: list[Task], deepspeed_op: None) -> dict[tuple[str, int], list[dict[str, list[str]]]]:
+def found(tasks: list[Task]) -> dict[tuple[str, int], list[dict[str, list[str]]]]:
     """Differences by engine and world size, filled on first use: one group of ranks does all cases."""
     return {}
 

@@ -82,9 +82,7 @@ def lacking(request: pytest.FixtureRequest) -> Lacking:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_initialised_as_transformers_does(
-    lacking: Lacking, engine: str, world_size: int, deepspeed_op: None
-) -> None:
+def test_initialised_as_transformers_does(lacking: Lacking, engine: str, world_size: int) -> None:
     """And so alike on every world size, for the reference is the same."""
     for names, lines in run_ranks(load_lacking, world_size, lacking, engine):
         assert not lines, "\n".join(lines)
@@ -94,7 +92,7 @@ def test_initialised_as_transformers_does(
         assert names["initialised"] <= lacking.missing
 
 
-def test_another_seed_gives_other_values(no_experts: Lacking, deepspeed_op: None) -> None:
+def test_another_seed_gives_other_values(no_experts: Lacking) -> None:
     for engine in ENGINES:
         for _, lines in run_ranks(load_lacking, 2, no_experts, engine, SEED + 1):
             differing = {line.split(": ")[1].split()[0] for line in lines}

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @pytest.mark.parametrize("kind", MODELS)
 def test_experts_train_as_in_one_process(
-    kind: str, experts: int, world: int, accumulation: int, folder: Path, deepspeed_op: None
+    kind: str, experts: int, world: int, accumulation: int, folder: Path
 ) -> None:
     path = checkpoint(kind, folder)
     wanted = run_ranks(alone, 1, path)[0]
@@ -90,9 +90,7 @@ def gradients(model: torch.nn.Module, experts: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "count", "ranks"), [("gpt_oss", 32, 4), ("mixtral", 5, 3), ("qwen3_moe", 6, 3)]
 )
-def test_each_rank_holds_its_own_experts(
-    kind: str, count: int, ranks: int, folder: Path, deepspeed_op: None
-) -> None:
+def test_each_rank_holds_its_own_experts(kind: str, count: int, ranks: int, folder: Path) -> None:
     """The check of transformers' pull request 45548, 32 experts on 4 ranks, 8 on each; and uneven."""
     from transformers import AutoModelForCausalLM
 

@@ -26,9 +26,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("experts", "world"), [(2, 2), (2, 4)])
-def test_experts_train_as_in_one_process(
-    placement: str, experts: int, world: int, tmp_path: Path, deepspeed_op: None
-) -> None:
+def test_experts_train_as_in_one_process(placement: str, experts: int, world: int, tmp_path: Path) -> None:
     path = checkpoint("qwen3_moe", tmp_path)
     wanted = run_ranks(alone, 1, path)[0]
     for found, planned, read in run_ranks(train, world, path, experts, PLACEMENTS[placement]):

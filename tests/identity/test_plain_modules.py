@@ -84,7 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("how", SOURCES)
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_plain_module(engine: str, how: str, trained: tuple[Path, Path], deepspeed_op: None) -> None:
+def test_plain_module(engine: str, how: str, trained: tuple[Path, Path]) -> None:
     for world_size in (1, 2, 3):
         for lines in run_ranks(load_plain, world_size, engine, how, *trained):
             assert not lines, "\n".join(lines)
@@ -92,7 +92,7 @@ def test_plain_module(engine: str, how: str, trained: tuple[Path, Path], deepspe
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_module_on_meta_with_tensors_that_nothing_can_restore_is_refused(
-    engine: str, trained: tuple[Path, Path], deepspeed_op: None
+    engine: str, trained: tuple[Path, Path]
 ) -> None:
     """Built on meta by its author, the module's computed tensors are lost: better an error than garbage."""
     for message in run_ranks(load_from_meta, 2, engine, trained[0]):

@@ -37,9 +37,7 @@ def load_tied(path: Path, engine: str) -> tuple[bool, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 @pytest.mark.parametrize("change", [0.0, 1.0])
-def test_both_names_present(
-    checkpoints: TinyCheckpoints, tmp_path: Path, deepspeed_op: None, engine: str, change: float
-) -> None:
+def test_both_names_present(checkpoints: TinyCheckpoints, tmp_path: Path, engine: str, change: float) -> None:
     path = with_head(checkpoints, tmp_path / "both", change)
     reference = AutoModelForCausalLM.from_pretrained(path)
     expected = reference.state_dict()

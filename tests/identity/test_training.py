@@ -32,7 +32,7 @@ def deepspeed_config(dtype: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["qwen3_moe_aligned", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_deepspeed_losses_equal_those_of_the_stock_route(
-    kind: str, dtype: torch.dtype, checkpoints: TinyCheckpoints, deepspeed_op: None
+    kind: str, dtype: torch.dtype, checkpoints: TinyCheckpoints
 ) -> None:
     path = checkpoints(kind, dtype)
     ours = run_ranks(train_deepspeed, 2, path, dtype, True)
@@ -44,9 +44,7 @@ def test_deepspeed_losses_equal_those_of_the_stock_route(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe_aligned", "qwen3"])
-def test_fsdp2_losses_agree_with_a_single_process(
-    kind: str, checkpoints: TinyCheckpoints, deepspeed_op: None
-) -> None:
+def test_fsdp2_losses_agree_with_a_single_process(kind: str, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints(kind)
     single = run_ranks(train_alone, 1, path, 2)[0]
     sharded = run_ranks(train_fsdp2, 2, path)

@@ -37,14 +37,14 @@ def loaded(path: Path, options: dict[str, object]) -> tuple[int, dict[str, torch
     ],
 )
 def test_a_rank_played_alone(
-    kind: str, world: int, options: dict[str, object], checkpoints: TinyCheckpoints, deepspeed_op: None
+    kind: str, world: int, options: dict[str, object], checkpoints: TinyCheckpoints
 ) -> None:
     path = checkpoints(kind, torch.float32)
     same(path, world, options)
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_a_rank_with_experts_played_alone(engine: str, tmp_path: Path, deepspeed_op: None) -> None:
+def test_a_rank_with_experts_played_alone(engine: str, tmp_path: Path) -> None:
     same(checkpoint("qwen3_moe", tmp_path), 2, {"engine": engine, "expert_parallel": 2})
 
 
@@ -74,9 +74,7 @@ def test_who_loads_is_said_once(arguments: list[str], checkpoints: TinyCheckpoin
     assert left.value.code == 2
 
 
-def test_the_command_plays_a_rank(
-    checkpoints: TinyCheckpoints, deepspeed_op: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_plays_a_rank(checkpoints: TinyCheckpoints, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(checkpoints("qwen3", torch.float32))
     with pytest.raises(SystemExit) as left:
         main(["load", path, "--world-size", "4", "--rank", "3"])

@@ -73,7 +73,6 @@ def losses(result):
     return [entry["loss"] for entry in metrics(result) if "loss" in entry]
 
 
-@pytest.mark.usefixtures("deepspeed_op")
 def test_engines_and_world_sizes_train_alike(checkpoints, values):
     """Clipping, decay, accumulation and schedule mean the same everywhere; the batch of a step is 8."""
     path = checkpoints("qwen3_moe_aligned")
@@ -84,6 +83,12 @@ def test_engines_and_world_sizes_train_alike(checkpoints, values):
             run, 2, values(path, "deepspeed", output="b", batch_size=2, accumulation=2, **options)
         ),
         "fsdp2 x 1": run_ranks(run, 1, values(path, output="c", batch_size=8, **options)),
+        "ZeRO-2 x 2": run_ranks(
+            run,
+            2,
+            values(path, output="d", batch_size=2, accumulation=2, **options)
+            | {"engine": {"name": "deepspeed", "zero_stage": 2}},
+        ),
     }
     reference, *others = [losses(results[0]) for results in runs.values()]
     assert len(reference) == 6
@@ -108,7 +113,6 @@ def load_and_export(path, engine, out):
     export_model(model, with_tokenizer, Path(out), "20KB")
 
 
-@pytest.mark.usefixtures("deepspeed_op")
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
 def test_export_is_what_plain_transformers_loads(checkpoints, tokenizer_path, tmp_path, kind, engine):
@@ -223,7 +227,6 @@ def run_and_look(values):
     return seen
 
 
-@pytest.mark.usefixtures("deepspeed_op")
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_mixed_precision_starts_from_the_stored_values(engine, checkpoints, values):
     from transformers import AutoModelForCausalLM

@@ -33,7 +33,7 @@ def test_transformers_declares_plans_on_models() -> None:
     assert hf.parallel_rules(model, "tp")["lm_head"] == "colwise_gather_output"
 
 
-def test_deepspeed_groups_of_experts(deepspeed_op: None) -> None:
+def test_deepspeed_groups_of_experts() -> None:
     found = run_ranks(expert_groups, 4)
     assert found == [((0, 1), (0, 2)), ((0, 1), (1, 3)), ((2, 3), (0, 2)), ((2, 3), (1, 3))]
 

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -20,7 +20,7 @@ from zerostart.checkpoint.strict_json import DAMAGED, read_json, shown
 from zerostart.checkpoint.torch_zip import read_torch_file
 from zerostart.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = ["config_path", "open_catalog", "read_config", "resolve_source"]
+__all__ = ["Files", "config_path", "open_catalog", "read_config", "resolve_source"]
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
@@ -46,15 +46,26 @@ CONFIG_NAME = "config.json"
 HEADER_THREADS = 8
 
 
-def open_catalog(source: str | os.PathLike[str], classes: Collection[str] = ()) -> Catalog:
+@dataclass(frozen=True)
+class Files:
+    """Weights files that a caller has found by itself, which together are the checkpoint ``name``."""
+
+    paths: tuple[str, ...]
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str] = ()) -> Catalog:
     """Catalog of the checkpoint at ``source``, every header checked.
 
     ``source`` is a ``.safetensors`` file, a file of torch.save (``.bin``, ``.pt``, ``.pth``, ``.ckpt``), an
     index file of either kind, a directory with the names of transformers or diffusers or with one single
-    such file or index, or a hub id, optionally ``id@revision``, that lies in the local cache. Where a
-    directory has both kinds, safetensors are taken. Tensors are in the order of files, then of offsets (in a
-    torch file, of its state dict). A tensor in a listed shard belongs to the checkpoint even if the index
-    does not list it, because transformers too loads all that the listed files hold.
+    such file or index, a hub id, optionally ``id@revision``, that lies in the local cache, or ``Files``.
+    Where a directory has both kinds, safetensors are taken. Tensors are in the order of files, then of
+    offsets (in a torch file, of its state dict). A tensor in a listed shard belongs to the checkpoint even if
+    the index does not list it, because transformers too loads all that the listed files hold.
 
     A directory with a ``model_index.json`` is a pipeline: meant is the component whose class is among
     ``classes``, or the only model that there is.
@@ -62,6 +73,8 @@ def open_catalog(source: str | os.PathLike[str], classes: Collection[str] = ()) 
     Raises CheckpointNotFoundError if nothing is there or a listed file is absent, CheckpointError if a
     file is malformed or contradicts the index, ReadError if reading fails.
     """
+    if isinstance(source, Files):
+        return replace(_catalog(Path(), [Path(path) for path in source.paths], wanted=None), root="")
     path = resolve_source(source)
     found = components(path) if path.is_dir() else None
     if found is not None:

@@ -15,6 +15,7 @@ from zerostart.cli.launch import run_local_ranks
 from zerostart.cli.options import (
     DtypeOption,
     EngineOption,
+    ExchangeOption,
     ExpertParallelOption,
     SourceArgument,
     StageOption,
@@ -37,6 +38,7 @@ def command(
     expert_parallel: ExpertParallelOption = 1,
     tensor_parallel: TensorParallelOption = 1,
     dtype: DtypeOption = None,
+    exchange: ExchangeOption = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every element with transformers' unsharded load.")
     ] = False,
@@ -60,6 +62,7 @@ def command(
         "expert_parallel": expert_parallel,
         "tensor_parallel": tensor_parallel,
         "dtype": dtype,
+        "exchange": exchange,
         "verify": verify,
         "place": None if rank is None else (rank, world_size),
     }
@@ -123,7 +126,7 @@ def _run(argv: list[str]) -> dict[str, Any]:
     place = options.pop("place")
     options["dtype"] = named_dtype(options["dtype"])
     # What a training script has imported long before; the rehearsal times the load alone.
-    engines.require(options["engine"])
+    engines.require(options["engine"], options["zero_stage"])
     models.require(None, open_catalog(options["source"]).root)
     wrong = None
     if place is None:

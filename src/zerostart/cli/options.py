@@ -9,6 +9,7 @@ import typer
 __all__ = [
     "DtypeOption",
     "EngineOption",
+    "ExchangeOption",
     "ExpertParallelOption",
     "SourceArgument",
     "StageOption",
@@ -31,6 +32,14 @@ TensorParallelOption = Annotated[
 DtypeOption = Annotated[
     str | None,
     typer.Option("--dtype", help="Floating dtype, such as bfloat16; default: the checkpoint's own."),
+]
+ExchangeOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--exchange/--no-exchange",
+        help="Read what several ranks want once and exchange it, or on each; default: what is faster.",
+        show_default=False,
+    ),
 ]
 
 

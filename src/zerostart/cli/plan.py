@@ -10,6 +10,7 @@ import typer
 from zerostart.cli.options import (
     DtypeOption,
     EngineOption,
+    ExchangeOption,
     ExpertParallelOption,
     SourceArgument,
     StageOption,
@@ -36,6 +37,7 @@ def command(
     expert_parallel: ExpertParallelOption = 1,
     tensor_parallel: TensorParallelOption = 1,
     dtype: DtypeOption = None,
+    exchange: ExchangeOption = None,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Plan this rank alone.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -52,6 +54,7 @@ def command(
         tensor_parallel=tensor_parallel,
         dtype=chosen,
         rank=rank,
+        exchange=exchange,
     )
     if json:
         typer.echo(json_module.dumps(made.as_dict()))
@@ -89,6 +92,10 @@ def _show(made: WorldPlan, source: str) -> None:
         console.print(
             f"... and {len(made.ranks) - SHOWN} more ranks; the most that one reads is {decimal(most)}"
         )
+    if made.sharing is not None:
+        console.print(f"Reading: {made.sharing}")
+    if made.exchanged_bytes:
+        console.print(f"All ranks together get {decimal(sum(made.exchanged_bytes))} from others")
     for kind, names in (
         ("missing", made.missing),
         ("unexpected", made.unexpected),

@@ -41,7 +41,7 @@ __all__ = [
 Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 #: Engine names and the ZeRO stages that each can be loaded for.
-ENGINES: Mapping[str, tuple[int, ...]] = {"deepspeed": (3,), "fsdp2": (3,)}
+ENGINES: Mapping[str, tuple[int, ...]] = {"deepspeed": (1, 2, 3), "fsdp2": (3,)}
 
 
 def check_choice(engine: str, zero_stage: int) -> None:
@@ -55,9 +55,13 @@ def check_choice(engine: str, zero_stage: int) -> None:
         )
 
 
-def require(engine: str) -> None:
+def require(engine: str, zero_stage: int) -> None:
     """Import the engine, so that its absence or an unknown version is told before anything is built."""
-    if engine == "deepspeed":
+    if engine == "deepspeed" and zero_stage < 3:
+        from zerostart.upstream.deepspeed_stage12 import known
+
+        known()
+    elif engine == "deepspeed":
         from zerostart.upstream.deepspeed_stage3 import require_stage3
 
         require_stage3()
@@ -71,8 +75,14 @@ def make_engine(
     dtype: torch.dtype | None,
     engine_config: Mapping[str, Any] | None,
     parallelism: Parallelism,
+    zero_stage: int = 3,
+    exchange: bool | None = None,
 ) -> Engine:
     """The engine's shard maker for this rank; imports the engine."""
+    if engine == "deepspeed" and zero_stage < 3:
+        from zerostart.engines.deepspeed.flat import FlatShards
+
+        return FlatShards(world, zero_stage, engine_config, exchange)
     if parallelism.mesh.parallel and engine == "fsdp2":
         from zerostart.engines.fsdp2.parallel import FSDP2ParallelShards
 

@@ -10,7 +10,8 @@ from torch import nn
 from zerostart.engines.settings import settings_of
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
-from zerostart.upstream.transformers import parallel_rules
+from zerostart.layout.partition_config import Linear, partition_plan
+from zerostart.upstream.transformers import is_pretrained, parallel_rules, tied_names
 
 __all__ = ["resolve"]
 
@@ -20,8 +21,9 @@ def resolve(
 ) -> Parallelism:
     """What ``mesh`` does to the parameters of ``model`` (on meta, with its true shapes).
 
-    A plan in ``engine_config`` (``ep_plan``, ``tp_plan``: module or parameter names to transformers' styles)
-    comes before what the model declares. Raises ConfigError, in one sentence with the remedy.
+    A plan in ``engine_config`` (``ep_plan``, ``tp_plan``: module or parameter names to transformers' styles;
+    ``tensor_parallel``: DeepSpeed's section) comes before what the model declares. Raises ConfigError, in one
+    sentence with the remedy.
     """
     settings = settings_of(engine, engine_config)
     settings.check_mesh(mesh)
@@ -32,7 +34,7 @@ def resolve(
     if mesh.expert_parallel > 1:
         experts = _experts(model, mesh, shapes, settings.ep_plan)
     if mesh.tensor_parallel > 1:
-        tensors = _tensors(model, mesh, shapes, settings.tp_plan)
+        tensors = _tensors(model, mesh, shapes, settings.tp_plan, settings.tensor_parallel)
     return Parallelism(mesh, experts, tensors, shapes)
 
 
@@ -66,11 +68,20 @@ def _all_served(experts: int, size: int) -> bool:
 
 
 def _tensors(
-    model: nn.Module, mesh: Mesh, shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, str] | None
+    model: nn.Module,
+    mesh: Mesh,
+    shapes: Mapping[str, tuple[int, ...]],
+    given: Mapping[str, str] | None,
+    section: Mapping[str, Any] | None = None,
 ) -> ParallelPlan:
     kind, size = type(model).__name__, mesh.tensor_parallel
-    rules = parallel_rules(model, "tp") if given is None else given
-    plan = tensor_plan(rules, {name: len(shape) for name, shape in shapes.items()}, _modules(model))
+    if section is not None:
+        if given is not None:
+            raise ConfigError("engine_config has both tp_plan and tensor_parallel; leave one of them out")
+        plan = _partitioned(model, size, section)
+    else:
+        rules = parallel_rules(model, "tp") if given is None else given
+        plan = tensor_plan(rules, {name: len(shape) for name, shape in shapes.items()}, _modules(model))
     if not plan.cuts:
         raise ConfigError(
             f"tensor_parallel={size}, but {kind} declares no tensor-parallel plan; use tensor_parallel=1, or "
@@ -83,6 +94,26 @@ def _tensors(
         except (ValueError, IndexError) as error:
             raise ConfigError(f"the tensor-parallel plan does not fit {name}: {error}") from error
     return plan
+
+
+def _partitioned(model: nn.Module, size: int, section: Mapping[str, Any]) -> ParallelPlan:
+    """The plan that DeepSpeed's ``tensor_parallel`` section makes for the linear layers of ``model``."""
+    linears = {
+        name: Linear((module.out_features, module.in_features), module.bias is not None)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    tied = tied_names(model) if is_pretrained(model) else {}
+    names = {*tied, *tied.values()}
+    config: Any = getattr(model, "config", None)
+    return partition_plan(
+        section,
+        linears,
+        size,
+        getattr(config, "model_type", None),
+        _modules(model),
+        [name for name in linears if f"{name}.weight" in names],
+    )
 
 
 def _check_heads(model: nn.Module, size: int, plan: ParallelPlan) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from zerostart.engines.placement import parallel_layout
-from zerostart.layout import Layout, Parallelism
+from zerostart.layout import Layout, Parallelism, replicated
 
 __all__ = ["DEVICE", "HOST", "STORAGE", "Planned", "planned"]
 
@@ -34,13 +34,24 @@ class Planned:
     alike: Callable[[str], Hashable]
     twin: Callable[[int], int]
     homes: Mapping[str, str]
+    #: Bytes that each rank holds of all parameters on the device, where that is more than it reads of them.
+    held: int | None = None
+    #: Bytes that each rank gets from the others when all have read what they want.
+    gathered: int = 0
 
 
 def planned(
-    engine: str, config: Mapping[str, Any] | None, model: nn.Module, parallelism: Parallelism
+    engine: str,
+    config: Mapping[str, Any] | None,
+    model: nn.Module,
+    parallelism: Parallelism,
+    zero_stage: int = 3,
+    exchange: bool | None = None,
 ) -> Planned:
     """Raises ConfigError or EngineError for what ``load`` would refuse of the configuration."""
     parameters = dict(model.named_parameters())
+    if engine == "deepspeed" and zero_stage < 3:
+        return _of_flat(config, parameters, parallelism.mesh.world_size, zero_stage, exchange)
     if engine == "deepspeed":
         return _of_deepspeed(config, parameters, parallelism)
     if parallelism.mesh.parallel:
@@ -81,6 +92,43 @@ def _of_deepspeed(
     names = {"none": DEVICE, "cpu": HOST, "nvme": STORAGE}
     homes = {name: names[home] for name, home in settings.homes(sizes, parallelism.mesh.world_size).items()}
     return _of_mesh("deepspeed", parameters, parallelism, homes)
+
+
+def _of_flat(
+    config: Mapping[str, Any] | None,
+    parameters: Parameters,
+    world_size: int,
+    zero_stage: int,
+    exchange: bool | None,
+) -> Planned:
+    from zerostart.engines.deepspeed.flat import capacity, exchanges, flat_groups, flat_rules
+
+    groups = flat_groups(parameters, flat_rules(config, zero_stage, world_size))
+    held = {d: capacity(group, world_size, d.itemsize) * d.itemsize for d, (_, group) in groups.items()}
+    homes = dict.fromkeys(parameters, DEVICE)
+    if not exchanges(exchange, world_size):
+        return Planned(
+            layout=lambda name, _: replicated(parameters[name].shape),
+            alike=lambda _: None,
+            twin=lambda _: 0,
+            homes=homes,
+            held=sum(held.values()),
+        )
+    runs: dict[str, Callable[[int], Layout]] = {}
+    gathered = 0
+    for dtype, (names, group) in groups.items():
+        gathered += (group.numel - group.numel // world_size) * dtype.itemsize
+        runs |= {
+            name: group.share(place, parameters[name].shape, world_size) for place, name in enumerate(names)
+        }
+    return Planned(
+        layout=lambda name, rank: runs[name](rank),
+        alike=lambda name: name,
+        twin=lambda rank: rank,
+        homes=homes,
+        held=sum(held.values()),
+        gathered=gathered,
+    )
 
 
 def _of_fsdp2(config: Mapping[str, Any] | None, parameters: Parameters, world_size: int) -> Planned:

@@ -36,8 +36,8 @@ class Engine(Protocol):
         """Shard the meta parameters ``names`` (``named_parameters`` order, the same on all ranks)."""
         ...
 
-    def finish(self, model: nn.Module) -> None:
-        """Hand over after all storages are filled."""
+    def finish(self, model: nn.Module) -> int:
+        """Hand over after all storages are filled; returns the bytes that this rank got from others."""
         ...
 
 

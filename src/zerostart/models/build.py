@@ -21,8 +21,6 @@ from zerostart.upstream.transformers_quantizers import dequantizer, prepare
 
 __all__ = ["Built", "ModelLike", "build", "require"]
 
-ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | None
-
 
 @dataclass(frozen=True)
 class Built:
@@ -40,6 +38,9 @@ class Built:
     quantizer: Any = None
 
 
+ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | Built | None
+
+
 def build(
     model: ModelLike,
     root: str | None,
@@ -50,8 +51,10 @@ def build(
     """Build ``model``, or without one the class that the configuration in ``root`` names.
 
     ``stored`` is the dtype of the checkpoint's first floating tensor, ``main`` that of most of its elements.
-    Raises BuildError or ConfigError.
+    One that is ``Built`` already is left as it is. Raises BuildError or ConfigError.
     """
+    if isinstance(model, Built):
+        return model
     log = OpLog()
     if model is None and names_diffusers(root):
         model = named_class(str(root))

@@ -1,12 +1,15 @@
 """Executing a plan: storage, reads by a small thread pool, staging where a read cannot land in place."""
 
-from zerostart.transfer.execute import bytes_view, execute, reader_threads
+from zerostart.transfer.execute import execute
 from zerostart.transfer.memory import Arena, PeakMeter
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.reader import FileReader, MemoryReader, Reader
 from zerostart.transfer.rows import Rows
+from zerostart.transfer.staging import bytes_view
+from zerostart.transfer.tuning import MIN_CHUNK, Tuning, tune
 
 __all__ = [
+    "MIN_CHUNK",
     "Arena",
     "FileReader",
     "MemoryReader",
@@ -14,7 +17,8 @@ __all__ = [
     "Progress",
     "Reader",
     "Rows",
+    "Tuning",
     "bytes_view",
     "execute",
-    "reader_threads",
+    "tune",
 ]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import chain
-from typing import Any
 
 import torch
 
 from zerostart.planning import Computation, Destination, Part, Plan, Read
-from zerostart.transfer.copying import copy_strided
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.reader import FileReader, MemoryReader, Reader
 from zerostart.transfer.rows import Rows
+from zerostart.transfer.staging import Staging, bytes_view, make_staging
 
-__all__ = ["bytes_view", "execute", "reader_threads"]
+__all__ = ["execute"]
 
 
 def execute(
@@ -26,19 +23,25 @@ def execute(
     progress: Progress,
     threads: int | None = None,
     reader: Reader | None = None,
+    depth: int = 2,
 ) -> int:
     """Fill ``storages`` (1-D, one for each of the plan's destinations) and zero their padding.
 
     Returns the bytes read. ``reader`` replaces the one that the plan calls for, of its files or its memory.
-    The first error of any thread stops the others and is raised here; the storages are then partly filled
-    and of no use.
+    ``depth`` is the number of a thread's staging buffers where storages are on an accelerator. The first
+    error of any thread stops the others and is raised here; the storages are then partly filled and of no
+    use.
     """
     _zero_padding(plan.destinations, storages)
-    threads = min(threads or reader_threads(), max(1, len(plan.reads) + len(plan.computations)))
+    threads = min(threads or 2, max(1, len(plan.reads) + len(plan.computations)))
+    device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
+    if device is not None:
+        # The padding was zeroed on a stream that the threads' own know nothing of.
+        torch.accelerator.current_stream(device).synchronize()
     with reader or _reader(plan) as source, progress:
-        pool = _Pool(plan, storages, source, progress)
+        pool = _Pool(plan, storages, source, progress, device, threads, depth)
         workers = [
-            threading.Thread(target=pool.work, name=f"zerostart-reader-{i}", daemon=True)
+            threading.Thread(target=pool.work_beside, name=f"zerostart-reader-{i}", daemon=True)
             for i in range(threads - 1)
         ]
         for worker in workers:
@@ -55,67 +58,73 @@ def _reader(plan: Plan) -> Reader:
     return FileReader(plan.files, plan.sizes) if plan.memory is None else MemoryReader(plan.memory.buffers)
 
 
-def reader_threads() -> int:
-    """At least two: one copies from the page cache while the other sets up its read."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
-    return max(2, min(8, cores // max(1, local_ranks)))
-
-
 def _zero_padding(destinations: Sequence[Destination], storages: Sequence[torch.Tensor]) -> None:
     for destination, storage in zip(destinations, storages, strict=True):
         if destination.owned < destination.numel:
             storage[destination.owned :].zero_()
 
 
-def bytes_view(tensor: torch.Tensor) -> memoryview:
-    """A writable view of a contiguous host tensor's bytes."""
-    array: Any = tensor.view(torch.uint8).numpy()
-    return memoryview(array)
-
-
 class _Pool:
     """State that the reading threads share."""
 
     def __init__(
-        self, plan: Plan, storages: Sequence[torch.Tensor], reader: Reader, progress: Progress
+        self,
+        plan: Plan,
+        storages: Sequence[torch.Tensor],
+        reader: Reader,
+        progress: Progress,
+        device: torch.device | None,
+        ahead: int,
+        depth: int,
     ) -> None:
         self.error: BaseException | None = None
         self._plan = plan
         self._targets = _Targets(plan.destinations, storages)
-        self._pinned = any(storage.device.type != "cpu" for storage in storages)
+        self._device = device
         self._reader = reader
         self._progress = progress
-        self._items = chain[Read | Computation](plan.reads, plan.computations)
+        self._items = enumerate(chain[Read | Computation](plan.reads, plan.computations))
+        self._ahead, self._depth = ahead, depth
         self._lock = threading.Lock()
 
     def work(self) -> None:
         """Take reads and computations until there are none left or one has failed."""
         try:
-            staging = _Staging(self._plan.chunk_size, self._pinned)
+            staging = make_staging(self._plan.chunk_size, self._depth, self._device)
             for item in self._taken():
                 if isinstance(item, Read):
                     self._read(item, self._targets, staging)
                 else:
                     self._compute(item, self._targets, staging)
+            staging.finish()
         except BaseException as error:  # whatever it is, it is raised again in the calling thread
             self.error = self.error or error
 
+    def work_beside(self) -> None:
+        """``work`` in a thread of its own: which device is the current one is a matter of each thread."""
+        if self._device is not None and self._device.index is not None:
+            torch.accelerator.set_device_index(self._device.index)
+        self.work()
+
     def _taken(self) -> Iterator[Read | Computation]:
+        """Reads in order, then computations; each time the read after those in flight is announced."""
+        reads = self._plan.reads
         while self.error is None:
             with self._lock:
-                item = next(self._items, None)
+                number, item = next(self._items, (0, None))
             if item is None:
                 return
+            if number + self._ahead < len(reads):
+                following = reads[number + self._ahead]
+                self._reader.announce(following.file, following.offset, _rows(following))
             yield item
 
-    def _read(self, read: Read, targets: _Targets, staging: _Staging) -> None:
+    def _read(self, read: Read, targets: _Targets, staging: Staging) -> None:
         if read.direct:
             self._into_place(read, targets)
         else:
             self._into(staging.view(read.nbytes), read)
-            for part in read.parts:
-                deliver(part, staging.buffer, targets.storages[part.target])
+            staging.deliver(read.parts, targets.storages)
         self._progress.advance(read.nbytes)
 
     def _into(self, buffer: memoryview, read: Read) -> None:
@@ -134,7 +143,7 @@ class _Pool:
         place = targets.place(part, (rows.count - 1) * step + rows.width)
         self._reader.gather(read.file, read.offset, rows, place, step)
 
-    def _compute(self, computation: Computation, targets: _Targets, staging: _Staging) -> None:
+    def _compute(self, computation: Computation, targets: _Targets, staging: Staging) -> None:
         """Fill the registers, run the steps, and deliver the last one's result to ``targets``."""
         rows = [torch.empty(r.numel, dtype=r.dtype) for r in computation.registers]
         registers = _Targets(computation.registers, rows)
@@ -147,7 +156,7 @@ class _Pool:
             result = made.as_strided((made.numel(),), (1,)).view(torch.uint8)
             to = targets if step is computation.steps[-1] else registers
             for part in step.parts:
-                deliver(part, result, to.storages[part.target])
+                staging.put(part, result, to.storages[part.target])
 
 
 class _Targets:
@@ -170,30 +179,3 @@ class _Targets:
 
 def _rows(read: Read) -> Rows:
     return Rows(read.rows, read.nbytes // read.rows, read.stride)
-
-
-class _Staging:
-    """One thread's staging buffer, allocated when it is needed: pinned where a device copies out of it."""
-
-    def __init__(self, nbytes: int, pinned: bool) -> None:
-        self._nbytes = nbytes
-        self._pinned = pinned
-
-    @cached_property
-    def buffer(self) -> torch.Tensor:
-        """The buffer's bytes."""
-        return torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._pinned)
-
-    def view(self, nbytes: int) -> memoryview:
-        """Its first bytes, to be read into."""
-        return bytes_view(self.buffer)[:nbytes]
-
-
-def deliver(part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
-    """Copy, permute and cast one part of the bytes ``data`` to its destination."""
-    width = part.dtype.itemsize
-    raw = data[part.at : part.at + part.nbytes]
-    if (data.storage_offset() + part.at) % width:
-        # A tensor of a coalesced read may begin at an offset that its dtype cannot be viewed at.
-        raw = raw.clone()
-    copy_strided(storage, part.to, raw.view(part.dtype), part.loops)

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["Arena", "PeakMeter"]
+__all__ = ["Arena", "PeakMeter", "free_bytes"]
 
 #: Alignment of each tensor in an arena: a cache line, and more than any vector unit or dtype asks for.
 ALIGNMENT = 64
@@ -112,3 +112,23 @@ def anonymous_bytes() -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on ``device``; None where nothing says.
+
+    Of an accelerator: what its driver has free, and what the allocator holds unused. Of the host: what the
+    kernel deems available, which all local ranks share.
+    """
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        if not hasattr(module, "mem_get_info"):
+            return None
+        free: int = module.mem_get_info(device)[0]
+        reserved = torch.accelerator.memory_reserved(device)
+        return free + reserved - torch.accelerator.memory_allocated(device)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol
@@ -11,10 +14,13 @@ from typing import Protocol
 import torch
 
 from zerostart.errors import CheckpointNotFoundError, ReadError
+from zerostart.transfer.direct import BOUNCE_BYTES, Trial, open_direct, read_direct
 from zerostart.transfer.retry import read_some
 from zerostart.transfer.rows import Rows, advise, gather
 
 __all__ = ["FileReader", "MemoryReader", "Reader"]
+#: Reads below this many bytes always go through the page cache: the blocks at their ends would weigh.
+LEAST_DIRECT = 1 << 20
 
 
 class Reader(Protocol):
@@ -32,6 +38,10 @@ class Reader(Protocol):
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
         """Read rows from ``offset`` of file number ``file`` on into ``target``, ``step`` bytes apart."""
+        ...
+
+    def announce(self, file: int, offset: int, rows: Rows) -> None:
+        """Say what a later call will read."""
         ...
 
 
@@ -70,15 +80,27 @@ class MemoryReader:
             source.as_strided(shape, (rows.stride, 1), source.storage_offset() + offset)
         )
 
+    def announce(self, file: int, offset: int, rows: Rows) -> None:
+        """Memory needs no notice."""
+
 
 class FileReader:
-    """Opens files on first use and reads ranges of them into buffers; safe to share between threads."""
+    """Opens files on first use and reads ranges of them into buffers; safe to share between threads.
 
-    def __init__(self, files: Sequence[str], sizes: Sequence[int]) -> None:
+    ``cold`` has the kernel told what will be read; a ``trial`` decides which reads go round the page cache.
+    """
+
+    def __init__(
+        self, files: Sequence[str], sizes: Sequence[int], cold: bool = False, trial: Trial | None = None
+    ) -> None:
         self._files = tuple(files)
         self._sizes = tuple(sizes)
         self._open: dict[int, int] = {}
+        self._open_direct: dict[int, int | None] = {}
+        self._own = threading.local()
         self._lock = threading.Lock()
+        self.cold = cold
+        self.trial = trial
         self.retries = 0  #: attempts that met a passing fault of the storage
 
     def __enter__(self) -> FileReader:
@@ -89,6 +111,10 @@ class FileReader:
     ) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
+        while self._open_direct:
+            descriptor = self._open_direct.popitem()[1]
+            if descriptor is not None:
+                os.close(descriptor)
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers``, one after the other, from ``offset`` of file number ``file`` on.
@@ -99,9 +125,13 @@ class FileReader:
         """
         descriptor = self._descriptor(file)
         left = list(buffers)
+        wanted = sum(map(len, left))
+        tried = self.trial if wanted >= LEAST_DIRECT else None
+        direct = self._direct_descriptor(file) if tried is not None and tried.direct(wanted) else None
+        started = time.perf_counter()
         while left:
             try:
-                count = read_some(descriptor, left, offset, self._sizes[file], self._missed)
+                count = self._some(file, descriptor, direct, left, offset)
             except OSError as error:
                 raise ReadError(
                     f"reading {self._files[file]} at offset {offset} failed: {error.strerror or error}"
@@ -116,6 +146,8 @@ class FileReader:
                 count -= len(left.pop(0))
             if count:
                 left[0] = left[0][count:]
+        if tried is not None:
+            tried.note(direct is not None, wanted, time.perf_counter() - started)
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
         """Read rows, many with one call where the system can; raises as ``read`` does."""
@@ -123,6 +155,39 @@ class FileReader:
         advise(descriptor, offset, rows)
         for row in range(gather(descriptor, offset, rows, target, step), rows.count):
             self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
+
+    def announce(self, file: int, offset: int, rows: Rows) -> None:
+        """Have the kernel fetch what a later call will read, where bytes come from storage."""
+        if self.cold and not (self.trial is not None and self.trial.uses_direct):
+            advise(self._descriptor(file), offset, rows)
+
+    def _some(
+        self, file: int, descriptor: int, direct: int | None, buffers: Sequence[memoryview], offset: int
+    ) -> int:
+        """Some bytes of a read, through the page cache or round it."""
+        size = self._sizes[file]
+        if direct is not None:
+            try:
+                return read_direct(direct, buffers, offset, size, self._bounce(), self._missed)
+            except OSError as error:
+                if error.errno != errno.EINVAL or self.trial is None:
+                    raise
+                self.trial.refuse()  # some file systems open such a file, and then take no read of it
+        return read_some(descriptor, buffers, offset, size, self._missed)
+
+    def _bounce(self) -> mmap.mmap:
+        if not hasattr(self._own, "bounce"):
+            self._own.bounce = mmap.mmap(-1, BOUNCE_BYTES)  # a mapping starts at a page
+        bounce: mmap.mmap = self._own.bounce
+        return bounce
+
+    def _direct_descriptor(self, file: int) -> int | None:
+        with self._lock:
+            if file not in self._open_direct:
+                self._open_direct[file] = open_direct(self._files[file])
+                if self._open_direct[file] is None and self.trial is not None:
+                    self.trial.refuse()
+            return self._open_direct[file]
 
     def _missed(self) -> None:
         with self._lock:
@@ -141,6 +206,9 @@ class FileReader:
                 except OSError as error:
                     raise ReadError(f"{path} cannot be opened: {error.strerror or error}") from error
                 self._open[file] = descriptor
+                if self.cold and hasattr(os, "posix_fadvise"):
+                    # What will be read is announced: reading ahead of it would fetch other ranks' bytes.
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
                 size = os.fstat(descriptor).st_size
                 if size != expected:
                     raise ReadError(

@@ -46,6 +46,11 @@ class Rows:
         """Bytes from the first to the last, both included."""
         return (self.count - 1) * self.stride + self.width
 
+    @property
+    def fetched(self) -> int:
+        """Bytes that storage gives for the rows."""
+        return self.span if self.stride - self.width <= FETCHED_GAP else self.count * self.width
+
     def extents(self) -> Iterator[tuple[int, int]]:
         """``(start, bytes)`` of what is worth a request each."""
         if self.stride - self.width <= FETCHED_GAP:

@@ -273,10 +273,11 @@ def contexts_aside() -> Iterator[None]:
     """Suspend a ``zero.Init`` context that is active around the body.
 
     It replaces the constructors of tensors and modules, and would partition what is built inside. DeepSpeed
-    suspends it in the same way while an engine is made.
+    suspends it in the same way while an engine is made. May be nested: what is suspended stays so.
     """
     module = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    if module is None:
+    context = getattr(module, "top_level_context", None)
+    if module is None or context is None or not context.patched:
         yield
         return
     module.shutdown_init_context()

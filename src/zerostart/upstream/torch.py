@@ -1,5 +1,7 @@
 """Private parts of torch: FSDP2's references to local tensors, and an initialiser that skips meta tensors.
 
+Also the count of a storage's users.
+
 Known for the versions in ``SUPPORTED``. Used of it: ``FSDPModule._apply``, which resets the references that
 the parameter groups keep, as it does after any ``Module.to``; ``DTensor._local_tensor``, ``DTensor._spec``
 and the constructor that takes the two; and ``nn.init._no_grad_trunc_normal_``, which samples by rejection,
@@ -21,7 +23,15 @@ from zerostart.errors import UnsupportedVersionError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["SUPPORTED", "adopt_local_tensors", "hide_padding", "over", "require", "truncated_normal_goes_to"]
+__all__ = [
+    "SUPPORTED",
+    "adopt_local_tensors",
+    "hide_padding",
+    "over",
+    "require",
+    "storage_users",
+    "truncated_normal_goes_to",
+]
 
 #: First known and first unknown version.
 SUPPORTED = ((2, 11), (2, 14))
@@ -34,11 +44,19 @@ def require() -> None:
 
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     there = "_apply" in vars(FSDPModule) and hasattr(nn.init, "_no_grad_trunc_normal_")
+    there = there and hasattr(torch._C, "_storage_Use_Count")
     if not SUPPORTED[0] <= version < SUPPORTED[1] or not there:
         low, high = (".".join(map(str, v)) for v in SUPPORTED)
         raise UnsupportedVersionError(
             f"torch {torch.__version__} is installed; zerostart knows versions from {low} to before {high}"
         )
+
+
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors share ``storage``, and this handle of it."""
+    require()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
 
 
 def adopt_local_tensors(model: nn.Module) -> None:

@@ -73,10 +73,11 @@ class DeepSpeedShards:
         replace_everywhere(model, {id(parameters[name]): parameter for name, parameter, *_ in placed})
         return shards
 
-    def finish(self, model: nn.Module) -> None:
+    def finish(self, model: nn.Module) -> int:
         """Write what lies on NVMe to the device; other partitions are in place as soon as they are filled."""
         if self._swapped:
             upstream.write_through(self._init, self._swapped)
+        return 0
 
     def _at(self, name: str, parameter: nn.Parameter) -> Callable[[int], Layout]:
         """What each rank holds of the parameter ``name`` of the unsharded model."""

@@ -50,6 +50,7 @@ class ZeroSettings:
     one_dtype: tuple[str, ...] = ()
     ep_plan: Mapping[str, str] | None = None
     tp_plan: Mapping[str, str] | None = None
+    tensor_parallel: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> ZeroSettings:
@@ -61,9 +62,6 @@ class ZeroSettings:
         zero = (config or {}).get("zero_optimization") or {}
         if not isinstance(zero, Mapping):
             raise ConfigError("engine_config['zero_optimization'] is not a dict")
-        stage = zero.get("stage", 3)
-        if stage != 3:
-            raise EngineError(f"engine_config asks for ZeRO stage {stage}, and the load for stage 3")
         _refuse_removed(zero)
         secondary = _number(zero, "zero_hpz_partition_size", 1)
         offload = _offload(zero)

@@ -75,8 +75,9 @@ class FSDP2Shards:
             )
         return Arena(torch.device("cpu") if self._settings.offloaded else self.device)
 
-    def finish(self, model: nn.Module) -> None:
+    def finish(self, model: nn.Module) -> int:
         """Nothing is left to do: FSDP2 looks at the storages themselves."""
+        return 0
 
 
 def current_shards(model: nn.Module) -> dict[str, Shard]:

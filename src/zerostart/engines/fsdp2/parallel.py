@@ -79,8 +79,9 @@ class FSDP2ParallelShards:
 
         return give_storage(model, names, Arena(self.device), self._rank, at, chunk)
 
-    def finish(self, model: nn.Module) -> None:
+    def finish(self, model: nn.Module) -> int:
         """Nothing is left to do: FSDP2 looks at the storages themselves."""
+        return 0
 
     def _wrap_experts(self, module: nn.Module, names: Mapping[str, str]) -> None:
         """Cut the parameters of one experts module, make it serve all ranks' tokens, and shard it."""

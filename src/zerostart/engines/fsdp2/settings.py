@@ -32,7 +32,8 @@ class FSDP2Settings:
     is made, with ``replicate`` replicas. ``wrap``: the units: class names, classes, or names of modules with
     ``*`` for any part, as ``model.layers.*``. ``reshard_after_forward``, ``shard_placement_fn``,
     ``mp_policy`` and ``offload_policy`` are those of ``fully_shard``, for every unit; the function returns
-    ``Shard(dim)`` or None. ``ep_plan`` and ``tp_plan`` come before the model's own plans.
+    ``Shard(dim)`` or None. ``ep_plan`` and ``tp_plan`` come before the model's own plans; so does
+    ``tensor_parallel``, DeepSpeed's section of that name.
     """
 
     mesh: DeviceMesh | None = None
@@ -44,6 +45,7 @@ class FSDP2Settings:
     offload_policy: OffloadPolicy | None = None
     ep_plan: Mapping[str, str] | None = None
     tp_plan: Mapping[str, str] | None = None
+    tensor_parallel: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> FSDP2Settings:

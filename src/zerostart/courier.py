@@ -1,0 +1,217 @@
+"""Going through a list of errands (``planning.errands``): reading, sending and receiving.
+
+The list settles the number and size of all messages. A rank that fails goes on receiving and sending, of
+whatever content, up to the next agreement or to the end, so that no other rank waits for it; there all raise
+its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerostart.errors import PeerError
+from zerostart.planning import Agreement, Delivery, Errand, Table
+from zerostart.transfer import MemoryReader, Reader, Rows, bytes_view
+from zerostart.world import World
+
+__all__ = ["Courier"]
+
+
+class Courier:
+    """Gives the bytes of this rank's requests, in their order, to one thread; a ``Reader`` for ``execute``.
+
+    All memory is taken at once, before the first message: room for the longest one and, where this rank
+    serves extents, for two of those, one being read by ``threads`` while the other is sent.
+    """
+
+    def __init__(
+        self,
+        errands: Sequence[Errand | Agreement],
+        tables: Sequence[Table],
+        reader: Reader,
+        world: World,
+        threads: int = 1,
+    ) -> None:
+        me = world.rank
+        own = [e for e in errands if isinstance(e, Agreement) or _concerns(e, me)]
+        extents = [e.extent for e in own if isinstance(e, Errand) and e.server == me and e.extent is not None]
+        self._errands = iter(own)
+        self._extents = iter(extents)
+        self._tables = tables
+        self._reader = reader
+        self._world = world
+        self._threads = threads
+        self._message = _room(
+            d.nbytes for e in own if isinstance(e, Errand) for d in e.deliveries if me in (e.server, d.to)
+        )
+        self._rooms = [_room(end - begin for _, begin, end in extents[turn::2]) for turn in range(2)]
+        self._left = memoryview(b"")  # of the last message to this rank
+        self._ahead: tuple[torch.Tensor, list[Future[None]]] | None = None
+        self._failure: BaseException | None = None
+        self.read_bytes = 0  #: read by this rank, for itself and for others
+        self.received_bytes = 0  #: got from others
+
+    def __enter__(self) -> Courier:
+        self._reader.__enter__()
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="zerostart-extents")
+        self._fetch()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Run the errands that are left: others wait for their bytes. Raises what failed on the way."""
+        self._failure = self._failure or error
+        try:
+            if not isinstance(error, PeerError):
+                while self._run():
+                    pass
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+            self._reader.__exit__(kind, error, trace)
+        if self._failure is not None and error is None:
+            raise self._failure
+
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers`` with the next request's bytes."""
+        self._next()
+        for buffer in buffers:
+            buffer[:] = self._left[: len(buffer)]
+            self._left = self._left[len(buffer) :]
+
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        """Fill the rows of ``target`` with the next request's bytes."""
+        self._next()
+        nbytes = rows.count * rows.width
+        source = torch.frombuffer(self._left, dtype=torch.uint8)[:nbytes].view(rows.count, rows.width)
+        place = torch.frombuffer(target, dtype=torch.uint8)
+        place.as_strided((rows.count, rows.width), (step, 1)).copy_(source)
+        self._left = self._left[nbytes:]
+
+    def announce(self, file: int, offset: int, rows: Rows) -> None:
+        """All ranks know what is read."""
+
+    def _next(self) -> None:
+        """Run errands until the next request's bytes are there."""
+        while not self._left:
+            if not self._run():
+                raise RuntimeError("more was asked for than the list of errands has")
+            if self._failure is not None:
+                raise self._failure
+
+    def _run(self) -> bool:
+        """Run the next errand; False if there is none. Raises at an agreement if a rank has failed."""
+        errand = next(self._errands, None)
+        if errand is None:
+            return False
+        if isinstance(errand, Agreement):
+            self._agree()
+        elif errand.server == self._world.rank:
+            self._serve(errand)
+        else:
+            (own,) = (delivery for delivery in errand.deliveries if delivery.to == self._world.rank)
+            _message(dist.recv, self._message[: own.nbytes], errand.server, self._world)
+            self._left = bytes_view(self._message)[: own.nbytes]
+            self.received_bytes += own.nbytes
+        return True
+
+    def _agree(self) -> None:
+        try:
+            self._world.agree(self._failure, "exchanging what was read")
+        except BaseException:
+            self._errands = iter(())  # all have stopped here
+            raise
+
+    def _serve(self, errand: Errand) -> None:
+        """Send to each what it asked for; a failure is kept, and the message sent all the same.
+
+        The next ranks come first. With servers that follow each other in a list of errands, each then passes
+        on what it has while the one before is still sending. This rank's own bytes come last: they stay in
+        the message until the caller has taken them.
+        """
+        me, size = self._world.rank, self._world.size
+        reader = self._reader if errand.extent is None else self._fetched()
+        for delivery in sorted(errand.deliveries, key=lambda delivery: (delivery.to - me - 1) % size):
+            room = self._message[: delivery.nbytes]
+            try:
+                if self._failure is None:
+                    self._fill(bytes_view(room), reader, errand.extent, delivery)
+            except Exception as error:
+                self._failure = error
+            if delivery.to != me:
+                _message(dist.send, room, delivery.to, self._world)
+            else:
+                self._left = bytes_view(room)
+
+    def _fill(
+        self, view: memoryview, reader: Reader, extent: tuple[int, int, int] | None, delivery: Delivery
+    ) -> None:
+        """Pack the requests of a delivery, out of a source or of an ``extent`` of it that is in memory."""
+        at = 0
+        for file, offset, nbytes, count, stride in self._tables[delivery.to][
+            delivery.first : delivery.stop
+        ].tolist():
+            place = view[at : at + nbytes]
+            if extent is not None:
+                file, offset = 0, offset - extent[1]
+            if count == 1:
+                reader.read(file, offset, [place])
+            else:
+                width = nbytes // count
+                reader.gather(file, offset, Rows(count, width, stride), place, width)
+            at += nbytes
+        if extent is None:
+            self.read_bytes += at
+
+    def _fetch(self) -> None:
+        """Have the next extent read that this rank serves, a part by each thread."""
+        extent = next(self._extents, None)
+        if extent is None:
+            self._ahead = None
+            return
+        file, begin, end = extent
+        room = self._rooms[0][: end - begin]
+        self._rooms.reverse()
+        part = -(-(end - begin) // self._threads)
+        parts = [
+            self._pool.submit(self._reader.read, file, begin + at, [bytes_view(room)[at : at + part]])
+            for at in range(0, end - begin, part)
+        ]
+        self._ahead = room, parts
+
+    def _fetched(self) -> Reader:
+        """The extent that is being read, as a reader; the one after it is asked for."""
+        assert self._ahead is not None, "an errand with an extent is served"
+        room, parts = self._ahead
+        for part in parts:
+            failure = part.exception()
+            self._failure = self._failure or failure
+        self.read_bytes += len(room)
+        if self._failure is None:
+            self._fetch()
+        return MemoryReader([room])
+
+
+def _concerns(errand: Errand, rank: int) -> bool:
+    return errand.server == rank or any(delivery.to == rank for delivery in errand.deliveries)
+
+
+def _room(sizes: Any) -> torch.Tensor:
+    return torch.empty(max(sizes, default=0), dtype=torch.uint8)
+
+
+def _message(call: Callable[..., Any], tensor: torch.Tensor, peer: int, world: World) -> None:
+    """One message to or from a peer."""
+    try:
+        call(tensor, peer, group=world.group)
+    except (RuntimeError, dist.DistBackendError) as error:
+        raise PeerError(
+            f"rank {peer} died or stopped answering while rank {world.rank} exchanged the checkpoint's bytes "
+            "with it; nothing was loaded: start all ranks again"
+        ) from error

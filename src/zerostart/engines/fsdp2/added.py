@@ -1,0 +1,60 @@
+"""Parameters that were added to a model after it was sharded, such as adapters: made shards of the same mesh.
+
+FSDP2 knows the parameters that a module had when it was wrapped. What comes later would be trained on each
+rank by itself, without any reduction of gradients, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from zerostart.errors import EngineError
+
+__all__ = ["shard_added"]
+
+#: Modules that hold parameters for others and are never called, so that nothing would gather them.
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+
+
+def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> list[str]:
+    """Shard the parameters of ``model`` that are no DTensors yet, each module that has some as a unit.
+
+    ``options`` are keyword arguments of ``fully_shard``. With ``fp32`` trainable ones are put in fp32 before,
+    as the masters of mixed precision. Returns the names of the modules. Raises EngineError, naming the
+    parameter, where a module that is never called holds it.
+    """
+    added: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        own = [(leaf, p) for leaf, p in module._parameters.items() if p is not None]
+        plain = [leaf for leaf, p in own if not isinstance(p, DTensor)]
+        if not plain:
+            continue
+        where = f"{name}.{plain[0]}".lstrip(".")
+        if isinstance(module, (*_CONTAINERS, FSDPModule)) or len(plain) != len(own):
+            raise EngineError(
+                f"{where} was added to a model that FSDP2 has sharded, to a {type(module).__name__} that it "
+                "cannot shard by itself. Adapters of linear layers can be added; for others, use DeepSpeed "
+                "ZeRO-3, or load without zerostart"
+            )
+        added.append((name, module))
+    mesh = _mesh_of(model)
+    for _, module in added:
+        for parameter in module.parameters(recurse=False):
+            if fp32 and parameter.requires_grad and parameter.dtype != torch.float32:
+                parameter.data = parameter.data.to(torch.float32)
+        # Small, and needed again in the backward: gathered once a step.
+        fully_shard(module, mesh=mesh, **{**options, "reshard_after_forward": False})
+    return [name for name, _ in added]
+
+
+def _mesh_of(model: nn.Module) -> DeviceMesh:
+    """The mesh of all ranks, over which the model's own parameters are sharded."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    return max(meshes, key=lambda mesh: mesh.size())

@@ -1,0 +1,122 @@
+"""Whether a load will read bytes once and exchange them, and what each rank then reads, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.engines.planned import DEVICE, Planned
+from zerostart.forecast import RankForecast, WorldPlan
+from zerostart.layout import Layout, replicated
+from zerostart.models import Settled
+from zerostart.planning import (
+    MARGIN,
+    Destination,
+    Errand,
+    Plan,
+    PlanOptions,
+    Sharing,
+    join,
+    shared_errands,
+    spans_within,
+    table_of,
+)
+from zerostart.recipe import Recipe
+from zerostart.serving import MOST_REQUESTS, Wants, chosen
+from zerostart.transfer import Tuning
+from zerostart.world import default_device
+
+__all__ = ["RANKS_OF_A_MACHINE", "Foreseen"]
+
+#: How many ranks a plan takes to be on one machine.
+RANKS_OF_A_MACHINE = 8
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What decides it: the checkpoint, what is read of it, where it goes and how it is read."""
+
+    catalog: Catalog
+    settled: Settled
+    placed: Planned
+    tuning: Tuning
+
+    def exchanged(self, made: WorldPlan, forced: bool | None) -> WorldPlan:
+        """The plan ``made`` for own slices, as it is or as it becomes if bytes are read once.
+
+        Raises ConfigError as ``serving.agree_on_sharing`` does.
+        """
+        if self.placed.gathered:
+            made = replace(made, exchanged_bytes=(self.placed.gathered,) * len(made.ranks))
+        if made.world_size == 1 or self.catalog.memory is not None or forced is False:
+            return made
+        if forced is None and not (self.tuning.cold and made.world_size > RANKS_OF_A_MACHINE):
+            return made  # one machine's page cache serves all its ranks
+        if forced is None and self._plainly_own(made):
+            return made
+        plans = [self._plan(rank, self.tuning.chunk_size) for rank in range(made.world_size)]
+        sharing = chosen(
+            [self._wants(r, plan, forced) for r, plan in enumerate(plans)], sum(self.catalog.sizes)
+        )
+        if sharing is None or not sharing.once:
+            return replace(made, sharing=sharing)
+        return self._once(made, sharing, plans)
+
+    def _plainly_own(self, made: WorldPlan) -> bool:
+        """Whether own slices are sure to be chosen, found without planning every rank's reads."""
+        of_all = made.world_size / len(made.ranks)
+        if of_all * sum(rank.read_ops for rank in made.ranks) > MOST_REQUESTS:
+            return True
+        # Reading once cannot be faster by the margin where hardly a byte is wanted twice, and whole rows are.
+        wanted = of_all * sum(rank.read_bytes for rank in made.ranks)
+        if wanted * MARGIN > min(wanted, sum(self.catalog.sizes)):
+            return False
+        return all(read.rows == 1 for read in self._plan(0, self.tuning.chunk_size).all_reads())
+
+    def _wants(self, rank: int, plan: Plan, forced: bool | None) -> Wants:
+        return Wants.of(plan, self.tuning, forced, str(rank // RANKS_OF_A_MACHINE))
+
+    def _once(self, made: WorldPlan, sharing: Sharing, own: Sequence[Plan]) -> WorldPlan:
+        chunk = sharing.chunk_size
+        plans = [spans_within(self._plan(rank, chunk), chunk) for rank in range(made.world_size)]
+        exchange = shared_errands([table_of(plan.reads) for plan in plans], chunk)
+        served = [0] * made.world_size
+        for errand in exchange.errands:
+            if isinstance(errand, Errand):
+                served[errand.server] += 1
+
+        def becomes(rank: RankForecast) -> RankForecast:
+            number, plan = rank.rank, plans[rank.rank]
+            alone = [plan.reads[n] for n in exchange.alone[number]]
+            computed = [read for computation in plan.computations for read in computation.reads]
+            staged = self.tuning.ring_bytes if own[number].staged else 0
+            return replace(
+                rank,
+                read_bytes=sum(r.nbytes for r in [*alone, *computed]) + exchange.served[number],
+                read_ops=len(alone) + len(computed) + served[number],
+                peak_host_bytes=rank.peak_host_bytes - staged + self.tuning.exchange_bytes(chunk),
+            )
+
+        return replace(
+            made,
+            ranks=tuple(map(becomes, made.ranks)),
+            sharing=sharing,
+            exchanged_bytes=tuple(exchange.received[rank.rank] for rank in made.ranks),
+        )
+
+    def _plan(self, rank: int, chunk_size: int) -> Plan:
+        on_host = default_device().type == "cpu"
+        wanted: list[tuple[Recipe, Layout, Destination]] = []
+
+        def want(recipe: Recipe, layout: Layout, direct: bool) -> None:
+            target = recipe.target
+            destination = Destination(target.name, layout.numel, layout.owned, target.dtype, direct)
+            wanted.append((recipe, layout, destination))
+
+        for name, recipe in self.settled.parameters.items():
+            if isinstance(recipe, Recipe):
+                want(recipe, self.placed.layout(name, rank), on_host or self.placed.homes[name] != DEVICE)
+        for recipe in self.settled.buffers.values():
+            want(recipe, replicated(recipe.target.shape), on_host)
+        return join(self.catalog, wanted, PlanOptions(chunk_size))

@@ -1,0 +1,211 @@
+"""``zerostart.enabled``: existing scripts, whose ``from_pretrained`` becomes a sharded load.
+
+What happens at a call of ``from_pretrained`` follows from the settings of the innermost ``enabled`` (or of
+``enable``) and from the configuration that is active at that moment, wherever it was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart import engines
+from zerostart.engines.deepspeed.settings import configured_dtype
+from zerostart.engines.fsdp2.added import shard_added
+from zerostart.errors import ConfigError
+from zerostart.gather import full_tensors
+from zerostart.integrations.active import STAGES, Active, find_active, fsdp2_config
+from zerostart.integrations.pretrained import Call, Settings
+from zerostart.reporting import report_of
+from zerostart.upstream import accelerate as accelerate_parts
+from zerostart.upstream import transformers_loading as loading_parts
+from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
+from zerostart.upstream.deepspeed_saving import replace_consolidation
+from zerostart.world import current_world
+
+__all__ = ["Settings", "disable", "enable", "enabled"]
+
+#: Settings that are in force, the innermost last.
+_stack: list[Settings] = []
+#: Models that every rank read whole while zerostart was enabled, for no sharding was set up then.
+_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: The engine configuration with which a model was loaded for FSDP2.
+_loaded: weakref.WeakKeyDictionary[nn.Module, Active] = weakref.WeakKeyDictionary()
+
+
+def enable(settings: Settings) -> None:
+    """Put ``settings`` in force until ``disable``; see ``zerostart.enable``."""
+    _check(settings)
+    if not _stack:
+        _transformers.install()
+        if not _accelerate.installed:
+            _accelerate.install()
+    _stack.append(settings)
+
+
+def disable() -> None:
+    """Take the settings put in force last out of it; see ``zerostart.disable``."""
+    if not _stack:
+        raise ConfigError("zerostart is not enabled; call zerostart.enable() before zerostart.disable()")
+    _stack.pop()
+    if not _stack:
+        _transformers.remove()
+
+
+@contextlib.contextmanager
+def enabled(settings: Settings) -> Iterator[None]:
+    """``enable`` for a block; see ``zerostart.enabled``."""
+    enable(settings)
+    try:
+        yield
+    finally:
+        disable()
+
+
+def _check(settings: Settings) -> None:
+    if settings.zero_stage not in STAGES:
+        raise ConfigError(
+            f"zero_stage={settings.zero_stage} is not available under zerostart.enabled() in this version; "
+            f"use {', '.join(map(str, STAGES))}, or zerostart.load"
+        )
+    if settings.engine is not None:
+        engines.check_choice(settings.engine, settings.zero_stage)
+    elif settings.engine_config is not None:
+        raise ConfigError("engine_config is given, but no engine; name it: enabled(engine=..., ...)")
+
+
+def _choose(kind: type, arguments: dict[str, Any]) -> Call | None:
+    """What serves a call of ``kind.from_pretrained``; None where it is transformers' own affair."""
+    settings = _stack[-1]
+    active = _resolved(settings, kind)
+    if active is None:
+        if max(settings.expert_parallel, settings.tensor_parallel) > 1:
+            raise ConfigError(
+                f"expert_parallel={settings.expert_parallel} and tensor_parallel={settings.tensor_parallel} "
+                f"are asked for, but no engine is set up when {kind.__name__}.from_pretrained is called; "
+                "start the script with a DeepSpeed ZeRO-3 or FSDP2 configuration, make TrainingArguments or "
+                "the Accelerator before the model, or name it: enabled(engine=...)"
+            )
+        return None
+    join_ranks(active.engine)
+    call = _Watched(settings, active, arguments)
+    call.check()
+    return call
+
+
+def _resolved(settings: Settings, kind: type) -> Active | None:
+    """The active configuration, or the engine asked for, with the active one's settings where they fit."""
+    found = find_active(kind)
+    if settings.engine is None:
+        return found
+    if settings.engine_config is not None or found is None or found.engine != settings.engine:
+        config = dict(settings.engine_config or {})
+        dtype = configured_dtype(config) if settings.engine == "deepspeed" else None
+        return Active(settings.engine, settings.zero_stage, config, dtype)
+    return replace(found, zero_stage=settings.zero_stage)
+
+
+class _Watched(Call):
+    """A call that leaves a note of what the model was loaded for."""
+
+    def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
+        found = super().load(model, files, state_dict, config)
+        _loaded[model] = self._active
+        if self._active.engine == "deepspeed" and self._settings.expert_parallel > 1:
+            replace_consolidation(_whole_state)
+        return found
+
+
+def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
+    """The state dict that DeepSpeed is to save of a model whose experts are shared out; collective."""
+    inner = next((m for m in model.modules() if m in _loaded), None)
+    if inner is None or not report_of(inner).parallelism.mesh.parallel:
+        return NotImplemented
+    if inner is not model:
+        raise ConfigError(
+            f"{type(model).__name__} wraps a model whose experts are shared out, which cannot be saved "
+            "whole; save the adapter alone, or load with expert_parallel=1"
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[int, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in full_tensors(model, 0):
+        parameter = parameters.get(name)
+        if tensor is None or (without_frozen and parameter is not None and not parameter.requires_grad):
+            continue
+        # Tied names share one tensor, as in the model's own state dict.
+        state[name] = tensor if parameter is None else first.setdefault(id(parameter), tensor)
+    return state if current_world().rank == 0 else None
+
+
+def _sharded(accelerator: Any, model: nn.Module) -> bool:
+    """Whether accelerate's FSDP2 preparation is to leave ``model`` as it is.
+
+    Raises ConfigError where it was loaded for other settings than accelerate has now.
+    """
+    _refuse_whole(model, "FSDP2")
+    inner = next((m for m in model.modules() if m in _loaded), None)
+    if inner is None:
+        return False
+    loaded = _loaded[inner]
+    plugin = fsdp2_plugin()
+    if loaded.engine != "fsdp2" or plugin is None:
+        raise ConfigError(
+            f"{type(inner).__name__} was loaded for {loaded.engine}, and accelerate prepares it for FSDP2"
+        )
+    wanted = fsdp2_config(plugin, type(inner))
+    # What the caller's own engine_config leaves open is no contradiction.
+    chosen = {**wanted, **loaded.config, "mp_policy": loaded.config.get("mp_policy")}
+    differing = [key for key in ("mp_policy", "reshard_after_forward") if wanted.get(key) != chosen.get(key)]
+    if differing:
+        raise ConfigError(
+            f"{type(inner).__name__} was loaded with other FSDP2 settings than accelerate has now "
+            f"({', '.join(differing)}); make the Accelerator or TrainingArguments before the model, or pass "
+            "zerostart.enabled(engine='fsdp2', engine_config=...) what they will have"
+        )
+    shard_added(model, {"mp_policy": plugin.policy} if plugin.policy else {}, plugin.mixed_precision != "no")
+    return True
+
+
+def _partitioned(accelerator: Any, model: nn.Module) -> None:
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin.zero3_init_flag and plugin.hf_ds_config.is_zero3():
+        _refuse_whole(model, "DeepSpeed ZeRO-3")
+
+
+def _refuse_whole(model: nn.Module, engine: str) -> None:
+    """Raise ConfigError for a model that every rank read whole, though zerostart was enabled."""
+    for module in model.modules():
+        if module in _whole:
+            raise ConfigError(
+                f"every rank has read {type(module).__name__} whole, since {engine} was not yet set up when "
+                "from_pretrained was called; make TrainingArguments or the Accelerator before the model, or "
+                f"name the engine: zerostart.enable(engine={'fsdp2' if engine == 'FSDP2' else 'deepspeed'!r})"
+            )
+
+
+class _Accelerate(accelerate_parts.Override):
+    """Stays once it is installed: a model may be prepared long after the block in which it was loaded."""
+
+    installed = False
+
+    def install(self) -> None:
+        super().install()
+        self.installed = True
+
+
+def _left(model: nn.Module) -> None:
+    """Note a model that transformers loaded by itself while ranks were there to share it."""
+    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        _whole.add(model)
+
+
+_transformers = loading_parts.Override(_choose, _left)
+_accelerate = _Accelerate(_sharded, _partitioned)

@@ -1,0 +1,172 @@
+"""One call of transformers' ``from_pretrained`` whose weights zerostart loads in shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerostart import engines
+from zerostart.checkpoint.source import Files
+from zerostart.errors import ConfigError, PeerError, ZerostartError
+from zerostart.integrations.active import Active
+from zerostart.loading import Request, run
+from zerostart.models import Built
+from zerostart.models.oplog import OpLog
+from zerostart.reporting import report_of
+from zerostart.upstream.transformers_loading import Findings
+from zerostart.upstream.transformers_quantizers import dequantizer
+from zerostart.world import current_world
+
+__all__ = ["Call", "Settings"]
+
+#: Arguments of ``from_pretrained`` that a sharded load cannot honour, and why.
+REFUSED = {
+    "device_map": "the ranks share the model out by themselves",
+    "distributed_config": "the mesh is the engine's; use expert_parallel= and tensor_parallel= of enabled()",
+    "tp_plan": "use tensor_parallel= of enabled()",
+    "tp_size": "use tensor_parallel= of enabled()",
+    "device_mesh": "the mesh is the engine's; use expert_parallel= and tensor_parallel= of enabled()",
+    "gguf_file": "its conversions calculate on whole tensors; convert it to safetensors first",
+    "max_memory": "it belongs to device_map",
+    "offload_folder": "it belongs to device_map",
+    "offload_buffers": "it belongs to device_map",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ``zerostart.enabled``, as documented there."""
+
+    engine: str | None = None
+    zero_stage: int = 3
+    engine_config: Mapping[str, Any] | None = None
+    expert_parallel: int = 1
+    tensor_parallel: int = 1
+    memory_limit: int | None = None
+    chunk_size: int | None = None
+    progress: bool = True
+    fp32_masters: bool = True
+
+
+class Call:
+    """Builds, loads, and agrees with the other ranks; see ``transformers_loading.Served``."""
+
+    def __init__(self, settings: Settings, active: Active, arguments: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._active = active
+        self._arguments = dict(arguments)
+        self._log = OpLog()
+        self._dtype = torch.get_default_dtype()
+        self._agreed = False
+        self.model: Any = None
+
+    def check(self) -> None:
+        """Raise ConfigError, by its name, for an argument that a sharded load cannot honour."""
+        for name, reason in REFUSED.items():
+            if self._arguments.get(name):
+                raise ConfigError(
+                    f"from_pretrained({name}=...) is not available under zerostart.enabled(): {reason}. "
+                    "Leave it out, or call it outside"
+                )
+        quantization = self._arguments.get("quantization_config")
+        if quantization is not None and not _dequantises(quantization):
+            raise ConfigError(
+                "from_pretrained(quantization_config=...) is not available under zerostart.enabled(): "
+                "weights are sharded as they train, and quantised ones are not trained. Leave it out, or set "
+                "its dequantize=True for a checkpoint that is quantised"
+            )
+
+    def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[Any]]:
+        """Buffers are computed in the dtype of the model: DeepSpeed's, or the one asked for."""
+        self._dtype = dtype
+        if self._active.engine == "deepspeed" and self._active.dtype is not None:
+            self._dtype = self._active.dtype
+        return self._dtype, self._logged()
+
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        with engines.contexts_aside(), self._log:
+            yield
+
+    def load(self, model: Any, files: list[str] | None, state_dict: Any, config: Any) -> Findings:
+        """Load, collectively, by transformers' rules for what is missing, unexpected or mismatched."""
+        self._agreed = True  # From here on, whatever fails does so on every rank.
+        with current_world().phase("from_pretrained"):
+            if config.device_map is not None:
+                raise ConfigError(
+                    f"a device is set for the model ({config.device_map}), by torch.set_default_device or "
+                    "`with torch.device(...)`, which zerostart.enabled() cannot honour: "
+                    f"{REFUSED['device_map']}"
+                )
+            quantizer = self._quantizer(config)
+        named = model.config.dtype
+        mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        settings, active = self._settings, self._active
+        source = (
+            state_dict if state_dict is not None else Files(tuple(files or ()), model.config.name_or_path)
+        )
+        run(
+            Request(
+                source=source,
+                model=Built(model, self._log, active.dtype or self._dtype, True, quantizer),
+                engine=active.engine,
+                zero_stage=active.zero_stage,
+                engine_config=active.config,
+                expert_parallel=settings.expert_parallel,
+                tensor_parallel=settings.tensor_parallel,
+                converter=None if quantizer is not None else config.weight_mapping,
+                memory_limit=settings.memory_limit,
+                chunk_size=settings.chunk_size,
+                strict=False,
+                progress=settings.progress,
+                fp32_masters=settings.fp32_masters,
+                reinitialised=mismatched if config.ignore_mismatched_sizes else None,
+            )
+        )
+        # The configuration names the dtype that was asked for, whatever the engine trains in.
+        model.config.dtype = named
+        made = report_of(model)
+        return (
+            set(made.missing) - mismatched.keys(),
+            set(made.unexpected),
+            {(name, have, want) for name, (have, want) in mismatched.items()},
+        )
+
+    def failed(self, error: Exception) -> None:
+        """Raise ``error`` on every rank, if it came before the ranks began to load together."""
+        if self._agreed or isinstance(error, PeerError):
+            return
+        self._agreed = True
+        try:
+            current_world().agree(error, "from_pretrained")
+        except ZerostartError as agreed:
+            # Where all ranks failed alike, the caller gets the library's own error.
+            if str(agreed) != f"{type(error).__name__}: {error}":
+                raise
+
+    def _quantizer(self, config: Any) -> Any:
+        """zerostart's own dequantisation, in the place of transformers' for the same checkpoint."""
+        if config.hf_quantizer is None:
+            return None
+        quantization = config.hf_quantizer.quantization_config
+        name = config.pretrained_model_name_or_path
+        if not _dequantises(quantization):
+            raise ConfigError(
+                f"{name} is quantised ({quantization.quant_method}), and quantised weights are not trained; "
+                "pass from_pretrained(quantization_config=...) with dequantize=True, or use zerostart.load, "
+                "which dequantises"
+            )
+        if self._arguments.get("key_mapping"):
+            raise ConfigError("key_mapping with a quantised checkpoint is not available; use zerostart.load")
+        return dequantizer(quantization.to_dict(), str(name))
+
+
+def _dequantises(quantization: Any) -> bool:
+    if isinstance(quantization, Mapping):
+        return bool(quantization.get("dequantize"))
+    return bool(getattr(quantization, "dequantize", False))

@@ -1,0 +1,94 @@
+"""Flat buffers: parameters one after the other in one buffer, as ZeRO stages 1 and 2 keep a group of them.
+
+Source: DeepSpeed's ``runtime/zero/stage_1_and_2.py`` (``_round_robin_reorder``, the loop over groups in the
+constructor) and ``runtime/bf16_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+
+from zerostart.geometry import row_major_boxes, row_major_strides
+from zerostart.layout.layout import Layout, Placed
+
+__all__ = ["FlatGroup", "FlatRules", "flat_run", "shares"]
+
+#: A partition begins at a multiple of this many elements (DeepSpeed's ``nccl_start_alignment_factor``).
+START_ALIGNMENT = 2
+#: Bytes that ``parameter_alignment`` aligns each parameter to.
+PARAMETER_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRules:
+    """How an optimizer over ``partitions`` ranks flattens a group."""
+
+    partitions: int
+    round_robin: bool = False
+    aligned: bool = False
+
+    def group(self, numels: Sequence[int], itemsize: int) -> FlatGroup:
+        """The flat group of parameters with ``numels`` elements, in the optimizer's order."""
+        order = _dealt(len(numels), self.partitions) if self.round_robin else range(len(numels))
+        step = PARAMETER_BYTES // gcd(PARAMETER_BYTES, itemsize) if self.aligned else 1
+        offsets, end = [0] * len(numels), 0
+        for position in order:
+            # The last one is followed by the padding of the group alone.
+            end += -end % step
+            offsets[position] = end
+            end += numels[position]
+        whole = START_ALIGNMENT * self.partitions
+        return FlatGroup(tuple(offsets), tuple(numels), end + -end % whole)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """Parameters in one flat buffer of ``numel`` elements; what none of them covers is zero."""
+
+    offsets: tuple[int, ...]
+    numels: tuple[int, ...]
+    numel: int
+
+    def share(self, place: int, shape: Sequence[int], partitions: int) -> Callable[[int], Layout]:
+        """Of the parameter number ``place``, of ``shape``: what lies in each rank's part of the buffer."""
+        one = FlatGroup((self.offsets[place],), (self.numels[place],), self.numel)
+        size = self.numel // partitions
+        return lambda rank: flat_run(shape, *shares(one, rank * size, (rank + 1) * size)[0])
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The padding, as ranges of elements ``(start, stop)``."""
+        found, end = [], 0
+        for offset, numel in sorted(zip(self.offsets, self.numels, strict=True)):
+            if offset > end:
+                found.append((end, offset))
+            end = max(end, offset + numel)
+        return [*found, (end, self.numel)] if end < self.numel else found
+
+
+def _dealt(count: int, partitions: int) -> list[int]:
+    """Every ``partitions``-th, from the first; then from the second, and so on."""
+    return [index for first in range(min(partitions, count)) for index in range(first, count, partitions)]
+
+
+def shares(group: FlatGroup, start: int, stop: int) -> list[tuple[int, int]]:
+    """Of each parameter, the run of its row-major order that lies in the elements ``start`` to ``stop``.
+
+    A parameter with nothing there has an empty run.
+    """
+    found = []
+    for offset, numel in zip(group.offsets, group.numels, strict=True):
+        low = min(max(start - offset, 0), numel)
+        found.append((low, max(low, min(stop - offset, numel))))
+    return found
+
+
+def flat_run(shape: Sequence[int], start: int, stop: int) -> Layout:
+    """The elements ``start`` to ``stop`` of the row-major order, one after the other, without padding."""
+    strides = row_major_strides(shape)
+    placed = []
+    for box in row_major_boxes(shape, start, min(stop, prod(shape))):
+        first = sum(o * s for o, s in zip(box.origin, strides, strict=True))
+        placed.append(Placed(box, first - start, strides))
+    return Layout(tuple(shape), stop - start, stop - start, tuple(placed))

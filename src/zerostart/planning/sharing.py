@@ -1,0 +1,105 @@
+"""Own slice or read once: what either takes, by a model of storage and interconnect.
+
+Where several ranks want the same bytes (replicas, buffers, columns of the same rows), each can read what it
+wants, or each byte can be read by one rank that sends it to the others. With W the bytes wanted by all ranks,
+F those that storage gives for them if each rank asks on its own (whole rows for narrow columns), U those of
+them that differ, M machines, S the rate of storage shared by all machines, N that of one machine's link to
+it (or of its disk), C the rate at which a machine copies out of its page cache, X a rank's interconnect and w
+the most that one rank wants:
+
+    own slice:  max(M V / S, V / N, W / (M C)),  V = min(U, F / M): a machine's page cache serves its ranks
+    read once:  max(U / S, U / (M N), 2 e / X, 2 e n / C) + one chunk's time,  e = w (1 - 1 / ranks)
+
+with n ranks on a machine, whose messages are copied in and out, and a rank sending and receiving in turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+__all__ = ["MARGIN", "Rates", "Sharing", "Traffic", "choose"]
+
+GB = 1e9
+#: Reading once has to be this much faster: it is the more delicate way.
+MARGIN = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes a second.
+
+    Of storage ``shared`` by all machines, of a machine's ``link`` to it or its disk, of a machine's copies
+    (out of its page cache, for one), and of one rank's ``interconnect``.
+    """
+
+    shared: float = math.inf
+    link: float = 2 * GB
+    copy: float = 8 * GB
+    interconnect: float = 1 * GB
+
+    @classmethod
+    def slowest(cls, rates: Sequence[Rates]) -> Rates:
+        """The lowest of each: the last rank counts."""
+        return cls(*(min(getattr(r, f.name) for r in rates) for f in fields(cls)))
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes ``wanted`` by all ranks together, how many ``differ``, and the ``most`` that one rank wants.
+
+    ``fetched`` are those that storage gives if each rank reads what it wants; never fewer than ``wanted``.
+    """
+
+    wanted: int
+    differ: int
+    most: int
+    ranks: int
+    machines: int = 1
+    chunk: int = 0
+    fetched: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Whether bytes are read ``once``, and the estimated seconds of either way; ``forced`` by an argument.
+
+    Read once, no request takes more than ``chunk_size`` bytes.
+    """
+
+    once: bool
+    own_seconds: float
+    once_seconds: float
+    forced: bool = False
+    chunk_size: int = 0
+
+    def __str__(self) -> str:
+        ways = "each byte read once and exchanged", "own slices"
+        taken, other = ways if self.once else ways[::-1]
+        first, second = (self.once_seconds, self.own_seconds)[:: 1 if self.once else -1]
+        why = " as asked" if self.forced else ""
+        return f"{taken}{why} (estimated {first:.2g} s; {other}: {second:.2g} s)"
+
+
+def choose(traffic: Traffic, rates: Rates, forced: bool | None = None) -> Sharing:
+    """The cheaper way, or the one that is asked for."""
+    machines, ranks = max(1, traffic.machines), max(1, traffic.ranks)
+    fetched = max(traffic.wanted, traffic.fetched)
+    of_machine = min(traffic.differ, fetched / machines)
+    own = max(
+        machines * of_machine / rates.shared,
+        of_machine / rates.link,
+        traffic.wanted / machines / rates.copy,
+    )
+    received = traffic.most * (1 - 1 / ranks) if fetched > traffic.differ else 0.0
+    once = max(
+        traffic.differ / rates.shared,
+        traffic.differ / machines / rates.link,
+        traffic.differ / machines / rates.copy,
+        2 * received / rates.interconnect,
+        2 * received * ranks / machines / rates.copy,
+    )
+    once += traffic.chunk / rates.link
+    chosen = forced if forced is not None else once < MARGIN * own
+    return Sharing(chosen, own, once, forced is not None, traffic.chunk if chosen else 0)

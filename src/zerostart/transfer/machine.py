@@ -1,0 +1,101 @@
+"""What this process may use of its machine: processors and memory, by affinity, NUMA and control groups."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["available_memory", "cores", "cores_of_node", "local_ranks", "machine_name"]
+
+ROOT = Path("/")
+#: Files of a control group's limit and use of memory, version 2 and version 1.
+VERSIONS = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+
+def local_ranks() -> int:
+    """Ranks on this machine, as launchers tell in ``LOCAL_WORLD_SIZE``; 1 without it."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(told)) if told.isdecimal() else 1
+
+
+def machine_name(root: Path = ROOT) -> str:
+    """What ranks of one machine have in common, in containers too: the identity of its running kernel."""
+    return _text(root / "proc/sys/kernel/random/boot_id") or platform.node()
+
+
+def cores(root: Path = ROOT) -> float:
+    """Processors that this process may run on: its affinity, within its control groups' quota."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([float(own), *_quotas(root)])
+
+
+def cores_of_node(root: Path = ROOT) -> int:
+    """Processors of the largest NUMA node; all where the system knows no nodes."""
+    lists = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
+    return max((_listed(text) for path in lists if (text := _text(path))), default=0) or os.cpu_count() or 1
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes that this process may still take, of the machine and of its control groups."""
+    meminfo = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line)
+    free = [int(meminfo["MemAvailable"].split()[0]) * 1024] if "MemAvailable" in meminfo else []
+    return min([*free, *_memory_left(root)], default=1 << 62)
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Processors that each control group above this process allows."""
+    for folder in _groups(root, "cpu"):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")  # version 2
+        if quota.isdecimal() and period.strip().isdecimal():
+            yield max(1.0, int(quota) / int(period))
+        first = _text(folder / "cpu.cfs_quota_us")  # version 1; -1: none
+        if first.isdecimal() and (length := _text(folder / "cpu.cfs_period_us")).isdecimal():
+            yield max(1.0, int(first) / int(length))
+
+
+def _memory_left(root: Path) -> Iterator[int]:
+    """What each control group leaves; page cache that can be given back counts as free."""
+    for folder in _groups(root, "memory"):
+        for limit, usage in VERSIONS:
+            most, used = _text(folder / limit), _text(folder / usage)
+            if most.isdecimal() and used.isdecimal():
+                stat = _text(folder / "memory.stat")
+                cached = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
+                yield max(0, int(most) - int(used) + (int(cached[1]) if cached else 0))
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's control groups for ``controller``, from its own up to the top."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / names if names else root / "sys/fs/cgroup"
+        folder = base / path.strip("/")
+        while True:
+            yield folder
+            if folder == base or base not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _listed(text: str) -> int:
+    """Members of a list such as ``0-3,8``."""
+    total = 0
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        total += int(last or first) - int(first) + 1
+    return total
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

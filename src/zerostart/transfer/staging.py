@@ -1,0 +1,170 @@
+"""Staging buffers: where reads land that cannot land in place, and how their bytes go on from there.
+
+On the host a thread has one buffer, and copies out of it. With an accelerator it has two, pinned: while one
+is filled from storage, the other is on its way to the device, on a stream of the thread's own. There the raw
+bytes land in a buffer of the thread's, and are cast and put in place by the device. So storage, bus and cast
+overlap, and neither side takes more than its buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from zerostart.planning import Part
+from zerostart.transfer.copying import copy_strided
+
+__all__ = ["DeviceStaging", "HostStaging", "Staging", "bytes_view", "make_staging"]
+
+
+class Staging(Protocol):
+    """One thread's buffers; allocated when the first is asked for."""
+
+    def view(self, nbytes: int) -> memoryview:
+        """Room for the next ``nbytes``."""
+        ...
+
+    def deliver(self, parts: Sequence[Part], storages: Sequence[torch.Tensor]) -> None:
+        """Copy, permute and cast the parts of what was read into that room to their destinations."""
+        ...
+
+    def put(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
+        """The same for one part of the bytes ``data``, on the host, which the caller then forgets."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything is in its place."""
+        ...
+
+
+def make_staging(nbytes: int, depth: int, device: torch.device | None) -> Staging:
+    """Staging in buffers of ``nbytes``: ``depth`` of them on the way to ``device``, one without a device."""
+    return HostStaging(nbytes) if device is None else DeviceStaging(nbytes, depth, device)
+
+
+def bytes_view(tensor: torch.Tensor) -> memoryview:
+    """A writable view of a contiguous host tensor's bytes."""
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+class HostStaging:
+    """One buffer; what is delivered is in its place at once."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    @cached_property
+    def _buffer(self) -> torch.Tensor:
+        return torch.empty(self._nbytes, dtype=torch.uint8)
+
+    def view(self, nbytes: int) -> memoryview:
+        """Room for the next ``nbytes``."""
+        return bytes_view(self._buffer)[:nbytes]
+
+    def deliver(self, parts: Sequence[Part], storages: Sequence[torch.Tensor]) -> None:
+        """Copy the parts."""
+        for part in parts:
+            self.put(part, self._buffer, storages[part.target])
+
+    def put(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
+        """Copy one part."""
+        raw = data[part.at : part.at + part.nbytes]
+        if (data.storage_offset() + part.at) % part.dtype.itemsize:
+            # A tensor of a coalesced read may begin at an offset that its dtype cannot be viewed at.
+            raw = raw.clone()
+        copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+
+class DeviceStaging:
+    """Pinned buffers in turn, a stream, and as many bytes on the device.
+
+    Whoever has written to the storages before has waited for that. ``device`` may be the CPU, where nothing
+    overlaps: so the way of the bytes can be followed without an accelerator.
+    """
+
+    def __init__(self, nbytes: int, depth: int, device: torch.device) -> None:
+        self._nbytes = nbytes
+        self._depth = depth
+        self._device = device
+        self._pinned = device.type != "cpu"
+        self._turn = 0
+        self._host_only = HostStaging(nbytes)
+        self._stream = torch.Stream(device) if self._pinned else None
+        self._sent: list[torch.Event | None] = [None] * depth
+
+    @cached_property
+    def _host(self) -> list[torch.Tensor]:
+        return [
+            torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(self._depth)
+        ]
+
+    @cached_property
+    def _raw(self) -> torch.Tensor:
+        # Made under the stream that uses it, as the caching allocator wants it.
+        return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+
+    def view(self, nbytes: int) -> memoryview:
+        """Room for the next ``nbytes``; waits until what was in it has left for the device."""
+        sent = self._sent[self._turn]
+        if sent is not None:
+            sent.synchronize()
+        return bytes_view(self._host[self._turn])[:nbytes]
+
+    def deliver(self, parts: Sequence[Part], storages: Sequence[torch.Tensor]) -> None:
+        """Send the parts on their way; the next room is in another buffer."""
+        host = self._host[self._turn]
+        with self._on_stream(), torch.no_grad():
+            for part in parts:
+                self._send(part, host, storages[part.target])
+        if self._stream is not None:
+            self._sent[self._turn] = self._stream.record_event()
+        self._turn = (self._turn + 1) % self._depth
+
+    def put(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
+        """Send one part and wait for it: the caller's memory is pageable, and is forgotten."""
+        with self._on_stream(), torch.no_grad():
+            self._send(part, data, storage)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until everything is in its place."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _send(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
+        if storage.device.type != self._device.type:  # a register, or a tensor that stays on the host
+            self._host_only.put(part, data, storage)
+            return
+        source = data[part.at : part.at + part.nbytes]
+        if part.dtype == storage.dtype and _one_run(part):
+            place = storage[part.to : part.to + part.nbytes // part.dtype.itemsize]
+            place.view(torch.uint8).copy_(source, non_blocking=True)
+        elif part.nbytes <= self._nbytes:
+            # From the start of the buffer, so that any dtype can be viewed there.
+            raw = self._raw[: part.nbytes]
+            raw.copy_(source, non_blocking=True)
+            copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
+        else:  # the result of a computation that could not be cut
+            self._host_only.put(part, data, storage)
+
+    def _on_stream(self) -> torch.Stream | _Here:
+        return self._stream if self._stream is not None else _Here()
+
+
+class _Here:
+    """Stands in for a stream where there is none."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def _one_run(part: Part) -> bool:
+    return not part.loops or (len(part.loops) == 1 and part.loops[0][1:] == (1, 1))

@@ -1,0 +1,246 @@
+"""Private parts of accelerate: its FSDP2 plugin, and how it prepares a model that is sharded already.
+
+Known for the versions in ``SUPPORTED``. Used of it: of ``AcceleratorState`` ``_shared_state``,
+``distributed_type``, ``fsdp_plugin`` and ``_mixed_precision``; of ``FullyShardedDataParallelPlugin``
+``fsdp_version``, ``mixed_precision_policy``, ``reshard_after_forward``, ``auto_wrap_policy``,
+``transformer_cls_names_to_wrap``, ``cpu_offload`` and ``ignored_modules``.
+
+Replaced while ``Override`` is installed:
+
+- ``accelerator.fsdp2_prepare_model`` and ``Accelerator._prepare_deepspeed``: the functions given to
+  ``Override`` look at the model first;
+- ``FullyShardedDataParallelPlugin.set_auto_wrap_policy``: finds classes by their names, which ``fully_shard``
+  changes;
+- ``AcceleratorState.__init__``: accelerate ignores FSDP on hosts without an accelerator and wraps models in
+  DDP; where FSDP2 is asked for, the state says so there too, so that scripts can be rehearsed;
+- ``TrainingArguments._process_fsdp_args`` of transformers: the arguments are remembered for as long as they
+  live, since a ``Trainer`` makes its Accelerator after the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerostart.errors import UnsupportedVersionError
+
+__all__ = ["SUPPORTED", "FSDP2Plugin", "Override", "fsdp2_plugin", "join_ranks", "require"]
+
+#: First known and first unknown version.
+SUPPORTED = ((1, 12), (1, 16))
+
+
+@functools.cache
+def require() -> None:
+    """Raise UnsupportedVersionError unless everything that this file uses is there."""
+    import accelerate
+    from accelerate import accelerator, state, utils
+    from transformers import TrainingArguments
+
+    version = tuple(int(part) for part in accelerate.__version__.split(".")[:2])
+    absent = [
+        f"{owner.__name__}.{name}"
+        for owner, names in (
+            (accelerator, ("fsdp2_prepare_model",)),
+            (accelerator.Accelerator, ("_prepare_deepspeed",)),
+            (state.AcceleratorState, ("_shared_state", "is_fsdp2")),
+            (utils.FullyShardedDataParallelPlugin, ("set_mixed_precision", "set_auto_wrap_policy")),
+            (TrainingArguments, ("_process_fsdp_args",)),
+        )
+        for name in names
+        if not hasattr(owner, name)
+    ]
+    if not SUPPORTED[0] <= version < SUPPORTED[1] or absent:
+        low, high = (".".join(map(str, v)) for v in SUPPORTED)
+        raise UnsupportedVersionError(
+            f"accelerate {accelerate.__version__} is installed; zerostart.enabled() knows versions from "
+            f"{low} to before {high}" + (f", and misses {', '.join(absent)}" if absent else "")
+        )
+
+
+def join_ranks(engine: str) -> None:
+    """Initialise ``torch.distributed`` as accelerate will for ``engine``, unless it is."""
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1") or 1) == 1:
+        return
+    from accelerate import PartialState
+
+    if torch.accelerator.is_available():
+        PartialState()
+    elif engine == "deepspeed":
+        PartialState(backend="gloo")  # cpu=True makes accelerate forget DeepSpeed.
+    else:
+        PartialState(cpu=True)
+
+
+@dataclass(frozen=True)
+class FSDP2Plugin:
+    """An active FSDP2 configuration: accelerate's plugin, and its mixed precision (``"no"`` for none)."""
+
+    plugin: Any
+    mixed_precision: str
+
+    @property
+    def policy(self) -> Any:
+        """The ``MixedPrecisionPolicy`` that accelerate would shard with, None for none."""
+        return self.plugin.mixed_precision_policy
+
+    @property
+    def units(self) -> str:
+        """How the model is cut into units: ``"classes"``, ``"size"`` or ``"none"``."""
+        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+        policy = self.plugin.auto_wrap_policy
+        policy = getattr(policy, "func", policy)
+        known = {transformer_auto_wrap_policy: "classes", size_based_auto_wrap_policy: "size", None: "none"}
+        return known.get(policy, "size")
+
+    @property
+    def wrapped(self) -> list[str]:
+        """Names of the classes that are units; [] for those that the model declares."""
+        return [name.removeprefix(_SHARDED) for name in self.plugin.transformer_cls_names_to_wrap or ()]
+
+
+#: The ``TrainingArguments`` that asked for FSDP last.
+_arguments: weakref.ref[Any] | None = None
+
+
+def fsdp2_plugin() -> FSDP2Plugin | None:
+    """The FSDP2 configuration that is active: an ``Accelerator``'s, ``TrainingArguments``' or the launcher's.
+
+    Raises what accelerate raises for a configuration that contradicts itself.
+    """
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    state = AcceleratorState._shared_state
+    if state.get("fsdp_plugin") is not None:
+        found = FSDP2Plugin(state["fsdp_plugin"], state.get("_mixed_precision") or "no")
+        return found if found.plugin.fsdp_version == 2 else None
+    arguments = _arguments() if _arguments is not None else None
+    plugin: Any = None
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if arguments is not None:
+        plugin = FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)
+        precision = arguments.mixed_precision
+    elif os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        plugin = FullyShardedDataParallelPlugin()
+    if plugin is None or plugin.fsdp_version != 2:
+        return None
+    if precision != "no":
+        plugin.set_mixed_precision(precision)
+    return FSDP2Plugin(plugin, precision)
+
+
+class Override:
+    """Replaces the functions named above from ``install`` to ``remove``.
+
+    ``sharded(accelerator, model)`` is asked for a model to prepare for FSDP2: True where it is ready as it
+    is. ``partitioned(accelerator, model)`` sees each module that is prepared for DeepSpeed. Both may raise.
+    """
+
+    def __init__(self, sharded: Callable[[Any, Any], bool], partitioned: Callable[[Any, Any], None]) -> None:
+        self._sharded = sharded
+        self._partitioned = partitioned
+        self._kept: list[tuple[Any, str, Any]] = []
+
+    def install(self) -> None:
+        """Replace them."""
+        require()
+        from accelerate import accelerator
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import FullyShardedDataParallelPlugin
+        from transformers import TrainingArguments
+
+        self._replace(accelerator, "fsdp2_prepare_model", self._fsdp2_prepare_model)
+        self._replace(accelerator.Accelerator, "_prepare_deepspeed", self._prepare_deepspeed)
+        self._replace(FullyShardedDataParallelPlugin, "set_auto_wrap_policy", _finds_sharded_classes)
+        self._replace(AcceleratorState, "__init__", _knows_fsdp2_everywhere)
+        self._replace(TrainingArguments, "_process_fsdp_args", _remembers_fsdp)
+
+    def remove(self) -> None:
+        """Put them back."""
+        for owner, name, original in self._kept:
+            setattr(owner, name, original)
+        self._kept = []
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = vars(owner)[name]
+        self._kept.append((owner, name, original))
+        setattr(owner, name, functools.wraps(original)(make(original)))
+
+    def _fsdp2_prepare_model(self, original: Any) -> Any:
+        def fsdp2_prepare_model(accelerator: Any, model: Any) -> Any:
+            return model if self._sharded(accelerator, model) else original(accelerator, model)
+
+        return fsdp2_prepare_model
+
+    def _prepare_deepspeed(self, original: Any) -> Any:
+        def prepare_deepspeed(accelerator: Any, *args: Any) -> Any:
+            from torch import nn
+
+            for item in args:
+                if isinstance(item, nn.Module):
+                    self._partitioned(accelerator, item)
+            return original(accelerator, *args)
+
+        return prepare_deepspeed
+
+
+#: What ``fully_shard`` puts before the name of a module's class.
+_SHARDED = "FSDP"
+
+
+def _finds_sharded_classes(original: Any) -> Any:
+    def set_auto_wrap_policy(plugin: Any, model: Any) -> None:
+        names = plugin.transformer_cls_names_to_wrap
+        there = {type(module).__name__ for module in model.modules()}
+        wanted = names if names is not None else list(getattr(model, "_no_split_modules", None) or ())
+        # fully_shard makes of a class Layer a class FSDPLayer. The names are looked up once more, when
+        # accelerate wraps them for activation checkpointing.
+        plain = [name.removeprefix(_SHARDED) for name in wanted]
+        plugin.transformer_cls_names_to_wrap = [
+            _SHARDED + name if _SHARDED + name in there else name for name in plain
+        ]
+        original(plugin, model)
+
+    return set_auto_wrap_policy
+
+
+def _knows_fsdp2_everywhere(original: Any) -> Any:
+    def init(state: Any, *args: Any, **kwargs: Any) -> None:
+        original(state, *args, **kwargs)
+        from accelerate.state import PartialState
+        from accelerate.utils import DistributedType
+
+        plugin = kwargs.get("fsdp_plugin")
+        if (
+            plugin is not None
+            and plugin.fsdp_version == 2
+            and state.distributed_type == DistributedType.MULTI_CPU
+        ):
+            # The state is read from there again whenever it is looked at.
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            state.distributed_type = DistributedType.FSDP
+            if state._mixed_precision != "no":
+                plugin.set_mixed_precision(state._mixed_precision)
+            state.fsdp_plugin = plugin
+
+    return init
+
+
+def _remembers_fsdp(original: Any) -> Any:
+    def process(arguments: Any) -> Any:
+        global _arguments
+        result = original(arguments)
+        if result is not None:
+            _arguments = weakref.ref(arguments)
+        return result
+
+    return process

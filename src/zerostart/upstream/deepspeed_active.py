@@ -1,0 +1,87 @@
+"""Private parts of DeepSpeed, transformers and accelerate: which ZeRO configuration is active, if any.
+
+Used: ``zero_init_context`` and ``top_level_context`` of ``deepspeed.runtime.zero.partition_parameters`` (an
+open ``zero.Init``); the configuration that
+``HfDeepSpeedConfig`` or ``TrainingArguments`` keep alive, by ``transformers.integrations.deepspeed``; and
+accelerate's ``DeepSpeedPlugin``, in its state or, before there is one, made of what ``accelerate launch`` has
+put into the environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zerostart.errors import UnsupportedVersionError
+
+__all__ = ["active_config", "open_init_dtype", "require"]
+
+_MODULE = "deepspeed.runtime.zero.partition_parameters"
+
+
+@functools.cache
+def require() -> None:
+    """Raise UnsupportedVersionError unless what this file looks at is there; imports DeepSpeed."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    names = ("zero_init_context", "top_level_context")
+    absent = [name for name in names if not hasattr(partition_parameters, name)]
+    if absent:
+        raise UnsupportedVersionError(f"{_MODULE} misses {', '.join(absent)}; zerostart knows DeepSpeed 0.19")
+
+
+def open_init_dtype() -> torch.dtype | None:
+    """The dtype of the ``zero.Init`` context that is open, None if none is."""
+    module: Any = sys.modules.get(_MODULE)
+    if module is None or not module.zero_init_context or module.top_level_context is None:
+        return None
+    dtype: torch.dtype = module.top_level_context.dtype
+    return dtype
+
+
+def active_config() -> Mapping[str, Any] | None:
+    """The DeepSpeed configuration that models are to be built for, None where there is none.
+
+    That is the one that transformers knows, unless accelerate's plugin says ``zero3_init_flag=False``; before
+    an ``Accelerator`` exists, the one of ``accelerate launch``.
+    """
+    plugin = _plugin()
+    if plugin is not None and not plugin.zero3_init_flag:
+        return None
+    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if (
+        plugin is None
+        and launched
+        and os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "").lower() == "false"
+    ):
+        return None
+    from transformers.integrations.deepspeed import deepspeed_config
+
+    known: Mapping[str, Any] | None = deepspeed_config()
+    if known is not None:
+        return known
+    return plugin.deepspeed_config if plugin is not None else None
+
+
+def _plugin() -> Any:
+    """accelerate's plugin: the selected one, or the one that the environment describes."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+        return None
+    from accelerate.state import AcceleratorState
+
+    if AcceleratorState._shared_state:
+        return AcceleratorState().deepspeed_plugin
+    from transformers.integrations.deepspeed import deepspeed_config
+
+    if deepspeed_config() is not None:
+        return None  # TrainingArguments or HfDeepSpeedConfig; their Accelerator is yet to come.
+    from accelerate.utils import DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin()
+    plugin.set_mixed_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    return plugin

@@ -1,0 +1,258 @@
+"""Private parts of DeepSpeed's ZeRO stage 1 and 2: flat buffers that parameters are born in.
+
+Three things are done otherwise for parameters that carry a mark of zerostart, and for no others:
+
+- Flattening. ``DeepSpeedZeroOptimizer`` and ``BF16_Optimizer`` put each parameter group into a new flat
+  buffer, by way of the CPU where the device has no room for both. Here a group whose parameters lie in a
+  buffer of the load is brought into the optimizer's order in place, and that buffer is taken as its own.
+- The broadcast of the model. ``DeepSpeedEngine._broadcast_model`` sends every tensor from rank 0. Here the
+  ranks compare sums of what they loaded, and only what differs is sent.
+- Masters. They are made from the partitions; those of rounded parameters are then read from the checkpoint.
+
+The way in is the constructors of both optimizers (``deepspeed_stage12_optimizers``) and of the engine, and
+that one method of it, replaced at the first load for these stages. Where a construction fails, the hooks that
+it left are removed, and the client's optimizer gets its parameters back.
+Known for the versions in ``zerostart.upstream.deepspeed.SUPPORTED``; others take the stock route.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from zerostart.errors import EngineError
+from zerostart.upstream.deepspeed import SUPPORTED
+
+__all__ = ["Keeper", "Mark", "RunReader", "known", "mark", "marked", "offer", "remark", "require_engine"]
+
+logger = logging.getLogger("zerostart")
+
+#: Fills 1-D tensors with runs of the row-major order of parameters: ``(name, first element, tensor)``.
+#: Collective, with the same parameters in the same order; the runs are each rank's own.
+RunReader = Callable[[Sequence[tuple[str, int, torch.Tensor]]], None]
+
+_ATTRIBUTE = "_zerostart_flat"
+_PARTS = {
+    "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": (
+        "flatten_dense_tensors_aligned",
+        "_update_model_bit16_weights",
+    ),
+    "runtime.bf16_optimizer.BF16_Optimizer": (
+        "_flatten_dense_tensors_aligned",
+        "_update_storage_to_flattened_tensor",
+    ),
+    "runtime.engine.DeepSpeedEngine": ("_broadcast_model", "destroy"),
+}
+
+
+class Keeper(Protocol):
+    """What holds the flat buffers of one loaded model."""
+
+    def adopt(
+        self,
+        groups: Sequence[Sequence[torch.Tensor]],
+        partitions: int,
+        round_robin: bool,
+        aligned: bool,
+    ) -> list[torch.Tensor | None]:
+        """Of each group its flat buffer, with the parameters in it as the optimizer wants them; else None."""
+        ...
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a parameter tells the engine: its name, its keeper, and how its master is read, None if it is not.
+
+    Pickles as None: it means nothing without the buffer.
+    """
+
+    name: str
+    keeper: Keeper
+    reader: RunReader | None
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+def require_engine() -> None:
+    """Import DeepSpeed, of any version; raises EngineError if it is absent."""
+    if not torch.accelerator.is_available():
+        # DeepSpeed looks for CUDA tools otherwise, and its import fails or warns on a machine without.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError as error:
+        raise EngineError(
+            f"engine='deepspeed' needs DeepSpeed, which cannot be imported ({error}); "
+            "install it with `pip install zerostart[deepspeed]`"
+        ) from error
+
+
+@functools.cache
+def known() -> bool:
+    """Whether the installed DeepSpeed is as this module knows it; warns once if it is not."""
+    require_engine()
+    import deepspeed
+    from deepspeed.runtime import bf16_optimizer, engine
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    parts = (stage_1_and_2.DeepSpeedZeroOptimizer, bf16_optimizer.BF16_Optimizer, engine.DeepSpeedEngine)
+    absent = [
+        f"{where.rpartition('.')[2]}.{name}"
+        for part, (where, names) in zip(parts, _PARTS.items(), strict=True)
+        for name in names
+        if not hasattr(part, name)
+    ]
+    version = tuple(
+        int("".join(filter(str.isdigit, part)) or 0) for part in deepspeed.__version__.split(".")[:3]
+    )
+    if SUPPORTED[0] <= version < SUPPORTED[1] and not absent:
+        return True
+    low, high = (".".join(map(str, v)) for v in SUPPORTED)
+    logger.warning(
+        "DeepSpeed %s is installed; zerostart knows ZeRO stages 1 and 2 of versions from %s to before %s%s. "
+        "deepspeed.initialize will flatten the parameters itself",
+        deepspeed.__version__,
+        low,
+        high,
+        f", and misses {', '.join(absent)}" if absent else "",
+    )
+    return False
+
+
+def mark(parameter: torch.Tensor, name: str, keeper: Keeper) -> None:
+    """Have the optimizer that gets ``parameter`` take the buffer in which it lies."""
+    if known():
+        _enter()
+        remark(parameter, Mark(name, keeper, None))
+
+
+def offer(parameter: torch.Tensor, reader: RunReader) -> None:
+    """Have the fp32 master of a marked parameter read by ``reader``."""
+    found = marked(parameter)
+    if found is not None:
+        remark(parameter, replace(found, reader=reader))
+
+
+def remark(parameter: torch.Tensor, new: Mark) -> None:
+    """Change the mark of a parameter."""
+    setattr(parameter, _ATTRIBUTE, new)
+
+
+def marked(parameter: torch.Tensor) -> Mark | None:
+    """The mark of a parameter, if it has one."""
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+@functools.cache
+def _enter() -> None:
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    from zerostart.upstream.deepspeed_stage12_optimizers import over_bf16, over_zero
+
+    zero, bf16 = stage_1_and_2.DeepSpeedZeroOptimizer, bf16_optimizer.BF16_Optimizer
+    zero.__init__ = over_zero(zero.__init__)
+    bf16.__init__ = over_bf16(bf16.__init__)
+    broadcast, construct = DeepSpeedEngine._broadcast_model, DeepSpeedEngine.__init__
+    signature = inspect.signature(construct)
+
+    @functools.wraps(broadcast)
+    def broadcast_model(self: Any) -> None:
+        with _spared(self):
+            broadcast(self)
+
+    @functools.wraps(construct)
+    def construct_engine(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        with _undone(self, given.get("model"), given.get("optimizer")):
+            construct(self, *args, **kwargs)
+
+    DeepSpeedEngine._broadcast_model = broadcast_model
+    DeepSpeedEngine.__init__ = construct_engine
+
+
+@contextlib.contextmanager
+def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
+    """If the engine's construction fails, leave neither hooks nor an optimizer behind.
+
+    Otherwise a hook of the engine on the model keeps it alive, with all that it made, and calls into it.
+    """
+    ours = isinstance(model, torch.nn.Module) and any(map(marked, model.parameters()))
+    groups = getattr(client, "param_groups", []) if ours else []
+    before = [list(group["params"]) for group in groups]
+    try:
+        yield
+    except BaseException:
+        if ours:
+            for name in ("module_forward_pre_hook", "module_forward_post_hook", "first_dataloader_check"):
+                hook = engine.__dict__.get(name)
+                if hook is not None:
+                    hook.remove()
+            with contextlib.suppress(Exception):  # It may lack anything: the first error is the one to tell.
+                engine.destroy()
+            engine.__dict__ |= {"optimizer": None, "basic_optimizer": None}
+            for group, parameters in zip(groups, before, strict=False):
+                group["params"] = parameters
+        raise
+
+
+@contextlib.contextmanager
+def _spared(engine: Any) -> Iterator[None]:
+    """Have DeepSpeed not broadcast the parameters that are the same on all ranks.
+
+    ``_broadcast_model`` passes over parameters with an attribute ``ds_optim_param``.
+    """
+    spared = []
+    if engine.dist_backend is not None:
+        parameters = [p for p in engine.module.parameters() if marked(p)]
+        spared = [p for p in _alike(parameters, engine.seq_data_parallel_group) if not _own(p)]
+    for parameter in spared:
+        parameter.ds_optim_param = True
+    try:
+        yield
+    finally:
+        for parameter in spared:
+            del parameter.ds_optim_param
+
+
+def _own(parameter: Any) -> bool:
+    return hasattr(parameter, "ds_optim_param") or hasattr(parameter, "allreduce")
+
+
+def _alike(parameters: Sequence[torch.Tensor], group: Any) -> list[Any]:
+    """Those that hold the same on all ranks of the group: collective, with one small message.
+
+    What each rank did to the model since the load cannot be known from outside, so the bits of each parameter
+    are summed up, at the speed of memory.
+    """
+    if not parameters or dist.get_world_size(group=group) == 1:
+        return list(parameters)
+    own = torch.stack([_sum(parameter.detach()) for parameter in parameters])
+    extremes = torch.stack([own, ~own])  # ~ reverses the order: the least of it is the greatest.
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
+    same = (extremes[0] == ~extremes[1]).tolist()
+    return [parameter for parameter, alike in zip(parameters, same, strict=True) if alike]
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bits as 64-bit words, wherever in memory it begins."""
+    words = tensor.contiguous().view(-1).view(torch.uint8)
+    head = min(-words.storage_offset() % 8, words.numel())
+    body = (words.numel() - head) // 8 * 8
+    ends = torch.cat([words[:head], words[head + body :]])
+    return words[head : head + body].view(torch.int64).sum() + ends.to(torch.int64).sum()

@@ -1,0 +1,272 @@
+"""Private parts of DeepSpeed's ZeRO stage 1 and 2 optimizers: their construction over our flat buffers.
+
+See ``zerostart.upstream.deepspeed_stage12``, which has the way in and the versions. The overrides live on the
+one object that is constructed, and end with its constructor, also when that fails.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerostart.upstream.deepspeed_stage12 import Keeper, RunReader, marked, remark
+
+__all__ = ["over_bf16", "over_zero"]
+
+logger = logging.getLogger("zerostart")
+
+#: Elements that are compared at a time.
+_CHUNK = 1 << 20
+
+
+def over_zero(original: Any) -> Any:
+    """The constructor of ``DeepSpeedZeroOptimizer``, for parameters with our mark too."""
+    return _constructor(original, _Zero)
+
+
+def over_bf16(original: Any) -> Any:
+    """The constructor of ``BF16_Optimizer``, for parameters with our mark too."""
+    return _constructor(original, _BF16)
+
+
+def _constructor(original: Any, kind: type[_Adoption]) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        adoption = kind(self, bound.arguments)
+        if not adoption.concerned:
+            original(self, *args, **kwargs)
+            return
+        with adoption.cleaned_up(), torch.no_grad():
+            adoption.adopt()
+            with torch.enable_grad(), adoption.overrides():
+                original(self, *args, **kwargs)
+            adoption.read_masters()
+
+    return construct
+
+
+class _Adoption(abc.ABC):
+    """The construction of one optimizer over parameters of which some carry a mark."""
+
+    flatten: str
+
+    def __init__(self, optimizer: Any, arguments: dict[str, Any]) -> None:
+        from deepspeed.runtime.utils import is_optimized_parameter
+
+        self.optimizer = optimizer
+        self.arguments = arguments
+        self.client = getattr(arguments["init_optimizer"], "param_groups", [])
+        self.groups = [[p for p in group["params"] if is_optimized_parameter(p)] for group in self.client]
+        self.flats: list[torch.Tensor | None] = [None] * len(self.groups)
+        # Expert groups are flattened over other ranks, and ZenFlow in another order.
+        excluded = arguments.get("has_moe_layers") or arguments.get("zenflow_config") is not None
+        self.concerned = not excluded and any(marked(p) for group in self.groups for p in group)
+
+    def rules(self) -> tuple[bool, bool]:
+        """Whether the optimizer deals parameters round robin, and aligns each of them."""
+        return False, False
+
+    @abc.abstractmethod
+    def parts(self) -> list[tuple[list[Any], list[int], torch.Tensor]]:
+        """Of each group of the finished optimizer: parameters, their offsets, and this rank's master."""
+
+    def adopt(self) -> None:
+        """Bring the parameters into the optimizer's order, in the buffers where they lie."""
+        partitions = dist.get_world_size(group=self.arguments["dp_process_group"])
+        keepers: list[Keeper] = []
+        for found in (marked(p) for group in self.groups for p in group):
+            if found is not None and found.keeper not in keepers:
+                keepers.append(found.keeper)
+        for keeper in keepers:
+            taken = keeper.adopt(self.groups, partitions, *self.rules())
+            self.flats = [new if new is not None else old for old, new in zip(self.flats, taken, strict=True)]
+        left = [n for n, flat in enumerate(self.flats) if flat is None and any(map(marked, self.groups[n]))]
+        if left:
+            logger.warning(
+                "parameter groups %s hold parameters that were not loaded by zerostart, or not as they are "
+                "now: DeepSpeed flattens these groups itself",
+                left,
+            )
+
+    def current(self) -> torch.Tensor | None:
+        """The buffer of the group that the constructor is at, None if it has to make one."""
+        number = len(self.made()) - 1
+        return self.flats[number] if 0 <= number < len(self.flats) else None
+
+    @abc.abstractmethod
+    def made(self) -> list[Any]:
+        """The groups that the constructor has come to."""
+
+    @contextlib.contextmanager
+    def overrides(self) -> Iterator[None]:
+        """Have the object take our buffers, for the time of its constructor."""
+        original = getattr(self.optimizer, self.flatten)
+
+        def flatten(tensors: Sequence[torch.Tensor], alignment: int, *args: Any, **kwargs: Any) -> Any:
+            flat = self.current()
+            if flat is not None and _fits(flat, tensors, kwargs.get("param_padding"), alignment):
+                return flat
+            return original(tensors, alignment, *args, **kwargs)
+
+        setattr(self.optimizer, self.flatten, flatten)
+        try:
+            yield
+        finally:
+            self.optimizer.__dict__.pop(self.flatten, None)
+
+    @contextlib.contextmanager
+    def cleaned_up(self) -> Iterator[None]:
+        """If the body fails, leave no hook and no buffer behind, and the client's optimizer as it was."""
+        before = [list(group["params"]) for group in self.client]
+        try:
+            yield
+        except BaseException:
+            for hook in self.optimizer.__dict__.get("_grad_acc_hooks", []):
+                hook.remove()
+            for parameter in (p for group in self.groups for p in group):
+                if getattr(parameter, "_hp_mapping", None) is not None:
+                    parameter._hp_mapping = None
+            for group, parameters in zip(self.client, before, strict=True):
+                group["params"] = parameters
+            # The traceback holds the object: what it made is not to live as long.
+            self.optimizer.__dict__.clear()
+            raise
+
+    def read_masters(self) -> None:
+        """Read the masters of rounded parameters into this rank's partitions."""
+        wanted: dict[RunReader, list[tuple[str, int, torch.Tensor]]] = {}
+        read: list[tuple[Any, int, torch.Tensor]] = []
+        group = self.arguments["dp_process_group"]
+        rank = dist.get_rank(group=group)
+        for parameters, offsets, master in self.parts():
+            if master.dtype != torch.float32:
+                continue
+            begin = rank * master.numel()
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                found = marked(parameter)
+                if found is None or found.reader is None or parameter.dtype == torch.float32:
+                    continue
+                low = min(max(begin - offset, 0), parameter.numel())
+                high = max(low, min(begin + master.numel() - offset, parameter.numel()))
+                at = max(offset + low - begin, 0) if low < high else 0
+                share = master.detach()[at : at + high - low]
+                wanted.setdefault(found.reader, []).append((found.name, low, share))
+                read.append((parameter, low, share))
+        for reader, runs in wanted.items():
+            reader(runs)
+        changed = []
+        for parameter, low, share in read:
+            found = marked(parameter)
+            assert found is not None, "it was marked above"
+            remark(parameter, replace(found, reader=None))  # what is behind the reader can go
+            if _follow(share, parameter.detach().view(-1)[low : low + share.numel()]):
+                changed.append(found.name)
+        if changed:
+            logger.info(
+                "%d parameters were changed between the load and the engine's start (%s%s): their fp32 "
+                "masters start from what they hold now",
+                len(changed),
+                ", ".join(changed[:3]),
+                ", ..." if len(changed) > 3 else "",
+            )
+
+
+class _Zero(_Adoption):
+    """``DeepSpeedZeroOptimizer``."""
+
+    flatten = "flatten_dense_tensors_aligned"
+
+    def rules(self) -> tuple[bool, bool]:
+        return bool(self.arguments["round_robin_gradients"]), bool(self.arguments["parameter_alignment"])
+
+    def made(self) -> list[Any]:
+        return list(self.optimizer.__dict__.get("bit16_groups", ()))
+
+    def parts(self) -> list[tuple[list[Any], list[int], torch.Tensor]]:
+        o = self.optimizer
+        return list(
+            zip(
+                o.round_robin_bit16_groups,
+                o.round_robin_bit16_offsets,
+                o.single_partition_of_fp32_groups,
+                strict=True,
+            )
+        )
+
+    @contextlib.contextmanager
+    def overrides(self) -> Iterator[None]:
+        """A group that is flat already needs no memory: it does not go by way of the CPU."""
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator = get_accelerator()
+        original = accelerator.available_memory
+
+        def available_memory(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if self.current() is None else sys.maxsize
+
+        accelerator.available_memory = available_memory
+        try:
+            with super().overrides():
+                yield
+        finally:
+            del accelerator.available_memory
+
+
+class _BF16(_Adoption):
+    """``BF16_Optimizer``: stage 1 in bf16 with gradients accumulated in fp32."""
+
+    flatten = "_flatten_dense_tensors_aligned"
+
+    def made(self) -> list[Any]:
+        return list(self.optimizer.__dict__.get("bf16_groups", ()))
+
+    def parts(self) -> list[tuple[list[Any], list[int], torch.Tensor]]:
+        found = []
+        for group, master in zip(
+            self.optimizer.bf16_groups, self.optimizer.fp32_groups_flat_partition, strict=True
+        ):
+            offsets, end = [], 0
+            for parameter in group:
+                offsets.append(end)
+                end += parameter.numel()
+            found.append((group, offsets, master))
+        return found
+
+
+def _fits(
+    flat: torch.Tensor, tensors: Sequence[torch.Tensor], padding: Sequence[int] | None, alignment: int
+) -> bool:
+    """Whether ``flat`` is what flattening ``tensors`` would give, in size and in the place of each."""
+    end = 0
+    for tensor, pad in zip(tensors, padding or [0] * len(tensors), strict=True):
+        if tensor.data_ptr() != flat.data_ptr() + end * flat.element_size() or tensor.dtype != flat.dtype:
+            return False
+        end += tensor.numel() + pad
+    return end + -end % alignment == flat.numel()
+
+
+def _follow(master: torch.Tensor, held: torch.Tensor) -> bool:
+    """Make a master that was read follow its parameter where that has been changed since; whether it was."""
+    found = False
+    for start in range(0, master.numel(), _CHUNK):
+        high = master[start : start + _CHUNK]
+        low = held[start : start + _CHUNK].to(high.device)
+        other = high.to(low.dtype) != low
+        if bool(other.any()):
+            high.copy_(torch.where(other, low.to(high.dtype), high))
+            found = True
+    return found

@@ -1,0 +1,166 @@
+"""Fine-tuning scripts as users write them, with room for one added line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SEQUENCES = torch.randint(3, 80, (16, 12), generator=torch.Generator().manual_seed(5))
+
+
+class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return len(SEQUENCES)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": SEQUENCES[index], "labels": SEQUENCES[index]}
+
+
+def zero3(folder: Path, **more: Any) -> dict[str, str]:
+    """The environment that ``accelerate launch`` makes of a DeepSpeed ZeRO-3 configuration."""
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        **more,
+    }
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config))
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path),
+        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
+    }
+
+
+def fsdp2(**more: str) -> dict[str, str]:
+    """The environment that ``accelerate launch`` makes of an FSDP2 configuration."""
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+        **more,
+    }
+
+
+def trainer_script(
+    path: Path,
+    out: Path,
+    environment: dict[str, str],
+    arguments: dict[str, Any],
+    adopt: dict[str, Any] | None,
+    loading: dict[str, Any],
+) -> dict[str, Any]:
+    """The HF Trainer, as in transformers' examples; ``adopt`` is the line that is added, None for none."""
+    os.environ.update(environment)
+    if "FSDP_VERSION" in environment and adopt is None:
+        from zerostart.upstream.accelerate import Override
+
+        # accelerate's own FSDP2, which without this it would not use on CPUs.
+        Override(lambda accelerator, model: False, lambda accelerator, model: None).install()
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    if adopt is not None:
+        import zerostart
+
+        zerostart.enable(**adopt)
+    args = TrainingArguments(
+        output_dir=str(out),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+        # accelerate makes one process of several without an accelerator, unless it is told the backend.
+        ddp_backend="gloo",
+        **arguments,
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, **loading)
+    trainer = Trainer(model=model, args=args, train_dataset=Data())
+    trainer.train()
+    trainer.save_model(str(out))
+    logs = trainer.state.log_history
+    found: dict[str, Any] = {
+        "losses": [entry["loss"] for entry in logs if "loss" in entry],
+        "norms": [entry["grad_norm"] for entry in logs if "grad_norm" in entry],
+    }
+    if adopt is not None:
+        found["report"] = zerostart.report(model)
+        found["read"] = zerostart.report(model).read_bytes
+        found["model"] = type(model).__mro__[0].__name__
+    return found
+
+
+def accelerate_script(
+    path: Path,
+    environment: dict[str, str],
+    adopt: dict[str, Any] | None,
+    precision: str,
+    model_first: bool = False,
+    adapter: bool = False,
+    loading: dict[str, Any] | None = None,
+    accumulation: int = 1,
+) -> dict[str, Any]:
+    """A loop of one's own over accelerate, as in transformers' ``run_clm_no_trainer``."""
+    os.environ.update(environment)
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+    from transformers import AutoModelForCausalLM, set_seed
+
+    if adopt is not None:
+        import zerostart
+
+        zerostart.enable(**adopt)
+    elif "FSDP_VERSION" in environment:
+        from zerostart.upstream.accelerate import Override
+
+        Override(lambda accelerator, model: False, lambda accelerator, model: None).install()
+
+    def accelerated() -> Accelerator:
+        if "FSDP_VERSION" in environment:
+            return Accelerator(mixed_precision=precision, cpu=True)
+        handlers = [InitProcessGroupKwargs(backend="gloo")]
+        return Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
+
+    set_seed(11)
+    accelerator = None if model_first else accelerated()
+    model = AutoModelForCausalLM.from_pretrained(path, **(loading or {}))
+    accelerator = accelerator or accelerated()
+    if adapter:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(7)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    loader: Any = torch.utils.data.DataLoader(Data(), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses, norms = [], []
+    for _, batch in zip(range(4), loader, strict=False):
+        loss = model(**batch, use_cache=False).loss
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+        norms.append(float(norm) if norm is not None else 0.0)
+    state = accelerator.get_state_dict(model)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {n: t.detach().float().cpu() for n, t in state.items()} if state else {},
+        "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
+    }

@@ -1,0 +1,109 @@
+"""A training loop over accelerate with one added line trains as without it, whatever is made first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripts import accelerate_script, fsdp2, zero3
+
+from ranks import rank_outcomes, run_ranks
+from tiny import TinyCheckpoints
+
+ENGINES = ("deepspeed", "fsdp2")
+
+
+def environment_of(engine: str, folder: Path) -> dict[str, str]:
+    if engine == "fsdp2":
+        return fsdp2()
+    # accelerate's optimizer is the script's own, and its batches are told nowhere else.
+    return zero3(folder, train_micro_batch_size_per_gpu=2, gradient_clipping=1.0, bf16={"enabled": "auto"})
+
+
+def run(path: Path, environment: dict[str, str], adopt: Any, *options: Any) -> dict[str, Any]:
+    found = run_ranks(
+        accelerate_script, 2, path, environment, adopt, *options, process_group=False, timeout=200
+    )
+    assert found[0]["losses"] == found[1]["losses"]
+    first: dict[str, Any] = found[0]
+    return first
+
+
+def agree(ours: dict[str, Any], stock: dict[str, Any], tolerance: float) -> None:
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=tolerance)
+    assert ours["norms"] == pytest.approx(stock["norms"], rel=tolerance)
+    assert ours["dtypes"] == stock["dtypes"]
+    assert ours["weights"].keys() == stock["weights"].keys()
+    for name, tensor in stock["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], tensor, rtol=10 * tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_mixed_precision_and_either_order(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path, environment = checkpoints("qwen3", torch.bfloat16), environment_of(engine, tmp_path)
+    environment["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    stock = run(path, environment, None, "bf16")
+    agree(run(path, environment, {}, "bf16"), stock, 1e-6)
+    agree(run(path, environment, {}, "bf16", True), stock, 1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_adapters_on_top(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path, environment = checkpoints("qwen3"), environment_of(engine, tmp_path)
+    stock = run(path, environment, None, "no", False, True)
+    agree(run(path, environment, {}, "no", False, True), stock, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("cpu_offload", True),
+        ("ignored_modules", ["a"]),
+        ("activation_checkpointing", True),
+        ("auto_wrap_policy", "SIZE_BASED_WRAP"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused_by_name(setting: str, value: Any) -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from zerostart.errors import ZerostartError
+    from zerostart.integrations.active import fsdp2_config
+    from zerostart.upstream.accelerate import FSDP2Plugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **{setting: value})
+    with pytest.raises(ZerostartError, match=r"is not available under zerostart\.enabled\(\)"):
+        fsdp2_config(FSDP2Plugin(plugin, "no"), torch.nn.Linear)
+
+
+def test_settings_that_change_between_load_and_preparation_are_refused(
+    checkpoints: TinyCheckpoints,
+) -> None:
+    path, environment = checkpoints("qwen3"), fsdp2()
+    outcomes = rank_outcomes(accelerate_script, 2, path, environment, {}, "bf16", True, process_group=False)
+    assert {o.error for o in outcomes} == {"zerostart.errors.ConfigError"}
+    assert "other FSDP2 settings than accelerate has now (mp_policy)" in outcomes[0].message
+
+
+def late(path: Path) -> str:
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from transformers import AutoModelForCausalLM
+
+    import zerostart
+
+    zerostart.enable()
+    model = AutoModelForCausalLM.from_pretrained(path)
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), cpu=True)
+    with pytest.raises(zerostart.ZerostartError) as caught:
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return str(caught.value)
+
+
+def test_a_model_that_came_before_any_configuration_is_named(checkpoints: TinyCheckpoints) -> None:
+    for message in run_ranks(late, 2, checkpoints("qwen3"), process_group=False):
+        assert message.startswith(
+            "every rank has read Qwen3ForCausalLM whole, since FSDP2 was not yet set up"
+        )
+        assert "zerostart.enable(engine='fsdp2')" in message

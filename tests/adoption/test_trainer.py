@@ -1,0 +1,81 @@
+"""The HF Trainer with one added line trains as without it, and saves the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from scripts import fsdp2, trainer_script, zero3
+
+from ranks import run_ranks
+from tiny import TinyCheckpoints
+
+Environment = dict[str, str]
+
+
+def run(path: Path, out: Path, environment: Environment, adopt: Any, **more: Any) -> dict[str, Any]:
+    loading = more.pop("loading", {})
+    found = run_ranks(
+        trainer_script, 2, path, out, environment, more, adopt, loading, process_group=False, timeout=200
+    )
+    assert found[0]["losses"] == found[1]["losses"]
+    return found[0]
+
+
+def saved(out: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    return load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe_aligned"])
+def test_trainer_on_deepspeed(name: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path, environment = checkpoints(name), zero3(tmp_path)
+    stock = run(path, tmp_path / "stock", environment, None)
+    ours = run(path, tmp_path / "ours", environment, {})
+    assert ours["losses"] == stock["losses"]
+    assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-6)
+    (weights, config), (expected, expected_config) = saved(tmp_path / "ours"), saved(tmp_path / "stock")
+    assert config == expected_config
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe_aligned"])
+def test_trainer_on_fsdp2(name: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path, environment = checkpoints(name), fsdp2()
+    stock = run(path, tmp_path / "stock", environment, None, use_cpu=True)
+    ours = run(path, tmp_path / "ours", environment, {}, use_cpu=True)
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+    assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-5)
+    (weights, config), (expected, expected_config) = saved(tmp_path / "ours"), saved(tmp_path / "stock")
+    assert config == expected_config
+    assert weights.keys() == expected.keys()
+    for key in expected:
+        torch.testing.assert_close(weights[key], expected[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_trainer_with_experts_shared_out(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path = checkpoints("qwen3_moe_aligned")
+    environment = zero3(tmp_path) if engine == "deepspeed" else fsdp2()
+    options = {} if engine == "deepspeed" else {"use_cpu": True}
+    stock = run(path, tmp_path / "stock", environment, None, **options)
+    ours = run(path, tmp_path / "ours", environment, {"expert_parallel": 2}, **options)
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-4)
+    assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-4)
+    (weights, config), (expected, expected_config) = saved(tmp_path / "ours"), saved(tmp_path / "stock")
+    assert config == expected_config
+    assert weights.keys() == expected.keys()
+    for key in expected:
+        torch.testing.assert_close(weights[key], expected[key], rtol=1e-3, atol=1e-4)
+
+
+def test_trainer_that_asks_for_fsdp2_itself(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """Without the launcher: the Accelerator is made by the Trainer, after the model."""
+    path, asked = checkpoints("qwen3"), {"fsdp": True, "fsdp_config": {"version": 2}, "use_cpu": True}
+    stock = run(path, tmp_path / "stock", fsdp2(), None, use_cpu=True)
+    ours = run(path, tmp_path / "ours", {}, {}, **asked)
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)

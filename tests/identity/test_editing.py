@@ -1,0 +1,120 @@
+"""One whole parameter, looked at and changed: what is written is what the engine then trains with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerostart
+from parity import checkpoint
+from ranks import run_ranks
+
+EXPERTS, TIED = "model.layers.0.mlp.experts.down_proj", "lm_head.weight"
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3},
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def number(shape: torch.Size) -> torch.Tensor:
+    return torch.arange(shape.numel(), dtype=torch.float32).view(shape) % 127 / 64
+
+
+def edit(path: Path, engine: str, options: dict[str, Any], name: str) -> None:
+    model = zerostart.load(path, engine=engine, progress=False, **options)
+    before = dict(zerostart.full_tensors(model, rank=None))
+    last = dist.get_world_size() - 1
+    with zerostart.gathered(model, name) as tensor:
+        assert torch.equal(tensor, before[name])
+    with zerostart.gathered(model, name, modifier_rank=last) as tensor:
+        if dist.get_rank() == last:
+            tensor.copy_(number(tensor.shape))
+    after = dict(zerostart.full_tensors(model, rank=None))
+    wanted = {**before, name: number(before[name].shape).to(before[name].dtype)}
+    if name == TIED:
+        wanted["model.embed_tokens.weight"] = wanted[name]
+    assert [n for n in wanted if not torch.equal(after[n], wanted[n])] == []
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize(
+    ("kind", "world", "options", "name"),
+    [
+        ("mixtral", 4, {"expert_parallel": 2}, EXPERTS),
+        ("qwen3_moe", 3, {}, EXPERTS),
+        ("qwen3", 2, {}, TIED),
+    ],
+    ids=["experts", "fused", "tied"],
+)
+def test_a_change_reaches_every_shard(
+    engine: str, kind: str, world: int, options: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    run_ranks(edit, world, checkpoint(kind, tmp_path), engine, options, name)
+
+
+def silently(path: Path, view: str) -> str:
+    model = zerostart.load(path, engine="fsdp2", progress=False)
+    before = dict(zerostart.full_tensors(model, rank=None))
+
+    def change() -> None:
+        with zerostart.gathered(model, TIED, modifier_rank=0 if view == "rank" else None) as tensor:
+            if dist.get_rank() == 1:
+                target = tensor.numpy() if view == "numpy" else tensor
+                target[0, 0] += 1
+
+    with pytest.raises(zerostart.ZerostartError) as caught:
+        change()
+    after = dict(zerostart.full_tensors(model, rank=None))
+    assert all(torch.equal(after[n], before[n]) for n in before)
+    with pytest.raises(zerostart.ZerostartError, match=r"did you mean lm_head\.weight"):
+        zerostart.gathered(model, "lm_head.weigh").__enter__()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("view", ["tensor", "numpy", "rank"])
+def test_a_change_without_saying_so_is_an_error_everywhere(view: str, tmp_path: Path) -> None:
+    found = run_ranks(silently, 2, checkpoint("qwen3", tmp_path), view)
+    assert len(set(found)) == 1
+    assert found[0].startswith("lm_head.weight was changed on rank 1, which would be lost")
+
+
+def trained(path: Path) -> tuple[list[bool], float]:
+    """Change an experts' parameter amid training, and step with a learning rate of zero."""
+    import deepspeed
+
+    model = zerostart.load(path, engine="deepspeed", engine_config=CONFIG, progress=False, expert_parallel=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    tokens = torch.randint(0, 96, (1, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def step() -> float:
+        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    kept, losses = [], [step()]
+    for name in (EXPERTS, "model.norm.weight"):
+        with zerostart.gathered(engine, name, modifier_rank=0) as tensor:
+            if dist.get_rank() == 0:
+                tensor.zero_()
+    losses += [step(), step()]
+    for name in (EXPERTS, "model.norm.weight"):
+        with zerostart.gathered(engine, name) as tensor:
+            kept.append(bool((tensor == 0).all()))
+    assert losses[1] == losses[2] != losses[0]
+    return kept, losses[1]
+
+
+def test_deepspeeds_masters_follow(tmp_path: Path) -> None:
+    import math
+
+    for kept, loss in run_ranks(trained, 2, checkpoint("mixtral", tmp_path)):
+        assert kept == [True, True]
+        assert loss == pytest.approx(math.log(96), rel=1e-2)  # All logits are zero.

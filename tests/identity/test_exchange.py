@@ -1,0 +1,349 @@
+"""Own slices against reading once and exchanging: the same bits, each byte read once, nobody waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import zerostart
+from ranks import Outcome, rank_outcomes, run_ranks
+from tiny import TinyCheckpoints
+from zerostart import errors, serving
+from zerostart.checkpoint.source import open_catalog
+from zerostart.layout import dimension_shard, replicated
+from zerostart.planning import Destination, PlanOptions, join
+from zerostart.recipe import Recipe, SymbolicTensor, Target
+from zerostart.serving import Moved, Wants, agree_on_sharing, execute_together
+from zerostart.transfer import FileReader, Progress, tune
+from zerostart.world import current_world
+
+ENGINES = ("deepspeed", "fsdp2")
+SHAPE = (600, 900)
+MiB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wide matrix, one that is stored transposed, and a small one that every rank wants."""
+    path = tmp_path_factory.mktemp("columns") / "model.safetensors"
+    tensors = {"wide": torch.randn(SHAPE), "turned": torch.randn(SHAPE[::-1]), "all": torch.randn(77)}
+    save_file(tensors, path)
+    return path
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("exchange", [True, False, None])
+def test_columns_and_replicas(columns: Path, world: int, exchange: bool | None) -> None:
+    tensors = load_file(columns)
+    stored = sum(t.nbytes for t in tensors.values())
+    seen = run_ranks(fill, world, columns, exchange)
+    for rank, (wide, turned, everywhere, moved, asked) in enumerate(seen):
+        assert torch.equal(wide, tensors["wide"].chunk(world, 1)[rank].reshape(-1))
+        assert torch.equal(turned, tensors["turned"].t().bfloat16())
+        assert torch.equal(everywhere, tensors["all"])
+        assert (moved.read == asked) or not exchange  # rows of own slices are not read by `preadv`
+        assert moved.read == moved.planned
+    read, received = (sum(getattr(moved, kind) for *_, moved, _ in seen) for kind in ("read", "received"))
+    replicas = tensors["turned"].nbytes + tensors["all"].nbytes
+    if exchange:
+        assert stored <= read <= 1.01 * stored
+        assert 0 <= received - (world - 1) * replicas <= tensors["wide"].nbytes
+    else:  # locally, own slices are found cheaper
+        assert (read, received) == (tensors["wide"].nbytes + world * replicas, 0)
+
+
+def fill(path: Path, exchange: bool | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Moved, int]:
+    """This rank's columns of one, all of the other in another dtype; and the bytes that `preadv` gave."""
+    counted = counting()
+    world = current_world()
+    catalog = open_catalog(path)
+    wide = SymbolicTensor.of("wide", SHAPE, torch.float32)
+    turned = SymbolicTensor.of("turned", SHAPE[::-1], torch.float32).t()
+    everywhere = SymbolicTensor.of("all", (77,), torch.float32)
+    wanted = []
+    for name, symbolic, dtype, layout in (
+        ("wide", wide, torch.float32, dimension_shard(SHAPE, 1, world.rank, world.size)),
+        ("turned", turned, torch.bfloat16, replicated(SHAPE)),
+        ("all", everywhere, torch.float32, replicated((77,))),
+    ):
+        recipe = Recipe(Target(name, tuple(symbolic.shape), dtype), symbolic.pieces)
+        wanted.append((recipe, layout, Destination(name, layout.numel, layout.owned, dtype, direct=True)))
+    tuning = tune(catalog.files, False, memory_limit=MiB)
+    plan = join(catalog, wanted, PlanOptions(tuning.chunk_size))
+    sharing = agree_on_sharing(Wants.of(plan, tuning, exchange), plan, world)
+    if sharing is not None and sharing.once:
+        plan = join(catalog, wanted, PlanOptions(sharing.chunk_size))
+    storages = [torch.empty(d.numel, dtype=d.dtype) for _, _, d in wanted]
+    before = counted[0]
+    moved = execute_together(plan, storages, Progress(0, False), tuning, world, sharing)
+    owned = wanted[0][1].owned
+    return storages[0][:owned], storages[1].view(SHAPE), storages[2], moved, counted[0] - before
+
+
+def counting() -> list[int]:
+    """Count what `os.preadv` reads from now on."""
+    real, total = os.preadv, [0]
+
+    def preadv(*arguments: Any) -> int:
+        count = real(*arguments)
+        total[0] += count
+        return count
+
+    os.preadv = preadv
+    return total
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_load(engine: str, world: int, checkpoints: TinyCheckpoints) -> None:
+    """Converted experts, fp32 and bf16."""
+    path = checkpoints("qwen3_moe", sharded=True)
+    from transformers import AutoModelForCausalLM
+
+    for dtype in (None, torch.bfloat16):
+        expected = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto").state_dict()
+        for exchange in (True, False):
+            options = {"engine": engine, "exchange": exchange, "dtype": dtype}
+            seen, report = run_ranks(load, world, path, options)[0]
+            assert differing(seen, expected) == []
+            assert ("as asked" in report.reading) is (world > 1)
+            assert ("once and exchanged as asked" in report.reading) is (world > 1 and exchange)
+
+
+def differing(seen: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    assert seen.keys() == expected.keys()
+    return [n for n, t in expected.items() if seen[n].dtype != t.dtype or not torch.equal(seen[n], t)]
+
+
+def load(path: Path, options: dict[str, Any], model: Any = None) -> tuple[dict[str, torch.Tensor], Any]:
+    made = zerostart.load(path, model, progress=False, **options)
+    seen = {name: tensor for name, tensor in zerostart.full_tensors(made) if tensor is not None}
+    return seen, zerostart.report(made)
+
+
+class Plain(nn.Module):
+    """Parameters that do not divide evenly, and buffers that every rank holds, one beyond a message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(nn.Linear(37, 113), nn.BatchNorm1d(113), nn.Linear(113, 5, bias=False))
+        self.register_buffer("table", torch.randn(1600, 500))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain") / "model.safetensors"
+    save_file(Plain().state_dict(), path)
+    return path
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("limit", [None, MiB])
+def test_replicated_buffers(engine: str, world: int, limit: int | None, plain: Path) -> None:
+    expected = load_file(plain)
+    buffers = sum(t.nbytes for name, t in expected.items() if name in dict(Plain().named_buffers()))
+    stored = sum(t.nbytes for t in expected.values())
+    options = {"engine": engine, "exchange": True, "memory_limit": limit}
+    outcomes = run_ranks(load, world, plain, options, Plain)
+    assert differing(outcomes[0][0], expected) == []
+    reports = [report for _, report in outcomes]
+    assert stored <= sum(report.read_bytes for report in reports) <= 1.01 * stored
+    exchanged = sum(report.exchanged_bytes for report in reports)
+    assert (world - 1) * buffers <= exchanged <= (world - 1) * buffers * 1.01
+    for report in reports:
+        assert report.read_bytes == report.planned_bytes
+        assert ("from other ranks" in str(report)) is (report.exchanged_bytes > 0)
+    if limit is None:
+        plan_foresees(reports, plain, engine)
+
+
+def plan_foresees(reports: list[Any], path: Path, engine: str) -> None:
+    world = len(reports)
+    foreseen = zerostart.plan(path, world_size=world, engine=engine, model=Plain, exchange=True)
+    assert [rank.read_bytes for rank in foreseen.ranks] == [report.read_bytes for report in reports]
+    if world == 1:
+        assert (foreseen.sharing, foreseen.exchanged_bytes) == (None, ())
+        return
+    assert foreseen.exchanged_bytes == tuple(report.exchanged_bytes for report in reports)
+    assert foreseen.sharing is not None
+    assert foreseen.as_dict()["sharing"] == dataclasses.asdict(foreseen.sharing)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_tensors_cut_by_rows_and_columns(exchange: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from parity import checkpoint
+
+    path = checkpoint("qwen3", tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    options = {"engine": "fsdp2", "tensor_parallel": 2, "exchange": exchange}
+    outcomes = run_ranks(load, 2, path, options)
+    assert differing(outcomes[0][0], expected) == []
+    assert (sum(report.exchanged_bytes for _, report in outcomes) > 0) is exchange
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_replicas_of_shards(exchange: bool, checkpoints: TinyCheckpoints) -> None:
+    """Two copies of the model, each in two shards: half of what is held comes from another rank."""
+    path = checkpoints("qwen3_moe", sharded=True)
+    from transformers import AutoModelForCausalLM
+
+    expected = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    options = {"engine": "fsdp2", "engine_config": {"replicate": 2}, "exchange": exchange}
+    outcomes = run_ranks(load, 4, path, options)
+    assert differing(outcomes[0][0], expected) == []
+    stored = sum(t.nbytes for f in path.glob("*.safetensors") for t in load_file(f).values())
+    read, received = (
+        sum(getattr(report, kind) for _, report in outcomes) for kind in ("read_bytes", "exchanged_bytes")
+    )
+    assert read == pytest.approx(stored * (1 if exchange else 2), rel=0.02)
+    assert received == pytest.approx(stored if exchange else 0, rel=0.02)
+    foreseen = zerostart.plan(path, 4, engine="fsdp2", engine_config={"replicate": 2}, exchange=exchange)
+    assert [rank.read_bytes for rank in foreseen.ranks] == [report.read_bytes for _, report in outcomes]
+
+
+# Errors: on all ranks, the same, and soon.
+
+
+def same_error(outcomes: list[Outcome], kind: type[Exception], *words: str) -> None:
+    name = f"{kind.__module__}.{kind.__name__}"
+    assert {outcome.error for outcome in outcomes} == {name}, [o.describe() for o in outcomes]
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert all(word in outcomes[0].message for word in words), outcomes[0].message
+    assert max(outcome.seconds for outcome in outcomes) < 30
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("between", [1, 1 << 30])
+def test_storage_error_of_one_reader(victim: int, between: int, plain: Path) -> None:
+    """It shows at the next agreement, or at the end."""
+    outcomes = rank_outcomes(load_with_fault, 3, plain, victim, between, "fault")
+    same_error(
+        outcomes, errors.ReadError, f"rank {victim}", "model.safetensors at offset", os.strerror(errno.EIO)
+    )
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_receiver_that_cannot_go_on(victim: int, plain: Path) -> None:
+    outcomes = rank_outcomes(load_with_fault, 3, plain, victim, 1, "memory")
+    same_error(outcomes, errors.ZerostartError, f"rank {victim}", "no room")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_reader_that_dies(victim: int, plain: Path) -> None:
+    outcomes = rank_outcomes(load_with_fault, 3, plain, victim, 1 << 30, "kill")
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert outcome.error == "zerostart.errors.PeerError", outcome.describe()
+            assert outcome.seconds < 30
+
+
+def load_with_fault(path: Path, victim: int, between: int, fault: str) -> None:
+    """The third read of an extent, or the third request delivered, fails; the group is whole afterwards."""
+    from zerostart.courier import Courier
+
+    serving.BETWEEN = between
+    count = 0
+    extents, delivered = FileReader.read, Courier.read
+
+    def failing(self: Any, file: int, offset: int, buffers: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 2 and fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if count > 2 and fault == "fault":
+            raise errors.ReadError(
+                f"reading {self._files[file]} at offset {offset} failed: {os.strerror(errno.EIO)}"
+            )
+        extents(self, file, offset, buffers)
+
+    def full(self: Any, file: int, offset: int, buffers: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 2:
+            raise MemoryError("no room")
+        delivered(self, file, offset, buffers)
+
+    world = current_world()
+    if world.rank == victim:
+        if fault == "memory":
+            Courier.read = full
+        else:
+            FileReader.read = failing
+    try:
+        # Buffers alone: every read is one of an exchange.
+        made = nn.Module()
+        made.register_buffer("table", torch.empty(1600, 500, device="meta"))
+        zerostart.load(
+            path, made, engine="fsdp2", exchange=True, memory_limit=MiB, strict=False, progress=False
+        )
+    finally:
+        assert world.exchange(world.rank, "after") == [0, 1, 2]
+
+
+def test_ranks_stop_at_the_next_agreement(plain: Path) -> None:
+    """What the others have read by then is a part of it only."""
+    for read in run_ranks(read_until_error, 3, plain):
+        assert read < 1600 * 500 * 4 / 3 * 0.5
+
+
+def read_until_error(path: Path) -> int:
+    counted = counting()
+    open_catalog(path)
+    before = counted[0]
+    with pytest.raises(errors.ReadError, match="rank 1"):
+        load_with_fault(path, 1, 1, "fault")
+    return counted[0] - before
+
+
+# Memory.
+
+
+def test_exchange_within_the_memory_limit(tmp_path: Path) -> None:
+    """48 MiB that every rank gets whole, in 4 MiB of buffers."""
+    path = tmp_path / "model.safetensors"
+    save_file({"table": torch.ones(12, MiB)}, path)
+    for peak in run_ranks(load_measured, 3, path):
+        assert 48 * MiB <= peak <= (48 + 4 + 3) * MiB
+
+
+def load_measured(path: Path) -> int:
+    for _ in range(2):  # the first makes what a process group's first messages make
+        made = nn.Module()
+        made.register_buffer("table", torch.empty(12, MiB, device="meta"))
+        made = zerostart.load(path, made, engine="fsdp2", exchange=True, memory_limit=4 * MiB, progress=False)
+        report = zerostart.report(made)
+    return int(report.peak_host_bytes)
+
+
+def test_memory_limit_that_leaves_no_room(checkpoints: TinyCheckpoints) -> None:
+    outcomes = rank_outcomes(load_in_little_memory, 2, checkpoints("qwen3"))
+    same_error(outcomes, errors.ConfigError, "exchange=True", "memory_limit")
+
+
+def load_in_little_memory(path: Path) -> None:
+    dist.barrier()
+    options: dict[str, Any] = {"engine": "fsdp2", "memory_limit": 1 << 16, "progress": False}
+    made = zerostart.load(path, exchange=None, **options)
+    assert zerostart.report(made).exchanged_bytes == 0
+    zerostart.load(path, exchange=True, **options)
+
+
+def test_argument_that_cannot_be_used(checkpoints: TinyCheckpoints) -> None:
+    with pytest.raises(errors.ConfigError, match="exchange"):
+        zerostart.load(checkpoints("qwen3"), engine="fsdp2", exchange="maybe", progress=False)  # type: ignore[arg-type]

@@ -1,0 +1,110 @@
+"""Reads round the page cache, on a real file system that has them; and the choice between the two ways."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from zerostart.errors import ReadError
+from zerostart.transfer import FileReader, direct, storage
+from zerostart.transfer.direct import Trial
+
+SIZE = (9 << 20) + 1234
+
+
+class Always(Trial):
+    """A trial that has ended with reads round the page cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chosen = True
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "model.bin"
+    path.write_bytes(random.Random(0).randbytes(SIZE))
+    descriptor = direct.open_direct(str(path))
+    if descriptor is None:
+        pytest.skip(f"no direct reads on {storage.file_system(path)}")
+    os.close(descriptor)
+    return path
+
+
+def test_any_offset_and_length(path: Path) -> None:
+    content = path.read_bytes()
+    with FileReader([str(path)], [SIZE], cold=True, trial=Always()) as reader:
+        for offset, length in (
+            (0, 4 << 20),
+            (1, 3 << 20),
+            (4095, 5_000_001),
+            (SIZE - (2 << 20) - 3, 2 << 20),
+        ):
+            buffer = memoryview(bytearray(length))
+            reader.read(0, offset, [buffer[:7], buffer[7 : length // 2], buffer[length // 2 :]])
+            assert buffer == content[offset : offset + length]
+
+
+def test_page_cache_is_left_alone(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    with FileReader([str(path)], [SIZE], cold=True, trial=Always()) as reader:
+        reader.read(0, 0, [memoryview(bytearray(8 << 20))])
+    assert storage.resident_share([str(path)]) < 0.1
+
+
+def test_end_of_the_file(path: Path) -> None:
+    with FileReader([str(path)], [SIZE], trial=Always()) as reader:
+        reader.read(0, 0, [memoryview(bytearray(10))])
+        os.truncate(path, 3 << 20)
+        with pytest.raises(ReadError, match=f"ended at offset {3 << 20}"):
+            reader.read(0, 1 << 20, [memoryview(bytearray(4 << 20))])
+
+
+def test_file_system_that_refuses_such_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opened, and then refused: read through the page cache, from then on without trying."""
+    real = os.preadv
+
+    def preadv(descriptor: int, *rest: object) -> int:
+        if os.get_blocking(descriptor) and _is_direct(descriptor):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(descriptor, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    trial = Always()
+    buffer = bytearray(2 << 20)
+    with FileReader([str(path)], [SIZE], trial=trial) as reader:
+        reader.read(0, 5, [memoryview(buffer)])
+    assert buffer == path.read_bytes()[5 : 5 + (2 << 20)]
+    assert not trial.uses_direct
+
+
+def _is_direct(descriptor: int) -> bool:
+    flags = int(Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0], 8)
+    return bool(flags & os.O_DIRECT)
+
+
+@pytest.mark.parametrize(("buffered", "round_it", "chosen"), [(1.0, 1.1, False), (1.0, 2.0, True)])
+def test_trial_keeps_the_clearly_faster_way(buffered: float, round_it: float, chosen: bool) -> None:
+    trial = Trial(window=100)
+    ways = []
+    for _ in range(6):
+        way = trial.direct(50)
+        ways.append(way)
+        trial.note(way, 50, 50 / (round_it if way else buffered))
+    assert ways == [False, False, True, True, chosen, chosen]
+    assert trial.uses_direct is chosen
+    assert ("round" if chosen else "through") in str(trial)
+
+
+def test_trial_of_a_short_load_stays_with_the_cache() -> None:
+    trial = Trial(window=100)
+    assert not trial.direct(10)
+    trial.note(False, 10, 1.0)
+    assert "through" in str(trial)

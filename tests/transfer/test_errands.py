@@ -1,0 +1,198 @@
+"""Who reads what for whom: every byte once, every request served once, and the choice by cost."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerostart.planning import (
+    Agreement,
+    Errand,
+    Part,
+    Plan,
+    Rates,
+    Read,
+    Table,
+    Traffic,
+    choose,
+    errands_of_one,
+    pieces_within,
+    shared_errands,
+    spans_within,
+    table_of,
+)
+
+LIMIT = 100
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[Table]:
+    out = []
+    for _ in range(draw(st.integers(1, 4))):
+        rows = []
+        for _ in range(draw(st.integers(0, 12))):
+            file, offset = draw(st.integers(0, 1)), draw(st.integers(0, 400))
+            if draw(st.booleans()):
+                rows.append((file, offset, draw(st.integers(1, LIMIT)), 1, 0))
+            else:
+                count, width, gap = (draw(st.integers(1, n)) for n in (4, 10, 12))
+                rows.append((file, offset, count * width, count, width + gap if count > 1 else 0))
+        out.append(np.array(sorted(rows), np.int64).reshape(-1, 5))
+    return out
+
+
+def wanted(table: Table, first: int, stop: int) -> list[tuple[int, int]]:
+    """(file, byte) of the requests, in the order of a message."""
+    return [
+        (file, offset + row * stride + byte)
+        for file, offset, nbytes, rows, stride in table[first:stop].tolist()
+        for row in range(rows)
+        for byte in range(nbytes // rows)
+    ]
+
+
+def check(
+    made: Sequence[Errand | Agreement], given_tables: Sequence[Table], alone: Sequence[set[int]]
+) -> None:
+    """Each rank gets its requests in order, each once, and messages have the sizes that they say."""
+    following = [
+        iter([n for n in range(len(t)) if n not in own]) for t, own in zip(given_tables, alone, strict=True)
+    ]
+    for errand in made:
+        if isinstance(errand, Agreement):
+            continue
+        for delivery in errand.deliveries:
+            for number in range(delivery.first, delivery.stop):
+                assert number == next(following[delivery.to])
+            places = wanted(given_tables[delivery.to], delivery.first, delivery.stop)
+            assert len(places) == delivery.nbytes
+            if errand.extent is not None:
+                file, begin, end = errand.extent
+                assert all(f == file and begin <= at < end for f, at in places)
+    assert all(next(left, None) is None for left in following)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tables(), st.integers(1, 500))
+def test_shared_errands(given_tables: list[Table], between: int) -> None:
+    made = shared_errands(given_tables, LIMIT, between)
+    check(made.errands, given_tables, [set(numbers) for numbers in made.alone])
+    errands = [errand for errand in made.errands if isinstance(errand, Errand)]
+    for errand in errands:
+        assert errand.extent is not None
+        assert errand.extent[2] - errand.extent[1] <= 2 * LIMIT
+        assert all(delivery.nbytes <= 2 * LIMIT for delivery in errand.deliveries)
+        assert errand.server in {delivery.to for delivery in errand.deliveries}
+        assert len(errand.deliveries) > 1
+    for rank, served in enumerate(made.served):
+        mine = [e.extent for e in errands if e.server == rank]
+        assert served == sum(end - begin for _, begin, end in mine)
+    got = sum(delivery.nbytes for errand in errands for delivery in errand.deliveries)
+    own = sum(d.nbytes for e in errands for d in e.deliveries if d.to == e.server)
+    assert sum(made.received) == got - own
+    for a, b in itertools.combinations(range(len(given_tables)), 2):  # what is left alone is nobody else's
+        mine, others = ({p for n in made.alone[r] for p in wanted(given_tables[r], n, n + 1)} for r in (a, b))
+        assert mine.isdisjoint(others) or len(errands) > 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(tables(), st.integers(1, 200))
+def test_errands_of_one(given_tables: list[Table], limit: int) -> None:
+    errands = list(errands_of_one(given_tables, 0, limit))
+    check(errands, given_tables, [set()] * len(given_tables))
+    for errand in errands:
+        (delivery,) = errand.deliveries
+        assert delivery.nbytes <= limit or delivery.stop == delivery.first + 1
+
+
+def test_replicas_read_each_byte_once_and_evenly() -> None:
+    table = np.array([(0, 50 * i, 50, 1, 0) for i in range(64)], np.int64)
+    made = shared_errands([table] * 4, LIMIT)
+    assert sum(made.served) == 50 * 64
+    assert sum(made.received) == 3 * 50 * 64
+    assert max(made.served) - min(made.served) <= LIMIT
+    # Servers take turns, so that one passes on what it has while the next is sending.
+    servers = [errand.server for errand in made.errands if isinstance(errand, Errand)]
+    assert servers == [turn % 4 for turn in range(len(servers))]
+
+
+def test_columns_of_one_matrix_are_one_extent() -> None:
+    of_rank = [np.array([(0, 10 * rank, 100, 10, 40)], np.int64) for rank in range(4)]
+    made = shared_errands(of_rank, 400)
+    (errand,) = made.errands
+    assert isinstance(errand, Errand)
+    assert errand.extent == (0, 0, 400)
+    assert sum(made.received) == 300
+
+
+def test_own_slices_need_no_message() -> None:
+    of_rank = [np.array([(0, 1000 * rank, 100, 1, 0)], np.int64) for rank in range(4)]
+    made = shared_errands(of_rank, 400)
+    assert (made.errands, made.alone) == ((), ((0,),) * 4)
+
+
+def test_ranks_agree_now_and_then() -> None:
+    table = np.array([(0, 50 * i, 50, 1, 0) for i in range(64)], np.int64)
+    made = shared_errands([table] * 2, LIMIT, between=400)
+    kinds = [isinstance(errand, Agreement) for errand in made.errands]
+    assert sum(kinds) == 3  # each of two ranks reads 1600 bytes
+    assert not kinds[-1]
+
+
+@pytest.mark.parametrize(("rows", "stride", "limit"), [(10, 40, 100), (10, 40, 10), (7, 300, 100), (1, 0, 9)])
+def test_reads_cut_to_a_span(rows: int, stride: int, limit: int) -> None:
+    loops = ((rows, 10, 10), (10, 1, 1)) if rows > 1 else ((10, 1, 1),)
+    read = Read(0, 5, 10 * rows, (Part(0, torch.uint8, 0, 0, loops, True),), True, rows, stride)
+    plan = Plan(("f",), (9999,), (), (read,), limit)
+    cut = spans_within(plan, limit).reads
+    assert len(cut) == pieces_within(read, limit)
+    assert wanted(table_of(cut), 0, len(cut)) == wanted(table_of([read]), 0, 1)
+    assert all((r.rows - 1) * r.stride + 10 <= max(limit, 10) for r in cut)
+    places = [r.parts[0].to for r in cut]
+    assert places == [10 * row for row in itertools.accumulate([0, *(r.rows for r in cut)][:-1])]
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("traffic", "rates", "once"),
+    [
+        # ZeRO-3: nothing is wanted twice.
+        (Traffic(64 * GB, 64 * GB, 1 * GB, 64, 8), Rates(shared=10e9), False),
+        # The ranks of one machine find each other's bytes in its page cache.
+        (Traffic(64 * GB, 8 * GB, 8 * GB, 8, 1), Rates(), False),
+        # Sixteen machines that each want all of it from one file server.
+        (Traffic(16 * 140 * GB, 140 * GB, 140 * GB // 8, 128, 16), Rates(shared=10e9), True),
+        # The same on a disk of each machine's own, as fast as the interconnect.
+        (Traffic(16 * 140 * GB, 140 * GB, 140 * GB // 8, 128, 16), Rates(link=20e9, interconnect=1e9), False),
+        # Narrow columns, of which each machine would fetch the whole rows from one file server.
+        (Traffic(140 * GB, 140 * GB, 9 * GB, 16, 16, 0, 16 * 140 * GB), Rates(shared=10e9), True),
+        # Warm: nothing comes from storage.
+        (Traffic(4 * GB, 2 * GB, 1 * GB, 4, 2), Rates(link=math.inf, interconnect=0.5e9), False),
+    ],
+)
+def test_choice(traffic: Traffic, rates: Rates, once: bool) -> None:
+    chosen = choose(traffic, rates)
+    assert chosen.once is once
+    assert (chosen.once_seconds < chosen.own_seconds) is once
+    for forced in (True, False):
+        other = choose(traffic, rates, forced)
+        assert (other.once, other.forced) == (forced, True)
+        assert "as asked" in str(other)
+
+
+def test_seconds_of_the_model() -> None:
+    """By hand: 16 machines fetch 140 GB each at 10 GB/s together; or once, and 17.4 GB a rank at 1 GB/s, both
+    in and out."""
+    rates = Rates(shared=10e9, link=50e9, copy=1e12)
+    chosen = choose(Traffic(16 * 140 * GB, 140 * GB, 140 * GB // 8, 128, 16), rates)
+    assert chosen.own_seconds == pytest.approx(16 * 140 / 10)
+    assert chosen.once_seconds == pytest.approx(2 * 17.5 * 127 / 128)

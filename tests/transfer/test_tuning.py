@@ -1,0 +1,150 @@
+"""How a load reads: from what the machine and the storage say of themselves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from zerostart.transfer import Tuning, machine, storage, tune
+from zerostart.transfer.tuning import MIN_CHUNK, RING
+
+MiB = 1 << 20
+COLD = 16 * MiB
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as out:
+        out.write(os.urandom(COLD))
+        out.flush()
+        os.fsync(out.fileno())
+    return str(path)
+
+
+def evict(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def put(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text + "\n")
+
+
+def test_quota_of_a_group_above(tmp_path: Path) -> None:
+    put(tmp_path, "proc/self/cgroup", "0::/jobs/7/task")
+    put(tmp_path, "sys/fs/cgroup/jobs/7/task/cpu.max", "max 100000")
+    put(tmp_path, "sys/fs/cgroup/jobs/7/cpu.max", "150000 100000")
+    assert machine.cores(tmp_path) == 1.5
+
+
+def test_quota_of_the_first_version(tmp_path: Path) -> None:
+    put(tmp_path, "proc/self/cgroup", "3:cpu,cpuacct:/docker/a\n2:memory:/docker/a")
+    put(tmp_path, "sys/fs/cgroup/cpu,cpuacct/docker/a/cpu.cfs_quota_us", "120000")
+    put(tmp_path, "sys/fs/cgroup/cpu,cpuacct/docker/a/cpu.cfs_period_us", "100000")
+    assert machine.cores(tmp_path) == 1.2
+
+
+def test_no_quota_leaves_the_affinity(tmp_path: Path) -> None:
+    assert machine.cores(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def test_memory_that_a_group_leaves(tmp_path: Path) -> None:
+    put(tmp_path, "proc/meminfo", "MemTotal: 99 kB\nMemAvailable:   8000000 kB")
+    put(tmp_path, "proc/self/cgroup", "0::/job")
+    put(tmp_path, "sys/fs/cgroup/job/memory.max", str(900 * MiB))
+    put(tmp_path, "sys/fs/cgroup/job/memory.current", str(800 * MiB))
+    put(tmp_path, "sys/fs/cgroup/job/memory.stat", f"anon 5\ninactive_file {300 * MiB}\nactive_file 7")
+    assert machine.available_memory(tmp_path) == 400 * MiB
+    put(tmp_path, "sys/fs/cgroup/job/memory.max", "max")
+    assert machine.available_memory(tmp_path) == 8_000_000 * 1024
+
+
+def test_processors_of_a_node(tmp_path: Path) -> None:
+    put(tmp_path, "sys/devices/system/node/node0/cpulist", "0-15,32-47")
+    put(tmp_path, "sys/devices/system/node/node1/cpulist", "16-31")
+    assert machine.cores_of_node(tmp_path) == 32
+
+
+def test_file_system_by_its_device(file: str) -> None:
+    number = Path(file).stat().st_dev
+    text = (
+        "22 1 0:99 / /proc rw - proc proc rw\n"
+        f"30 1 {os.major(number)}:{os.minor(number)} / /data rw,relatime shared:1 - nfs4 host:/x rw\n"
+    )
+    assert storage.file_system(file, text) == "nfs4"
+    assert storage.file_system(file, "") == ""
+    assert storage.file_system("/nowhere/at/all") == ""
+
+
+def test_residency(file: str) -> None:
+    Path(file).read_bytes()
+    assert storage.resident_share([file]) > 0.95
+    evict(file)
+    assert storage.resident_share([file]) < 0.05
+    assert storage.resident_share(["/nowhere"]) == 0
+
+
+def test_residency_without_cachestat(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_cached_pages", lambda descriptor: None)
+    Path(file).read_bytes()
+    assert storage.resident_share([file]) > 0.95
+
+
+def test_cold_storage_gets_more_reads_in_flight(file: str) -> None:
+    Path(file).read_bytes()
+    warm = tune([file], staged_on_device=False, ranks=1)
+    evict(file)
+    cold = tune([file], staged_on_device=False, ranks=1)
+    assert (warm.cold, cold.cold) == (False, True)
+    assert cold.threads >= 4
+    assert not warm.trial
+    assert max(warm.ring_bytes, cold.ring_bytes) <= RING
+
+
+def test_explicit_arguments_win(file: str) -> None:
+    assert tune([file], False, chunk_size=3 * MiB + 5).chunk_size == 3 * MiB + 5
+
+
+@pytest.mark.parametrize("limit", [MIN_CHUNK, 200_000, MiB, 5 * MiB, 64 * MiB])
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("computes", [False, True])
+@pytest.mark.parametrize("chunk", [None, MIN_CHUNK, 32 * MiB])
+def test_memory_limit_caps_all_buffers(
+    file: str, limit: int, device: bool, computes: bool, chunk: int | None
+) -> None:
+    evict(file)
+    tuning = tune([file], device, computes, memory_limit=limit, chunk_size=chunk)
+    scratch = tuning.threads * tuning.chunk_size * computes
+    assert tuning.ring_bytes + scratch <= max(limit, MIN_CHUNK * (1 + computes))
+    assert tuning.chunk_size >= MIN_CHUNK
+    assert tuning.threads >= 1
+
+
+def test_tensors_in_memory_need_no_probe() -> None:
+    tuning = tune([], staged_on_device=False)
+    assert (tuning.cold, tuning.file_system) == (False, "")
+    assert isinstance(tuning, Tuning)
+
+
+@pytest.mark.parametrize("limit", [MIN_CHUNK, 500_000, MiB, 5 * MiB, 64 * MiB, None])
+@pytest.mark.parametrize("device", [False, True])
+def test_memory_limit_caps_an_exchange(file: str, limit: int | None, device: bool) -> None:
+    evict(file)
+    tuning = tune([file], device, memory_limit=limit)
+    chunk = tuning.exchange_chunk
+    assert chunk % MIN_CHUNK == 0
+    assert tuning.exchange_bytes(chunk) <= (limit or RING)
+    assert tuning.exchanging(chunk or MIN_CHUNK).ring_bytes <= max(limit or RING, MIN_CHUNK)
+    assert (chunk == 0) is (limit == MIN_CHUNK or (limit == 500_000 and device))
+
+
+def test_ranks_of_a_machine_know_it(tmp_path: Path) -> None:
+    put(tmp_path, "proc/sys/kernel/random/boot_id", "b0-b1")
+    assert machine.machine_name(tmp_path) == "b0-b1"
+    assert machine.machine_name(tmp_path / "nowhere")
+    assert machine.machine_name() == machine.machine_name()

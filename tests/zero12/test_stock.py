@@ -1,0 +1,47 @@
+"""ZeRO stages 1 and 2 from our load and from the stock route: buffers, masters and losses to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero12.routes as routes
+from ranks import run_ranks
+from tiny import TinyCheckpoints
+from zero12.routes import CASES
+
+
+def compare(path: Path, names: list[str]) -> dict[str, list[str]]:
+    """Both routes for each case, with where the flat buffers of ours lie."""
+    found = {}
+    for name in names:
+        case = CASES[name]
+        wanted = routes.followed(routes.stock(path, case), case)
+        model = routes.ours(path, case)
+        born = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        lines = routes.differing(routes.followed(model, case), wanted)
+        here = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        if here != born or len(here) != 1:
+            lines.append("the parameters have left the buffer that they were born in")
+        found[name] = lines
+    return found
+
+
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_every_option_is_as_the_stock_route(world_size: int, checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3_moe_aligned", torch.bfloat16, sharded=True)
+    names = list(CASES)
+    for found in run_ranks(compare, world_size, path, names, timeout=400):
+        assert not {name: lines for name, lines in found.items() if lines}
+
+
+@pytest.mark.slow
+def test_four_ranks(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3", torch.bfloat16)
+    names = ["stage 2, exchanged", "decay, round robin, aligned", "BF16_Optimizer, decay"]
+    for found in run_ranks(compare, 4, path, names, timeout=300):
+        assert not {name: lines for name, lines in found.items() if lines}
