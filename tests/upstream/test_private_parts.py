@@ -13,6 +13,7 @@ import torch
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import deepspeed as ds
 from zerostart.upstream import deepspeed_stage3 as ds3
+from zerostart.upstream import deepspeed_start as start
 from zerostart.upstream import torch as pt
 from zerostart.upstream import transformers as hf
 
@@ -103,3 +104,16 @@ def test_parameters_without_our_mark_are_left_to_the_optimizer() -> None:
     plain.dp_process_group = None
     assert wrapped(plain) == original(plain)
     assert type(plain) is optimizer
+
+
+def test_an_unknown_start_of_the_zero3_optimizer_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Known as installed; where a method has another source, one warning, and DeepSpeed's own way."""
+    assert start.known()
+    monkeypatch.setattr(ds3.require_stage3(), "initialize_optimizer_states", lambda self: None)
+    start.known.cache_clear()
+    assert not start.known()
+    assert not start.known()
+    assert caplog.text.count("initialize_optimizer_states of its ZeRO-3 optimizer is not as") == 1
+    start.known.cache_clear()

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
+from zerostart.engines.deepspeed.partitions import arrange
 from zerostart.engines.deepspeed.settings import ZeroSettings
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed_stage3 import Reader, mark, require_stage3
@@ -40,4 +41,4 @@ def check_mixture(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings
 def mark_parameters(model: nn.Module, rounded: Collection[str], reader: Reader | None) -> None:
     """Mark all parameters, those named ``rounded`` with what reads their masters."""
     for name, parameter in model.named_parameters():
-        mark(parameter, name, reader if name in rounded else None)
+        mark(parameter, name, reader if name in rounded else None, arrange)
