@@ -3,8 +3,8 @@
     python benchmarks/initialize_peak.py [--checkpoint DIR] [--ranks 2] [--placements ...] [--json FILE]
 
 Every cell is a fresh group of processes, in which a small model has gone the same way before. Figures are
-anonymous memory above the level before the load, in MiB and in bytes for each element of the rank's share: at
-its highest in the load, at its highest through ``initialize``, and what stays after it. The worst rank counts.
+anonymous memory above the level before the load, in MiB and in bytes for each element of a share: at its
+highest in the load, at its highest through ``initialize``, and what stays after it. The worst rank counts.
 The default checkpoint has 80 million bf16 parameters.
 """
 
