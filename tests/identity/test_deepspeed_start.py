@@ -90,21 +90,22 @@ def start(path: Path, config: dict[str, Any], groups: str) -> tuple[Any, bool]:
     return (bits, numbers), buffers == after
 
 
-SIDE, LAYERS = 2048, 8
+SIDE, LAYERS = 2048, 16
 #: Placement, and bytes that the optimizer keeps for each bf16 element: partition, master, gradients.
-KEPT = {"accelerator": 2 + 4 + 4, "offload-param": 2 + 4 + 4, "offload-both": 2 + 4 + 4 + 4}
+KEPT = {"accelerator": 2 + 4 + 2, "offload-param": 2 + 4 + 2, "offload-both": 2 + 4 + 4 + 2}
 
 
 @pytest.mark.parametrize("placement", KEPT)
 def test_memory_through_initialize_is_what_is_kept(placement: str, tmp_path: Path) -> None:
+    """Gradients are accumulated in bf16: in fp32 they would be larger than what a second master takes."""
     path = tmp_path / "model.safetensors"
     names = [f"{number}.weight" for number in range(LAYERS)]
     save_file({name: torch.randn(SIDE, SIDE).bfloat16() for name in names}, path)
-    config = configuration(placement, torch.bfloat16)
+    config = configuration(placement, torch.bfloat16) | {"data_types": {"grad_accum_dtype": "bf16"}}
     config["zero_optimization"] |= {"reduce_bucket_size": 1_000_000, "sub_group_size": 10**9}
     share = LAYERS * SIDE * SIDE // 2
     for peak, stays in run_ranks(through_initialize, 2, path, config):
-        assert stays <= KEPT[placement] * share + 16 * MIB, stays / share
+        assert stays <= KEPT[placement] * share + 32 * MIB, stays / share
         assert peak <= stays + 32 * MIB, (peak / share, stays / share)
 
 

@@ -122,7 +122,7 @@ def test_an_unknown_start_of_the_zero3_optimizer_is_left_alone(
 
 @pytest.mark.parametrize("key", ["mics_shard_size", "mics_hierarchical_params_gather"])
 def test_deepspeed_has_no_mics_any_more(key: str) -> None:
-    """Why a load refuses it: neither the context nor the optimizer is there, and the configuration is refused.
+    """Why a load refuses it: the context and the optimizer are gone, and the configuration is refused.
 
     ``runtime/config.py``, ``_reject_removed_config_keys``.
     """
@@ -148,7 +148,7 @@ def test_deepspeed_quantises_weights_by_cuda_kernels_alone() -> None:
 
 
 def test_deepspeed_has_no_secondary_partitions_on_nvme() -> None:
-    """Why a load refuses them: they are made on the device of the parameters, of which torch knows no nvme."""
+    """Why a load refuses them: they are made on the parameters' device, and torch knows no nvme."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     source = inspect.getsource(Init._partition_param_sec)
