@@ -53,6 +53,8 @@ def test_every_combination_trains_as_deepspeeds_own(
     for found in run_ranks(both_ways, 2, path, parameters, secondary, tmp_path, timeout=280):
         for case, (ours, theirs) in found.items():
             assert ours == theirs, case
+            assert (ours[0] > 0) == (parameters == "nvme"), case
+            assert (ours[1] > 0) == case.startswith("nvme"), case
 
 
 def both_ways(path: Path, parameters: str, secondary: int, folder: Path) -> dict[str, Any]:
@@ -123,7 +125,8 @@ def configuration(
 
 
 def trained(model: nn.Module, config: dict[str, Any], path: Path) -> list[float]:
-    """Losses and gradient norms of two steps, and sums of the weights; checks what is gathered before."""
+    """What is swapped (parameters, sub-groups of the optimizer), losses and gradient norms of two steps, and
+    sums of the weights; checks what is gathered before."""
     import deepspeed
 
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
@@ -131,11 +134,15 @@ def trained(model: nn.Module, config: dict[str, Any], path: Path) -> list[float]
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             assert same_bits(parameter.detach(), stored[name].to(dtype)), name
+    away: Any = [p.ds_tensor for p in model.parameters()]
+    swapped = sum(partition.final_location is not None for partition in away)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     generator = torch.Generator().manual_seed(5)
     batches = torch.randn(2, dist.get_world_size(), 4, WIDTH, generator=generator).to(dtype)
-    numbers: list[float] = []
+    zero = engine.optimizer
+    subgroups = sum(zero._swappable_optimizer_subgroup(n) for n in range(len(zero.fp16_groups)))
+    numbers: list[float] = [swapped, subgroups]
     for batch in batches:
         loss = engine(batch[dist.get_rank()])
         engine.backward(loss)
