@@ -50,6 +50,7 @@ _METHODS = (
     "_optimizer_states_and_gradient_swap_in",
     "_optimizer_states_and_gradient_swap_out",
     "initialize_optimizer_states",
+    "create_reduce_and_remove_grad_hooks",
     "offload_states",
 )
 #: Elements that are compared at a time: some MiB of temporary memory.
@@ -219,6 +220,11 @@ class _Overrides:
                 self._optimizer_states_and_gradient_swap_in(number)
                 self._read_masters([number])
                 self._optimizer_states_and_gradient_swap_out(number)
+
+    def create_reduce_and_remove_grad_hooks(self) -> None:
+        trained = [p for group in self.fp16_groups for p in group if _mark_of(p) is not None]
+        with starting.ungathered(trained) if starting.known() else contextlib.nullcontext():
+            super().create_reduce_and_remove_grad_hooks()  # type: ignore[misc]
 
     def _is_swapped(self, number: int) -> bool:
         swapped: bool = self._swappable_optimizer_subgroup(number)

@@ -1,7 +1,7 @@
 """Private parts of DeepSpeed: memory that the ZeRO-3 optimizer's constructor takes beside what it keeps.
 
 Known for the versions in ``upstream.deepspeed.SUPPORTED`` (runtime/zero/stage3.py, runtime/zero/utils.py).
-Four parts of it are run with an eye on what they allocate:
+Five parts of it are run with an eye on what they allocate:
 
 - ``defragment`` copies the partitions into a new buffer on the host, and that one to the device. Partitions
   that lie next to each other already (``joined``) are such a buffer.
@@ -10,6 +10,8 @@ Four parts of it are run with an eye on what they allocate:
   where the result goes to the host, and keeps a clone: for a moment there are two masters.
 - ``initialize_optimizer_states`` makes a gradient buffer as large as the largest sub-group. Where no states
   are swapped, nobody reads it.
+- ``create_reduce_and_remove_grad_hooks`` gathers every parameter, whole, in order to hang a hook on it. One
+  that runs after a gradient is accumulated needs no data (``ungathered``).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Converted", "Unread", "defragmenting", "joined", "known", "takes"]
+__all__ = ["Converted", "Unread", "defragmenting", "joined", "known", "takes", "ungathered"]
 
 logger = logging.getLogger("zerostart")
 
@@ -43,6 +45,11 @@ _LINES = {
         "gradient_buffer = torch.zeros(int(largest_numel), dtype=gradient_dtype, device=self.device)",
         "self.fp32_partitioned_groups_flat[i].grad = gradient_buffer.narrow(0, 0, num_elements)",
     ),
+    "create_reduce_and_remove_grad_hooks": (
+        "param.all_gather()\n",
+        "register_grad_hook(param, reduce_partition_and_remove_grads)",
+        "param.partition()\n",
+    ),
 }
 #: Elements that are converted at a time where a device does it for the host.
 _CHUNK = 1 << 22
@@ -54,13 +61,13 @@ def known() -> bool:
     import deepspeed
     from deepspeed.runtime.zero import stage3
 
-    optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
-    strange = [] if hasattr(stage3, "defragment") else ["defragment"]
+    module: Any = stage3
+    optimizer = module.DeepSpeedZeroOptimizer_Stage3
+    strange = [] if hasattr(module, "defragment") else ["defragment"]
+    if "param.register_post_accumulate_grad_hook(hook)" not in _source(module, "register_grad_hook"):
+        strange.append("register_grad_hook")
     for name, lines in _LINES.items():
-        try:
-            source = inspect.getsource(getattr(optimizer, name))
-        except (AttributeError, OSError, TypeError):
-            source = ""
+        source = _source(optimizer, name)
         if not all(line in source for line in lines):
             strange.append(name)
     if strange:
@@ -71,6 +78,13 @@ def known() -> bool:
             ", ".join(strange),
         )
     return not strange
+
+
+def _source(owner: Any, name: str) -> str:
+    try:
+        return inspect.getsource(getattr(owner, name))
+    except (AttributeError, OSError, TypeError):
+        return ""
 
 
 def takes(partition: torch.Tensor, offloaded: bool) -> bool:
@@ -122,6 +136,27 @@ def defragmenting() -> Iterator[None]:
         yield
     finally:
         module.defragment = original
+
+
+@contextlib.contextmanager
+def ungathered(parameters: Sequence[Any]) -> Iterator[None]:
+    """Inside, the ZeRO-3 ``parameters`` are neither gathered nor partitioned anew.
+
+    Those with secondary partitions are, since these are made when a parameter is partitioned.
+    """
+    spared = [p for p in parameters if p.ds_zero_param_process_group is None]
+    methods = [(p, p.all_gather, p.partition) for p in spared]
+    for parameter in spared:
+        parameter.all_gather = parameter.partition = _nothing
+    try:
+        yield
+    finally:
+        for parameter, all_gather, partition in methods:
+            parameter.all_gather, parameter.partition = all_gather, partition
+
+
+def _nothing() -> None:
+    pass
 
 
 class Converted(TorchFunctionMode):
