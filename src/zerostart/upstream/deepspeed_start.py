@@ -140,11 +140,13 @@ def defragmenting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ungathered(parameters: Sequence[Any]) -> Iterator[None]:
-    """Inside, the ZeRO-3 ``parameters`` are neither gathered nor partitioned anew.
+    """Inside, those of the ZeRO-3 ``parameters`` that are partitioned stay so, and are not gathered.
 
-    Those with secondary partitions are, since these are made when a parameter is partitioned.
+    Where there are secondary partitions they are, since these are made when a parameter is partitioned.
     """
-    spared = [p for p in parameters if p.ds_zero_param_process_group is None]
+    spared = [
+        p for p in parameters if p.ds_status.name == "NOT_AVAILABLE" and p.ds_zero_param_process_group is None
+    ]
     methods = [(p, p.all_gather, p.partition) for p in spared]
     for parameter in spared:
         parameter.all_gather = parameter.partition = _nothing
