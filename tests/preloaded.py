@@ -7,6 +7,7 @@ or touches an accelerator.
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 MODULES = (
@@ -40,3 +41,8 @@ for name in MODULES:
 
 # Looks for compilers and libraries, and keeps what it has found.
 _ = importlib.import_module("deepspeed.ops").__compatible_ops__
+
+# Asked twice by every rank that loads DeepSpeed's operation, and a process of its own each time.
+_cpuinfo = importlib.import_module("cpuinfo")
+_cpuinfo.get_cpu_info = functools.cache(_cpuinfo.get_cpu_info)
+_cpuinfo.get_cpu_info()

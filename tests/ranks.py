@@ -149,6 +149,9 @@ def _context() -> multiprocessing.context.ForkServerContext:
         context.set_forkserver_preload(["preloaded"])
         fixed = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         fixed |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
+        # Python 3.11's server does not look at its parent's sys.path, and says nothing if it finds no module.
+        here = str(Path(__file__).parent)
+        fixed["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
         before = {name: os.environ.get(name) for name in fixed}
         os.environ.update(fixed)
         try:
@@ -239,6 +242,7 @@ def _failed(rank: int, error: BaseException) -> Outcome:
 
 
 def _call(job: _Job) -> Any:
+    assert "preloaded" in sys.modules, "the server has not imported tests/preloaded.py"
     import torch
     import torch.distributed as dist
 
