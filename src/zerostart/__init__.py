@@ -146,14 +146,40 @@ def plan(
     *,
     engine_config: Mapping[str, Any] | None = None,
     exchange: bool | None = None,
+    memory_limit: int | None = None,
+    chunk_size: int | None = None,
+    device_memory: int | None = None,
+    host_memory: int | None = None,
+    storage_rate: float | None = None,
+    interconnect_rate: float | None = None,
+    optimizer: str | None = None,
 ) -> WorldPlan:
     """What every rank of ``world_size`` would read and hold; reads headers only, and needs no process group.
 
-    The other arguments are those of ``load``; an ``engine_config`` that keeps shards on the host or on NVMe,
-    makes replicas, or shards along another dimension is followed. Where bytes could be read once and
-    exchanged, eight ranks are taken to be on one machine. ``rank`` plans that one alone, which is quicker.
-    Raises the errors that ``load`` with ``strict=False`` would raise before reading weights.
+    The arguments that are not told of here are those of ``load``; an ``engine_config`` that keeps shards on
+    the host or on NVMe, makes replicas, or shards along another dimension is followed. Where bytes could be
+    read once and exchanged, eight ranks are taken to be on one machine. ``rank`` plans that one alone, which
+    is quicker. See ``docs/forecast.md`` for what is counted.
+
+    Args:
+        device_memory: bytes of one accelerator; given, ranks compute on accelerators wherever the plan is
+            made. Without it and ``host_memory``, the limits of a job of up to eight ranks are this machine's.
+        host_memory: bytes of one machine, which up to eight ranks share.
+        storage_rate: bytes a second that one machine gets from its disk or over its link to storage; None:
+            2 GB/s, or no limit for a checkpoint that is in the page cache.
+        interconnect_rate: bytes a second that one rank sends or receives; None: 1 GB/s.
+        optimizer: ``"adamw"``, ``"adam"``, ``"momentum"`` and ``"sgd"`` are torch's,
+            ``"fused_adamw"`` is one in fused kernels; None: the one that a DeepSpeed configuration names,
+            else AdamW.
+
+    Returns:
+        The plan: ``ranks`` with bytes, operations, peaks of the load, seconds, and ``memory`` by phase and
+        component; ``fits`` and ``advice`` where it does not. All sizes are bytes, all times seconds.
+
+    Raises:
+        ZerostartError: what ``load`` with ``strict=False`` would raise before reading weights.
     """
+    from zerostart.forecast import Asked
     from zerostart.forecasting import forecast
     from zerostart.request import Request
 
@@ -168,8 +194,11 @@ def plan(
         converter=converter,
         engine_config=engine_config,
         exchange=exchange,
+        memory_limit=memory_limit,
+        chunk_size=chunk_size,
     )
-    return forecast(request, world_size, rank)
+    asked = Asked(device_memory, host_memory, storage_rate, interconnect_rate, optimizer)
+    return forecast(request, world_size, rank, asked)
 
 
 def report(model: nn.Module) -> Report:

@@ -6,6 +6,7 @@ Also the worker of its own local ranks: ``python -m zerostart.cli.load OPTIONS-A
 from __future__ import annotations
 
 import json as json_module
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,13 +15,17 @@ import typer
 from zerostart.cli.launch import run_local_ranks
 from zerostart.cli.options import (
     DtypeOption,
+    EngineConfigOption,
     EngineOption,
     ExchangeOption,
     ExpertParallelOption,
+    MemoryLimitOption,
     SourceArgument,
     StageOption,
     TensorParallelOption,
+    engine_config_of,
     named_dtype,
+    size_of,
 )
 from zerostart.cli.worker import join_group, leave_group, worker_main
 from zerostart.errors import ConfigError, ZerostartError
@@ -35,10 +40,12 @@ def command(
     ] = None,
     engine: EngineOption = "deepspeed",
     zero_stage: StageOption = 3,
+    engine_config: EngineConfigOption = None,
     expert_parallel: ExpertParallelOption = 1,
     tensor_parallel: TensorParallelOption = 1,
     dtype: DtypeOption = None,
     exchange: ExchangeOption = None,
+    memory_limit: MemoryLimitOption = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every element with transformers' unsharded load.")
     ] = False,
@@ -51,7 +58,8 @@ def command(
     """Rehearse a load: on local ranks, or one rank of a bigger job by itself; time it and measure it.
 
     With --nproc all ranks load, on their engine; --verify compares every element with an unsharded load.
-    With --world-size and --rank one process reads what that rank reads, and drops it.
+    With --world-size and --rank one process reads what that rank reads, and drops it. Ends with what was
+    foreseen and what was measured side by side.
     """
     named_dtype(dtype)
     _check(nproc, world_size, rank, verify)
@@ -59,10 +67,12 @@ def command(
         "source": source,
         "engine": engine,
         "zero_stage": zero_stage,
+        "engine_config": engine_config_of(engine_config),
         "expert_parallel": expert_parallel,
         "tensor_parallel": tensor_parallel,
         "dtype": dtype,
         "exchange": exchange,
+        "memory_limit": size_of(memory_limit),
         "verify": verify,
         "place": None if rank is None else (rank, world_size),
     }
@@ -97,10 +107,13 @@ def _summed(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "mismatched": first["mismatched"],
         "verified": first["verified"],
         "seconds": max(rank["seconds"]["total"] for rank in ranks),
+        "forecast": first["forecast"],
     }
 
 
 def _show(result: dict[str, Any], text: str) -> None:
+    from zerostart.cli.memory_view import show_comparison
+
     typer.echo(text)
     slowest = max(result["ranks"], key=lambda rank: rank["seconds"]["total"])
     if len(result["ranks"]) > 1:
@@ -109,6 +122,7 @@ def _show(result: dict[str, Any], text: str) -> None:
         )
     if result["verified"]:
         typer.echo("Verified: every element equals the unsharded load")
+    show_comparison(result["forecast"], result["ranks"])
 
 
 def _run(argv: list[str]) -> dict[str, Any]:
@@ -128,6 +142,7 @@ def _run(argv: list[str]) -> dict[str, Any]:
     # What a training script has imported long before; the rehearsal times the load alone.
     engines.require(options["engine"], options["zero_stage"])
     models.require(None, open_catalog(options["source"]).root)
+    forecast = _forecast(options, place)
     wrong = None
     if place is None:
         join_group()
@@ -144,7 +159,26 @@ def _run(argv: list[str]) -> dict[str, Any]:
         "text": str(made),
         "verified": None if wrong is None else not wrong,
         "wrong": wrong or [],
+        "forecast": forecast,
     }
+
+
+def _forecast(options: dict[str, Any], place: tuple[int, int] | None) -> list[dict[str, Any]]:
+    """What the load is foreseen to read and hold, of each rank; told by the first rank, before it begins.
+
+    Before, since what a load takes depends on what is in the page cache.
+    """
+    import zerostart
+
+    number, size = (None, int(os.environ["WORLD_SIZE"])) if place is None else place
+    if int(os.environ["RANK"]):
+        return []
+    try:
+        made = zerostart.plan(**options, world_size=size, rank=number)
+    except ZerostartError:
+        return []  # What cannot be planned cannot be loaded: the load will say so, on every rank.
+    kept = ("rank", "read_bytes", "read_ops", "peak_host_bytes", "peak_device_bytes", "read_seconds")
+    return [{key: getattr(rank, key) for key in kept} for rank in made.ranks]
 
 
 def _differences(model: Any, source: str, dtype: Any) -> list[str]:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json as json_module
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from zerostart.cli.options import (
     DtypeOption,
+    EngineConfigOption,
     EngineOption,
     ExchangeOption,
     ExpertParallelOption,
+    MemoryLimitOption,
     SourceArgument,
     StageOption,
     TensorParallelOption,
+    engine_config_of,
     named_dtype,
+    size_of,
 )
 
-if TYPE_CHECKING:
-    from zerostart.forecast import WorldPlan
-
 __all__ = ["command"]
-
-#: Ranks that the table shows; a line sums up the rest.
-SHOWN = 16
 
 
 def command(
@@ -34,14 +32,66 @@ def command(
     ],
     engine: EngineOption = "deepspeed",
     zero_stage: StageOption = 3,
+    engine_config: EngineConfigOption = None,
     expert_parallel: ExpertParallelOption = 1,
     tensor_parallel: TensorParallelOption = 1,
     dtype: DtypeOption = None,
     exchange: ExchangeOption = None,
+    memory_limit: MemoryLimitOption = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            "--optimizer",
+            help="adamw, fused_adamw, adam, momentum or sgd; default: as configured, else adamw.",
+            show_default=False,
+        ),
+    ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--device-memory",
+            metavar="SIZE",
+            help="Memory of one accelerator, such as 80GB; plans for accelerators also where there is none.",
+            show_default=False,
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--host-memory",
+            metavar="SIZE",
+            help="Memory of one machine, which up to 8 ranks share.",
+            show_default=False,
+        ),
+    ] = None,
+    storage_rate: Annotated[
+        str | None,
+        typer.Option(
+            "--storage-rate",
+            metavar="RATE",
+            help="What storage gives to one machine, such as 7GB/s.",
+            show_default=False,
+        ),
+    ] = None,
+    interconnect_rate: Annotated[
+        str | None,
+        typer.Option(
+            "--interconnect-rate",
+            metavar="RATE",
+            help="What one rank exchanges with others, such as 200GB/s.",
+            show_default=False,
+        ),
+    ] = None,
+    must_fit: Annotated[
+        bool, typer.Option("--must-fit", help="Exit with status 1 if it does not fit into the memory.")
+    ] = False,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Plan this rank alone.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what every rank would read and hold; needs no accelerator and no other rank."""
+    """Show what every rank would read and hold, and whether it fits; needs no accelerator and no other rank.
+
+    Memory is told through the load, the engine's construction and the first step, without activations.
+    """
     import zerostart
 
     chosen: Any = named_dtype(dtype)
@@ -50,56 +100,24 @@ def command(
         world_size=world_size,
         engine=engine,
         zero_stage=zero_stage,
+        engine_config=engine_config_of(engine_config),
         expert_parallel=expert_parallel,
         tensor_parallel=tensor_parallel,
         dtype=chosen,
         rank=rank,
         exchange=exchange,
+        memory_limit=size_of(memory_limit),
+        optimizer=optimizer,
+        device_memory=size_of(device_memory),
+        host_memory=size_of(host_memory),
+        storage_rate=size_of(storage_rate, a_second=True),
+        interconnect_rate=size_of(interconnect_rate, a_second=True),
     )
     if json:
         typer.echo(json_module.dumps(made.as_dict()))
     else:
-        _show(made, source)
+        from zerostart.cli.memory_view import show_plan
 
-
-def _show(made: WorldPlan, source: str) -> None:
-    from rich.console import Console
-    from rich.filesize import decimal
-    from rich.table import Table
-
-    console = Console()
-    console.print(
-        f"{source}: {decimal(made.checkpoint_bytes)}, {made.parameters:,} elements, "
-        f"largest tensor {decimal(made.largest_tensor_bytes)}; planned in {made.planning_seconds:.2f} s"
-    )
-    table = Table(title=f"{made.engine}, {made.world_size} ranks")
-    for heading in ("rank", "reads", "in", "on device", "host peak", "share of the checkpoint"):
-        table.add_column(heading, justify="left" if heading.startswith("share") else "right")
-    for rank in made.ranks[:SHOWN]:
-        share = rank.read_bytes / max(1, made.checkpoint_bytes)
-        bar = "█" * round(24 * share) or "▏"
-        table.add_row(
-            str(rank.rank),
-            decimal(rank.read_bytes),
-            f"{rank.read_ops:,} ops",
-            decimal(rank.device_bytes),
-            decimal(rank.peak_host_bytes),
-            f"{bar} {share:.1%}",
-        )
-    console.print(table)
-    if len(made.ranks) > SHOWN:
-        most = max(rank.read_bytes for rank in made.ranks)
-        console.print(
-            f"... and {len(made.ranks) - SHOWN} more ranks; the most that one reads is {decimal(most)}"
-        )
-    if made.sharing is not None:
-        console.print(f"Reading: {made.sharing}")
-    if made.exchanged_bytes:
-        console.print(f"All ranks together get {decimal(sum(made.exchanged_bytes))} from others")
-    for kind, names in (
-        ("missing", made.missing),
-        ("unexpected", made.unexpected),
-        ("computed from whole tensors", made.computed_whole),
-    ):
-        if names:
-            console.print(f"{kind} ({len(names)}): {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
+        show_plan(made, source)
+    if must_fit and made.fit is False:
+        raise typer.Exit(1)

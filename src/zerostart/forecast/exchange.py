@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines.planned import DEVICE, Planned
-from zerostart.forecast import RankForecast, WorldPlan
+from zerostart.forecast.limits import RANKS_OF_A_MACHINE
+from zerostart.forecast.result import Memory, RankForecast, WorldPlan
 from zerostart.layout import Layout, replicated
 from zerostart.models import Settled
 from zerostart.planning import (
@@ -16,6 +17,7 @@ from zerostart.planning import (
     Errand,
     Plan,
     PlanOptions,
+    Rates,
     Sharing,
     join,
     shared_errands,
@@ -25,22 +27,23 @@ from zerostart.planning import (
 from zerostart.recipe import Recipe
 from zerostart.serving import MOST_REQUESTS, Wants, chosen
 from zerostart.transfer import Tuning
-from zerostart.world import default_device
 
-__all__ = ["RANKS_OF_A_MACHINE", "Foreseen"]
-
-#: How many ranks a plan takes to be on one machine.
-RANKS_OF_A_MACHINE = 8
+__all__ = ["Foreseen"]
 
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What decides it: the checkpoint, what is read of it, where it goes and how it is read."""
+    """What decides it: the checkpoint, what is read of it, where it goes, how it is read and at what rates.
+
+    ``on_host``: what the device has is host memory.
+    """
 
     catalog: Catalog
     settled: Settled
     placed: Planned
     tuning: Tuning
+    rates: Rates
+    on_host: bool
 
     def exchanged(self, made: WorldPlan, forced: bool | None) -> WorldPlan:
         """The plan ``made`` for own slices, as it is or as it becomes if bytes are read once.
@@ -75,7 +78,8 @@ class Foreseen:
         return all(read.rows == 1 for read in self._plan(0, self.tuning.chunk_size).all_reads())
 
     def _wants(self, rank: int, plan: Plan, forced: bool | None) -> Wants:
-        return Wants.of(plan, self.tuning, forced, str(rank // RANKS_OF_A_MACHINE))
+        told = Wants.of(plan, self.tuning, forced, str(rank // RANKS_OF_A_MACHINE))
+        return replace(told, rates=self.rates)
 
     def _once(self, made: WorldPlan, sharing: Sharing, own: Sequence[Plan]) -> WorldPlan:
         chunk = sharing.chunk_size
@@ -91,11 +95,13 @@ class Foreseen:
             alone = [plan.reads[n] for n in exchange.alone[number]]
             computed = [read for computation in plan.computations for read in computation.reads]
             staged = self.tuning.ring_bytes if own[number].staged else 0
+            more = self.tuning.exchange_bytes(chunk) - staged
             return replace(
                 rank,
                 read_bytes=sum(r.nbytes for r in [*alone, *computed]) + exchange.served[number],
                 read_ops=len(alone) + len(computed) + served[number],
-                peak_host_bytes=rank.peak_host_bytes - staged + self.tuning.exchange_bytes(chunk),
+                peak_host_bytes=rank.peak_host_bytes + more,
+                memory=_staging(rank.memory, more),
             )
 
         return replace(
@@ -106,7 +112,6 @@ class Foreseen:
         )
 
     def _plan(self, rank: int, chunk_size: int) -> Plan:
-        on_host = default_device().type == "cpu"
         wanted: list[tuple[Recipe, Layout, Destination]] = []
 
         def want(recipe: Recipe, layout: Layout, direct: bool) -> None:
@@ -116,7 +121,16 @@ class Foreseen:
 
         for name, recipe in self.settled.parameters.items():
             if isinstance(recipe, Recipe):
-                want(recipe, self.placed.layout(name, rank), on_host or self.placed.homes[name] != DEVICE)
+                want(
+                    recipe, self.placed.layout(name, rank), self.on_host or self.placed.homes[name] != DEVICE
+                )
         for recipe in self.settled.buffers.values():
-            want(recipe, replicated(recipe.target.shape), on_host)
+            want(recipe, replicated(recipe.target.shape), self.on_host)
         return join(self.catalog, wanted, PlanOptions(chunk_size))
+
+
+def _staging(memory: Mapping[str, Memory], more: int) -> dict[str, Memory]:
+    """``memory`` with so many bytes ``more`` of staging buffers in the load."""
+    load = memory["load"]
+    host = {**load.host, "staging": load.host.get("staging", 0) + more}
+    return {**memory, "load": replace(load, host=host)}

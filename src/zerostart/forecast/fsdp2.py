@@ -1,0 +1,113 @@
+"""What FSDP2 takes after a load (``torch/distributed/fsdp/_fully_shard``, torch 2.11 to 2.13).
+
+The sharded parameters are what is trained, in the dtype that they are held in, and the optimizer's states
+have that dtype too. While the model runs, the root's own parameters stay gathered from the forward into the
+backward, and a unit's are gathered into one buffer and copied out of it, which is freed when the next unit
+has been gathered. In the backward the next unit is gathered before the one at hand is done with. Gradients of
+a unit are copied into one buffer, freed, and reduce-scattered; that buffer goes when the next unit has its
+gradients. Gathered parameters and travelling gradients have the dtype of the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zerostart.engines.fsdp2.blocks import blocks_of
+from zerostart.engines.fsdp2.settings import FSDP2Settings
+from zerostart.forecast.moments import Moment, Sizes, Target
+from zerostart.forecast.optimizers import Optimizer
+from zerostart.forecast.shares import Held
+
+__all__ = ["Units", "after_load"]
+
+
+@dataclass(frozen=True)
+class Units:
+    """Elements of the root's own unit, of the largest other one, and of all; whether all stay gathered.
+
+    ``late`` are those of the root whose gradients come first: of what it uses after its units, which is taken
+    to be all but its first parameter, or that one if it is tied. ``shares``: ranks that share a parameter.
+    ``itemsize`` is that of the dtype in which parameters are gathered, ``reduced`` that of gradients on
+    their way.
+    """
+
+    root: int
+    late: int
+    largest: int
+    total: int
+    shares: int
+    kept: bool
+    itemsize: int
+    reduced: int
+    offloaded: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, config: Mapping[str, Any] | None, held: Held, world_size: int) -> Units:
+        """The units that a load would make of ``model``."""
+        settings = FSDP2Settings.of(config)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        sizes = held.gathers.elements
+        left, largest = dict(sizes), 0
+        for block in blocks_of(model, settings.wrap):
+            inside = {names[id(p)] for p in block.parameters()} & left.keys()
+            largest = max(largest, sum(left.pop(name) for name in inside))
+        policy = settings.mp_policy
+        computing = (policy.param_dtype if policy is not None else None) or held.dtype
+        reducing = (policy.reduce_dtype if policy is not None else None) or computing
+        of_root = list(left.values())
+        return cls(
+            root=sum(of_root),
+            late=sum(of_root[1:] or of_root),
+            largest=largest,
+            total=sum(sizes.values()),
+            shares=settings.shape(world_size)[1],
+            kept=settings.reshard_after_forward is False,
+            itemsize=computing.itemsize,
+            reduced=reducing.itemsize,
+            offloaded=settings.offloaded,
+        )
+
+
+def after_load(held: Held, units: Units, optimizer: Optimizer, target: Target) -> list[Moment]:
+    """The moments of making an optimizer and of the first step."""
+    gradients = held.trained * held.dtype.itemsize
+    states = optimizer.states * gradients
+    inner = gradients * (units.total - units.root) // max(1, units.total)
+    each = units.itemsize
+    gathered = each * (units.total if units.kept else units.root)
+    flat = each * (units.shares > 1)  # the buffer that a unit is gathered into, and gloo's copy of it
+    copied = flat * (1 + target.copies)
+    root, unit = units.root, units.largest
+    forward = {"gathered parameters": gathered + (0 if units.kept else flat * root) + copied * unit}
+    # The next unit is gathered already, and the buffer of the one before is still being reduced.
+    of_unit = {
+        "gathered parameters": gathered + (0 if units.kept else (each + flat) * unit),
+        "incoming gradient": each * (unit + units.late),
+        "buckets": units.reduced * unit,
+    }
+    of_root = {
+        "gathered parameters": each * root,
+        "incoming gradient": each * root,
+        "buckets": units.reduced * unit,
+    }
+    on_host = units.offloaded or not target.accelerator
+    updated = held.largest if on_host else held.trained
+    update = optimizer.scratch(on_host) * updated * held.dtype.itemsize
+
+    def moment(phase: str, at_home: Sizes, on_device: Sizes) -> Moment:
+        device: dict[str, Any] = {"parameters": held.device, "buffers": held.buffers, **on_device}
+        host: dict[str, Any] = {"parameters": held.host}
+        (host if units.offloaded else device).update(at_home)
+        return Moment(phase, host, device)
+
+    return [
+        moment("initialize", {}, {}),
+        moment("step", {}, forward),
+        moment("step", {"gradients": 0 * gradients if units.kept else inner}, of_unit),
+        moment("step", {"gradients": gradients}, of_root),
+        moment("step", {"gradients": gradients, "optimizer state": states, "scratch": update}, {}),
+    ]

@@ -1,0 +1,125 @@
+"""The whole forecast: what is read, what is held, how long it takes, and whether it fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import nn
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.forecast.advice import advice, fits_of
+from zerostart.forecast.exchange import Foreseen
+from zerostart.forecast.limits import Limits
+from zerostart.forecast.memory import Job, moments_of
+from zerostart.forecast.moments import Target, peaks
+from zerostart.forecast.optimizers import optimizer_of
+from zerostart.forecast.reads import counts_of, owned_by
+from zerostart.forecast.result import RankForecast, WorldPlan
+from zerostart.forecast.seconds import rates_of, timed
+from zerostart.forecast.shares import held_of
+from zerostart.models import Settled
+from zerostart.planning import Rates
+from zerostart.recipe import Coverage, Recipes
+from zerostart.transfer import Tuning
+
+__all__ = ["Asked", "Subject", "foresee"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is loaded: all that is known of it before anything is sharded."""
+
+    catalog: Catalog
+    model: nn.Module
+    recipes: Recipes
+    coverage: Coverage
+    settled: Settled
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of a forecast beside those of a load; see ``zerostart.plan``."""
+
+    device_memory: int | None = None
+    host_memory: int | None = None
+    storage_rate: float | None = None
+    interconnect_rate: float | None = None
+    optimizer: str | None = None
+
+
+def foresee(
+    subject: Subject,
+    job: Job,
+    ranks: Sequence[int],
+    tuning: Tuning,
+    asked: Asked,
+    forced: bool | None,
+) -> WorldPlan:
+    """The plan of ``ranks``; ``forced``: whether bytes that several want must be read once.
+
+    Raises ConfigError for arguments out of range, or an exchange that does not fit into the memory limit.
+    """
+    limits = Limits.of(asked.device_memory, asked.host_memory, job.mesh.world_size)
+    rates = rates_of(tuning.rates, asked.storage_rate, asked.interconnect_rate)
+    optimizer = optimizer_of(asked.optimizer, job.engine_config if job.engine == "deepspeed" else None)
+    target = Target(limits.accelerator, job.mesh.world_size)
+    model, (placed, parallelism) = subject.model, job.placed(subject.model)
+    twins = {rank: placed.twin(rank) for rank in ranks}
+    shown = sorted(set(twins.values()))
+    owned = owned_by(model, placed, shown)
+    held = held_of(model, placed, parallelism, shown, {name: own.numels for name, own in owned.items()})
+    counts = counts_of(subject.catalog, subject.settled, placed, owned, shown, tuning, not target.accelerator)
+    staged = [(tuning.ring_bytes if count.staged else 0) + count.scratch for count in counts]
+    moments = moments_of(model, job, placed, held, np.array(staged, np.int64), optimizer, target)
+    memory = dict(zip(shown, peaks(moments, len(shown), target), strict=True))
+    resident = (held.device if placed.held is None else placed.held) + held.buffers + 0 * held.trained
+    on_device = dict(zip(shown, resident.tolist(), strict=True))
+    read = dict(zip(shown, counts, strict=True))
+    made = WorldPlan.of(
+        subject.catalog,
+        subject.recipes,
+        subject.coverage,
+        job.engine,
+        job.mesh.world_size,
+        [
+            RankForecast(
+                rank=rank,
+                read_bytes=read[twin].nbytes,
+                read_ops=read[twin].reads,
+                device_bytes=on_device[twin],
+                peak_host_bytes=memory[twin]["load"].host_bytes,
+                peak_device_bytes=memory[twin]["load"].device_bytes,
+                memory=memory[twin],
+            )
+            for rank, twin in twins.items()
+        ],
+        0.0,
+    )
+    foreseen = Foreseen(subject.catalog, subject.settled, placed, tuning, rates, not target.accelerator)
+    made = foreseen.exchanged(made, forced)
+    fits = fits_of([rank.memory for rank in made.ranks], limits, made.world_size)
+    return replace(
+        made,
+        ranks=timed(made.ranks, made.exchanged_bytes, made.world_size, _stored(subject.catalog), rates),
+        zero_stage=job.zero_stage,
+        optimizer=optimizer.name,
+        accelerator=limits.accelerator,
+        rates=_shown(rates),
+        fits=fits,
+        advice=()
+        if all(fit.fits for fit in fits)
+        else advice(model, job, max(staged, default=0), optimizer, limits),
+    )
+
+
+def _stored(catalog: Catalog) -> int:
+    return sum(catalog.sizes) if catalog.memory is None else catalog.nbytes
+
+
+def _shown(rates: Rates) -> dict[str, float | None]:
+    """The rates as plain data: what does not limit is None."""
+    named = {"storage": rates.link, "copy": rates.copy, "interconnect": rates.interconnect}
+    return {name: None if math.isinf(rate) else rate for name, rate in named.items()}

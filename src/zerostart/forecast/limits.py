@@ -1,0 +1,71 @@
+"""How much memory there is, and whether what is foreseen fits into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from zerostart.errors import ConfigError
+from zerostart.transfer.machine import available_memory
+from zerostart.world import default_device
+
+__all__ = ["RANKS_OF_A_MACHINE", "Fit", "Limits"]
+
+#: How many ranks a plan takes to be on one machine.
+RANKS_OF_A_MACHINE = 8
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes of one accelerator (``device``) and of one machine for all its ranks (``host``); None: unknown.
+
+    ``found``: nobody gave them, they are this machine's. ``accelerator``: whether ranks compute on one.
+    """
+
+    device: int | None
+    host: int | None
+    accelerator: bool
+    found: bool = False
+
+    @classmethod
+    def of(cls, device: int | None, host: int | None, world_size: int) -> Limits:
+        """The limits that are given; where none is, those of this machine, if it could run all ranks.
+
+        A given ``device`` means that ranks compute on accelerators, wherever the plan is made. Raises
+        ConfigError for a limit that is no number of bytes.
+        """
+        for name, value in (("device_memory", device), ("host_memory", host)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}={value!r} must be a number of bytes")
+        here = default_device()
+        accelerator = device is not None or here.type != "cpu"
+        if device is not None or host is not None:
+            return cls(device, host, accelerator)
+        if world_size > RANKS_OF_A_MACHINE:  # not the machines that it will run on
+            return cls(None, None, accelerator)
+        if accelerator:
+            module = torch.get_device_module(here)
+            device = int(module.mem_get_info(here)[1]) if hasattr(module, "mem_get_info") else None
+        return cls(device, available_memory(), accelerator, found=True)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Memory of one kind: ``where`` it is, the ``limit``, and the most that is ``needed``, in bytes.
+
+    Of an accelerator the need is that of the rank that needs most; of a ``host`` that of all ``ranks`` on it.
+    ``phase`` is the one in which it is needed. ``found``: the limit is this machine's, nobody gave it.
+    """
+
+    where: str
+    limit: int
+    needed: int
+    phase: str
+    ranks: int = 1
+    found: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the need is within the limit."""
+        return self.needed <= self.limit

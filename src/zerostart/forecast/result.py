@@ -1,0 +1,160 @@
+"""The forecast as plain data: of every rank, and of the whole job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.forecast.limits import Fit
+from zerostart.planning import Sharing
+from zerostart.recipe import Coverage, Recipes
+
+__all__ = ["PHASES", "Memory", "RankForecast", "WorldPlan"]
+
+#: What memory is told of: the load, the engine's and the optimizer's construction, and the first step.
+PHASES = ("load", "initialize", "step")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a rank holds at the highest moment of a phase, by what takes them.
+
+    The highest moments of the ``host`` and of the ``device`` may differ. Where the device is the CPU, all is
+    on the host and ``device`` is empty.
+    """
+
+    host: Mapping[str, int]
+    device: Mapping[str, int]
+
+    @property
+    def host_bytes(self) -> int:
+        """Most host memory in this phase, in bytes."""
+        return sum(self.host.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Most memory of the accelerator in this phase, in bytes."""
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True)
+class RankForecast:
+    """One rank: bytes and number of its reads, bytes of its shards on the device, and peaks of the load.
+
+    Where the device is the CPU the shards are part of the host peak, and the device peak is 0.
+    ``read_seconds`` is how long it reads and exchanges at the rates of the plan; ``memory`` has each of
+    ``PHASES``, without the activations of the step, and is empty if no memory was asked for.
+    """
+
+    rank: int
+    read_bytes: int
+    read_ops: int
+    device_bytes: int
+    peak_host_bytes: int
+    peak_device_bytes: int = 0
+    read_seconds: float = 0.0
+    memory: Mapping[str, Memory] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: ``memory`` as the peaks alone, ``{phase: {host, device}}`` in bytes."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "memory"}
+        peaks = {p: {"host": m.host_bytes, "device": m.device_bytes} for p, m in self.memory.items()}
+        return {**plain, "peaks": peaks}
+
+
+@dataclass(frozen=True)
+class WorldPlan:
+    """The plans of all ranks, summed up.
+
+    ``sharing`` is there if the ranks have a choice between own slices and reading once; ``exchanged_bytes``
+    are those that each of ``ranks`` gets from others, empty where all read their own. ``rates`` are bytes a
+    second of ``storage`` (to one machine), of ``copy`` (out of its page cache) and of one rank's
+    ``interconnect``, None for what does not limit. ``optimizer`` is the one whose states are counted.
+    ``accelerator``: whether the device has memory of its own; else device memory is host memory.
+    ``fits`` tells how the highest peaks compare with the memory there is, and what would make them fit.
+    """
+
+    engine: str
+    world_size: int
+    ranks: tuple[RankForecast, ...]
+    checkpoint_bytes: int
+    parameters: int
+    largest_tensor_bytes: int
+    planning_seconds: float
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
+    computed_whole: tuple[str, ...] = ()
+    sharing: Sharing | None = None
+    exchanged_bytes: tuple[int, ...] = ()
+    zero_stage: int = 3
+    optimizer: str = ""
+    accelerator: bool = False
+    rates: Mapping[str, float | None] = field(default_factory=dict)
+    fits: tuple[Fit, ...] = ()
+    advice: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        catalog: Catalog,
+        recipes: Recipes,
+        coverage: Coverage,
+        engine: str,
+        world_size: int,
+        ranks: Sequence[RankForecast],
+        seconds: float,
+    ) -> WorldPlan:
+        """Sum up a catalog and the ranks' forecasts."""
+        return cls(
+            engine=engine,
+            world_size=world_size,
+            ranks=tuple(ranks),
+            checkpoint_bytes=catalog.nbytes,
+            parameters=sum(entry.numel for entry in catalog.tensors.values()),
+            largest_tensor_bytes=max((e.nbytes for e in catalog.tensors.values()), default=0),
+            planning_seconds=seconds,
+            missing=coverage.missing,
+            unexpected=coverage.unexpected,
+            computed=recipes.computed,
+            computed_whole=recipes.computed_whole,
+        )
+
+    @property
+    def fit(self) -> bool | None:
+        """Whether everything fits; None where nothing says how much memory there is."""
+        return all(fit.fits for fit in self.fits) if self.fits else None
+
+    @property
+    def read_seconds(self) -> float:
+        """Seconds until the last rank has what it wants, at the plan's rates."""
+        return max((rank.read_seconds for rank in self.ranks), default=0.0)
+
+    @property
+    def classes(self) -> list[tuple[RankForecast, tuple[RankForecast, ...]]]:
+        """Ranks that hold the same, as the one of them that reads most, and all of them."""
+        found: dict[Any, list[RankForecast]] = {}
+        for rank in self.ranks:
+            shown = tuple((m.host_bytes, m.device_bytes) for m in rank.memory.values())
+            held = (rank.device_bytes, rank.peak_host_bytes, shown)
+            found.setdefault(held, []).append(rank)
+        return [(max(alike, key=lambda r: r.read_bytes), tuple(alike)) for alike in found.values()]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contract's JSON form; ``memory`` has the components of each class of ranks that hold alike."""
+        aside = ("ranks", "sharing", "fits")
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
+        return {
+            **plain,
+            "ranks": [rank.as_dict() for rank in self.ranks],
+            "sharing": None if self.sharing is None else asdict(self.sharing),
+            "read_seconds": self.read_seconds,
+            "memory": [
+                {"ranks": [r.rank for r in alike], **{p: asdict(m) for p, m in shown.memory.items()}}
+                for shown, alike in self.classes
+            ],
+            "fits": [asdict(fit) | {"fits": fit.fits} for fit in self.fits],
+            "fit": self.fit,
+        }

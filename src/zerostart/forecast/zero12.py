@@ -1,0 +1,123 @@
+"""What DeepSpeed's ZeRO stages 1 and 2 take after a load: ``stage_1_and_2.py`` of version 0.19.8.
+
+With N elements of the flat buffers and n = N / ranks of them updated here, p bytes each:
+
+- masters, 4 n: cloned from the partition and converted. With offload a buffer of p n beside them, and one
+  of the largest parameter on the host and on the device.
+- ``initialize_optimizer_states``: an fp32 gradient of the partition, which stays with offload.
+- backward: at stage 1 all gradients until the last micro-batch, then (at stage 2 at once) the bucket, the
+  copy of it that is reduced, and the gradients of this rank's partition. ``BF16_Optimizer`` (stage 1 with
+  fp32 accumulation, ``bf16_optimizer.py``) has fp32 gradients of all from the start instead.
+- ``step``: that partition's gradients flat, in fp32; the states; what the update takes; then an all-gather.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zerostart.forecast.moments import Moment, Sizes, Target
+from zerostart.forecast.optimizers import Optimizer
+from zerostart.forecast.shares import Array, Held
+from zerostart.forecast.zero_config import ZeroCosts
+
+__all__ = ["after_load"]
+
+FP32 = 4
+#: Elements that a partition is a multiple of (``nccl_start_alignment_factor``).
+ALIGNED = 2
+
+
+def after_load(
+    held: Held, whole: int, costs: ZeroCosts, optimizer: Optimizer, target: Target, stage: int
+) -> list[Moment]:
+    """The moments of ``initialize`` and of the first step; ``whole``: bytes of the flat buffers."""
+    return _Stage12(held, whole, costs, optimizer, target, stage).moments()
+
+
+class _Stage12:
+    """The quantities that the moments are made of."""
+
+    def __init__(
+        self,
+        held: Held,
+        whole: int,
+        costs: ZeroCosts,
+        optimizer: Optimizer,
+        target: Target,
+        stage: int,
+    ) -> None:
+        self.held, self.whole, self.costs, self.target, self.stage = held, whole, costs, target, stage
+        self.itemsize, self.kept = held.dtype.itemsize, costs.accumulates or held.dtype
+        self.aside = costs.offloaded
+        self.trained = held.gathers.total // self.itemsize
+        step = ALIGNED * target.world_size
+        self.n = -(-self.trained // step) * ALIGNED
+        self.part = self.itemsize * self.n
+        self.states = FP32 * optimizer.states * self.n
+        fused = self.aside and costs.fused
+        on_host = self.aside or not target.accelerator
+        self.update = FP32 * self.n * (0 if fused else optimizer.scratch(on_host))
+        self.separate = self.kept == torch.float32 and held.dtype != torch.float32
+        self.all_fp32 = stage == 1 and self.separate and not self.aside
+
+    def moments(self) -> list[Moment]:
+        """In the order in which they come."""
+        converted = 0 if self.held.dtype == torch.float32 else self.part
+        begun = {**self._masters, "gradients": FP32 * self.trained if self.all_fp32 else 0}
+        unread = 0 if self.all_fp32 or self.aside else FP32 * self.n
+        ready = {**begun, **({"gradients": FP32 * self.n} if self.aside else {})}
+        full = {**ready, "optimizer state": self.states}
+        sent = self.held.gathers.total * self.target.copies
+        return [
+            self._moment("initialize", {**self._masters, "scratch": converted}),
+            self._moment("initialize", {**ready, "scratch": unread}),
+            self._moment("step", ready, self._reducing()),
+            self._moment("step", {**ready, "scratch": self._flattened + self._fp32}),
+            self._moment("step", {**full, "scratch": self._fp32 + self.update}),
+            self._moment("step", full, {"gathered parameters": sent}),
+        ]
+
+    @property
+    def _masters(self) -> dict[str, Array | int]:
+        if not self.aside:
+            return {"master weights": FP32 * self.n}
+        return {"master weights": FP32 * self.n, "buckets": self.part + self.held.gathers.largest}
+
+    @property
+    def _fp32(self) -> int:
+        """The partition's gradients in fp32, for the update alone."""
+        return 0 if self.aside or self.all_fp32 else FP32 * self.n
+
+    @property
+    def _flattened(self) -> int:
+        """The same as one tensor of the dtype that they are kept in, on the way to fp32."""
+        kept = self.kept.itemsize * self.n
+        return 0 if self.aside or self.all_fp32 or self.kept == torch.float32 else kept
+
+    def _reducing(self) -> Sizes:
+        """Gradients while the backward reduces them."""
+        gathers, each = self.held.gathers, self.itemsize
+        if self.all_fp32:
+            return {"gradients": gathers.total}
+        filled = min(gathers.total, max(self.costs.bucket * each, gathers.largest))
+        buffer = self.costs.bucket * each if self.target.accelerator else filled
+        own = 0 if self.aside else self.kept.itemsize * self.n
+        return {
+            "gradients": own + (gathers.total if self.stage == 1 else 0),
+            # The bucket has the gradients themselves; at stage 1 they are counted already.
+            "buckets": buffer
+            - (filled if self.stage == 1 else 0)
+            + (filled if self.target.world_size > 1 else 0),
+            "incoming gradient": gathers.largest if filled < gathers.total else 0,
+        }
+
+    def _moment(self, phase: str, beside: Sizes, on_device: Sizes | None = None) -> Moment:
+        """The flat buffers, what is ``beside`` at the optimizer's home, and what is on the device anyway."""
+        device: dict[str, Array | int] = {"parameters": self.whole, "buffers": self.held.buffers}
+        if self.aside:
+            device["buckets"] = self.held.gathers.largest
+        host: dict[str, Array | int] = {}
+        for sizes, home in ((beside, host if self.aside else device), (on_device or {}, device)):
+            for name, size in sizes.items():
+                home[name] = home.get(name, 0) + size
+        return Moment(phase, host, device)

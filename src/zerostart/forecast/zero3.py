@@ -1,0 +1,125 @@
+"""What DeepSpeed's ZeRO-3 takes after a load: ``runtime/zero/stage3.py`` of version 0.19.8, moment by moment.
+
+With n elements of a rank's share, p bytes each, g bytes of a kept gradient:
+
+- ``_create_fp32_partitions``: 4 n masters, of fp32 partitions too.
+- ``initialize_optimizer_states``: with offload an fp32 gradient of each sub-group, which stays; where states
+  are swapped one of the largest.
+- ``_setup_for_real_optimizer``: g n gradients, and the bucket, which is touched as it fills.
+- backward: what is gathered, the gradient at hand, the bucket, and what the reduce-scatter copies of it.
+- ``step``: the gradients of a sub-group flat, then in fp32; the states; what the update takes.
+
+What the constructor takes besides, a load spares it (``upstream/deepspeed_start.py``). Where that cannot be
+done (``docs/placements.md`` says where) the stock copies come on top, which are not foreseen here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from zerostart.forecast.moments import Moment, Sizes, Target
+from zerostart.forecast.optimizers import Optimizer
+from zerostart.forecast.shares import Array, Held
+from zerostart.forecast.zero_config import ZeroCosts
+
+__all__ = ["after_load"]
+
+FP32 = 4
+
+
+def after_load(held: Held, costs: ZeroCosts, optimizer: Optimizer, target: Target) -> list[Moment]:
+    """The moments of ``initialize`` and of the first step."""
+    return _Stage3(held, costs, optimizer, target).moments()
+
+
+class _Stage3:
+    """The quantities that the moments are made of."""
+
+    def __init__(self, held: Held, costs: ZeroCosts, optimizer: Optimizer, target: Target) -> None:
+        self.held, self.costs, self.target = held, costs, target
+        n, kept = held.trained, costs.accumulates or held.dtype
+        self.aside = costs.optimizer_home != "none"
+        swapped = costs.optimizer_home == "nvme"
+        # A sub-group ends with the parameter that fills it.
+        self.group: Array = np.minimum(n, costs.sub_group + held.largest)
+        # What is swapped is in memory a sub-group at a time, in so many buffers.
+        resident = np.minimum(n, costs.swap_buffers * self.group) if swapped else n
+        self.masters: Array = FP32 * resident
+        self.gradients: Array = kept.itemsize * n
+        self.states: Array = FP32 * optimizer.states * (0 * n if swapped else n)
+        fused = self.aside and costs.fused
+        self.update: Array = FP32 * self.group * (0 if fused else optimizer.scratch(self._on_host))
+        # Gradients of the sub-group at hand as one tensor, as they are kept and in fp32.
+        self.flat: Array = self.group * (0 if kept == torch.float32 else kept.itemsize)
+        self.fp32: Array = self.group * FP32
+
+    @property
+    def _on_host(self) -> bool:
+        return self.aside or not self.target.accelerator
+
+    def moments(self) -> list[Moment]:
+        """In the order in which they come."""
+        ready = {"master weights": self.masters, "gradients": self._kept}
+        full = {**ready, "optimizer state": self.states}
+        secondary = self._secondary()
+        filled = {**self._buckets(touched=True), **secondary}
+        # Secondary partitions are made in the hooks' constructor, which gathers one parameter after another.
+        hooked = self._gathered(self.held.gathers.largest) if secondary else {}
+        flattened = {} if self.aside else {"gradients": self._kept + self.fp32}
+        unread = self.fp32 if self.costs.optimizer_home == "nvme" else 0
+        return [
+            self._moment("initialize", {"master weights": self.masters, "scratch": unread}),
+            self._moment("initialize", ready, self._buckets(), secondary, hooked),
+            self._moment("step", ready, self._gathered(self.held.gathers.module), self._reducing(filled)),
+            self._moment("step", {**ready, **flattened, "scratch": self._flattening}, filled),
+            self._moment("step", {**full, **flattened, "scratch": self.update}, filled),
+        ]
+
+    @property
+    def _stays(self) -> Array:
+        """The fp32 gradients of offloaded states, kept from the start."""
+        return FP32 * self.held.trained if self.costs.offloaded else 0 * self.held.trained
+
+    @property
+    def _kept(self) -> Array:
+        return self.gradients + self._stays
+
+    @property
+    def _flattening(self) -> Array:
+        return 0 * self.flat if self.aside else self.flat
+
+    def _gathered(self, nbytes: int) -> Sizes:
+        return {"gathered parameters": nbytes * (1 + self.target.copies)}
+
+    def _buckets(self, touched: bool = False) -> Sizes:
+        """The reduction bucket, which stays: all of it, or on the host what gradients have ``touched``."""
+        gathers, each = self.held.gathers, self.held.dtype.itemsize
+        if self.target.accelerator:
+            return {"buckets": self.costs.bucket * each}
+        return {"buckets": min(gathers.total, self.costs.bucket * each) if touched else 0}
+
+    def _secondary(self) -> Sizes:
+        """Partitions over a few ranks (ZeRO++), until the end of a step."""
+        sharers = min(self.costs.secondary, self.target.world_size)
+        return {"secondary partitions": self.held.gathers.total // sharers} if sharers > 1 else {}
+
+    def _reducing(self, buckets: Sizes) -> Sizes:
+        """The bucket, what a reduce-scatter copies of it, and the gradient that finds it full."""
+        gathers, each = self.held.gathers, self.held.dtype.itemsize
+        held = min(gathers.total, self.costs.bucket * each)
+        # A gradient that is bigger than the bucket is reduced by itself, and not copied together before.
+        together = held if gathers.largest <= self.costs.bucket * each else 0
+        copied = together + max(held, gathers.largest) * self.target.copies
+        incoming = gathers.largest if held < gathers.total else 0
+        return {**buckets, "buckets": buckets["buckets"] + copied, "incoming gradient": incoming}
+
+    def _moment(self, phase: str, beside: Sizes, *on_device: Sizes) -> Moment:
+        """Parameters at home, what is ``beside`` at the optimizer's home, and what is on the device."""
+        host: dict[str, Array | int] = {"parameters": self.held.host}
+        device: dict[str, Array | int] = {"parameters": self.held.device, "buffers": self.held.buffers}
+        home = host if self.aside else device
+        for sizes, where in ((beside, home), *((sizes, device) for sizes in on_device)):
+            for name, size in sizes.items():
+                where[name] = where.get(name, 0) + size
+        return Moment(phase, host, device)
