@@ -13,6 +13,7 @@ from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines.planned import DEVICE, HOST, Planned
+from zerostart.engines.room import Tier
 from zerostart.layout import replicated
 from zerostart.models import Settled
 from zerostart.planning import (
@@ -52,7 +53,8 @@ class WorldPlan:
     """The plans of all ranks, summed up.
 
     ``sharing`` is there if the ranks have a choice between own slices and reading once; ``exchanged_bytes``
-    are those that each of ``ranks`` gets from others, empty where all read their own.
+    are those that each of ``ranks`` gets from others, empty where all read their own. ``tier`` says where
+    parameters that are whole on every rank would lie on machines like this one.
     """
 
     engine: str
@@ -68,6 +70,7 @@ class WorldPlan:
     computed_whole: tuple[str, ...] = ()
     sharing: Sharing | None = None
     exchanged_bytes: tuple[int, ...] = ()
+    tier: Tier | None = None
 
     @classmethod
     def of(

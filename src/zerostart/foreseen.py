@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.engines.planned import DEVICE, Planned
+from zerostart.engines.planned import DEVICE, RANKS_OF_A_MACHINE, Planned
 from zerostart.forecast import RankForecast, WorldPlan
 from zerostart.layout import Layout, replicated
 from zerostart.models import Settled
@@ -28,9 +28,6 @@ from zerostart.transfer import Tuning
 from zerostart.world import default_device
 
 __all__ = ["RANKS_OF_A_MACHINE", "Foreseen"]
-
-#: How many ranks a plan takes to be on one machine.
-RANKS_OF_A_MACHINE = 8
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import nn
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Shard
-from zerostart.engines.deepspeed.flat import check_stage, offer_runs
+from zerostart.engines.deepspeed.flat import offer_runs
 from zerostart.engines.deepspeed.settings import configured_dtype
 from zerostart.engines.fsdp2.units import let_cast
 from zerostart.equality import equal_in
@@ -76,8 +76,8 @@ class Request:
         """Raise ConfigError for arguments that no load can serve."""
         engines.check_choice(self.engine, self.zero_stage)
         engines.settings_of(self.engine, self.engine_config)
-        if self.engine == "deepspeed":
-            check_stage(self.zero_stage, self.engine_config, self.expert_parallel > 1)
+        parallel = self.expert_parallel > 1 or self.tensor_parallel > 1
+        engines.check_settings(self.engine, self.zero_stage, self.engine_config, parallel)
         if self.dtype is not None and not (
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
@@ -91,8 +91,8 @@ class Request:
 
     @property
     def flat(self) -> bool:
-        """Whether parameters stay whole, in flat buffers: ZeRO stages 1 and 2."""
-        return self.engine == "deepspeed" and self.zero_stage < 3
+        """Whether parameters stay whole, in flat buffers: stage 0, and on DeepSpeed stages 1 and 2."""
+        return engines.keeps_whole(self.engine, self.zero_stage)
 
     @property
     def forced_exchange(self) -> bool | None:
@@ -174,6 +174,9 @@ def _load(request: Request, clock: Clock) -> nn.Module:
                 request.zero_stage,
                 request.exchange,
             )
+        with clock.phase("build"):
+            tier = engines.settle(engine, built.model, list(settled.parameters))
+        with clock.phase("build"), world.phase("sharding the model"):
             shards = engine.shard(built.model, list(settled.parameters))
             buffers = place_buffers(built.model, settled, engine.device)
         with clock.phase("plan"), world.phase("planning"):
@@ -201,17 +204,15 @@ def _load(request: Request, clock: Clock) -> nn.Module:
                 )
             _offer_masters(built.model, catalog, request, settled, shards, tuning)
             _finish(built, recipes, request, catalog)
-    keep(
-        built.model,
-        reported(
-            Prepared(catalog, built, parallelism, recipes, coverage, settled),
-            request,
-            (world.rank, world.size),
-            clock,
-            moved,
-            meter,
-        ),
+    made = reported(
+        Prepared(catalog, built, parallelism, recipes, coverage, settled),
+        request,
+        (world.rank, world.size),
+        clock,
+        moved,
+        meter,
     )
+    keep(built.model, replace(made, tier=tier))
     return built.model
 
 
@@ -272,7 +273,7 @@ def _forecast(request: Request, world_size: int, rank: int | None) -> WorldPlan:
     ranks = forecast_ranks(catalog, model, settled, placed, of, tuning)
     made = WorldPlan.of(catalog, known.recipes, known.coverage, request.engine, world_size, ranks, 0.0)
     made = Foreseen(catalog, settled, placed, tuning).exchanged(made, request.forced_exchange)
-    return replace(made, planning_seconds=clock.stop()["total"])
+    return replace(made, tier=placed.tier, planning_seconds=clock.stop()["total"])
 
 
 @dataclass(frozen=True)
@@ -465,7 +466,7 @@ def _offer_masters(
         rounded, masters = masters_of(catalog, request.source, settled.parameters, shards, tuning)
     if not request.flat:
         engines.offer_masters(request.engine, model, rounded, masters.read if masters else None)
-    elif masters is not None:
+    elif masters is not None and request.zero_stage > 0:
         offer_runs(model, rounded, masters.read_runs)
 
 

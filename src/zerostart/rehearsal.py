@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from zerostart.engines import DEVICE, Planned, Shard, contexts_aside, planned
+from zerostart.engines import DEVICE, Planned, Shard, Tier, WholeShards, contexts_aside, planned, rules_of
 from zerostart.errors import ConfigError
 from zerostart.loading import (
     Request,
@@ -39,18 +40,13 @@ def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list
     lacks is initialised. Raises what
     ``zerostart.load`` raises, and ConfigError for a rank that is not there.
     """
-    if request.exchange:
+    if request.exchange and not request.flat:
         raise ConfigError("exchange=True needs all ranks, and a rehearsal has one; leave it out")
     with collector_paused(), contexts_aside():
         return _rehearse(request, world_size, rank)
 
 
 def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list[Shard]]:
-    if request.flat:
-        raise ConfigError(
-            f"one rank alone cannot be rehearsed with zero_stage={request.zero_stage} in this version; use "
-            "zerostart.plan, or a load on local ranks"
-        )
     clock, alone, device = Clock(), World(0, 1, None), default_device()
     with PeakMeter(device) as meter:
         with clock.phase("plan"):
@@ -58,8 +54,12 @@ def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, lis
         settled = known.settled
         with clock.phase("build"):
             model = known.built.model
-            placed = planned(request.engine, request.engine_config, model, known.parallelism)
-            shards = _shards(model, list(settled.parameters), placed, rank)
+            names, tier = list(settled.parameters), None
+            if request.flat:
+                shards, tier = _whole(request, model, names, world_size, rank)
+            else:
+                placed = planned(request.engine, request.engine_config, model, known.parallelism)
+                shards = _shards(model, names, placed, rank)
             buffers = place_buffers(model, settled, device)
         with clock.phase("plan"):
             tuning = request.tuning(known.catalog, device, bool(known.recipes.computed))
@@ -69,7 +69,20 @@ def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, lis
             moved = transfer(plan, settled, shards, buffers, tuning, None, request.progress, alone)
             initialise_missing(alone, settled, shards)
     made = reported(known, request, (rank, world_size), clock, moved, meter)
-    return made, shards
+    return replace(made, tier=tier), shards
+
+
+def _whole(
+    request: Request, model: nn.Module, names: Sequence[str], world_size: int, rank: int
+) -> tuple[list[Shard], Tier | None]:
+    """Flat buffers as large as they will be, in the memory of this one process.
+
+    Where the ranks are to exchange what they read, the rest of the buffers stays as it is.
+    """
+    rules = rules_of(request.engine, request.engine_config, request.zero_stage, world_size)
+    engine = WholeShards(World(rank, world_size, None), request.zero_stage, rules, request.exchange)
+    tier = engine.settle(model, names, alone=True)
+    return engine.shard(model, names), tier
 
 
 def _shards(model: nn.Module, names: Sequence[str], placed: Planned, rank: int) -> list[Shard]:

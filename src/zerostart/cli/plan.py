@@ -96,6 +96,8 @@ def _show(made: WorldPlan, source: str) -> None:
         console.print(f"Reading: {made.sharing}")
     if made.exchanged_bytes:
         console.print(f"All ranks together get {decimal(sum(made.exchanged_bytes))} from others")
+    if made.tier is not None:
+        console.print(f"Whole parameters on every rank, {made.tier}")
     for kind, names in (
         ("missing", made.missing),
         ("unexpected", made.unexpected),

@@ -6,7 +6,7 @@ Three things are done otherwise for parameters that carry a mark of zerostart, a
   buffer, by way of the CPU where the device has no room for both. Here a group whose parameters lie in a
   buffer of the load is brought into the optimizer's order in place, and that buffer is taken as its own.
 - The broadcast of the model. ``DeepSpeedEngine._broadcast_model`` sends every tensor from rank 0. Here the
-  ranks compare sums of what they loaded, and only what differs is sent.
+  ranks compare hashes of what they loaded, and only what differs is sent.
 - Masters. They are made from the partitions; those of rounded parameters are then read from the checkpoint.
 
 The way in is the constructors of both optimizers (``deepspeed_stage12_optimizers``) and of the engine, and
@@ -27,10 +27,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed import SUPPORTED
+from zerostart.upstream.deepspeed_stage12_alike import alike
 
 __all__ = ["Keeper", "Mark", "RunReader", "known", "mark", "marked", "offer", "remark", "require_engine"]
 
@@ -57,14 +57,21 @@ _PARTS = {
 class Keeper(Protocol):
     """What holds the flat buffers of one loaded model."""
 
+    def bring(self) -> None:
+        """Move buffers that wait in host memory to the device; collective."""
+        ...
+
     def adopt(
         self,
         groups: Sequence[Sequence[torch.Tensor]],
-        partitions: int,
+        partitions: Sequence[int],
         round_robin: bool,
         aligned: bool,
     ) -> list[torch.Tensor | None]:
-        """Of each group its flat buffer, with the parameters in it as the optimizer wants them; else None."""
+        """Of each group its flat buffer, with the parameters in it as the optimizer wants them; else None.
+
+        ``partitions`` is the number of ranks that share each group.
+        """
         ...
 
 
@@ -179,11 +186,19 @@ def _enter() -> None:
     @functools.wraps(construct)
     def construct_engine(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
+        for keeper in _keepers(given.get("model")):
+            keeper.bring()
         with _undone(self, given.get("model"), given.get("optimizer")):
             construct(self, *args, **kwargs)
 
     DeepSpeedEngine._broadcast_model = broadcast_model
     DeepSpeedEngine.__init__ = construct_engine
+
+
+def _keepers(model: object) -> list[Keeper]:
+    """The keepers of the model's parameters, each once."""
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    return list({id(m.keeper): m.keeper for p in parameters if (m := marked(p)) is not None}.values())
 
 
 @contextlib.contextmanager
@@ -213,14 +228,20 @@ def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _spared(engine: Any) -> Iterator[None]:
-    """Have DeepSpeed not broadcast the parameters that are the same on all ranks.
+    """Have DeepSpeed not broadcast the parameters that are the same on all ranks that it would send them to.
 
-    ``_broadcast_model`` passes over parameters with an attribute ``ds_optim_param``.
+    ``_broadcast_model`` passes over parameters with an attribute ``ds_optim_param``. Experts are sent to the
+    ranks that hold the same ones.
     """
-    spared = []
+    sharing: dict[str | None, list[Any]] = {}
     if engine.dist_backend is not None:
-        parameters = [p for p in engine.module.parameters() if marked(p)]
-        spared = [p for p in _alike(parameters, engine.seq_data_parallel_group) if not _own(p)]
+        for parameter in engine.module.parameters():
+            if marked(parameter) is not None and not hasattr(parameter, "ds_optim_param"):
+                sharing.setdefault(_experts_of(parameter), []).append(parameter)
+    spared = []
+    for name, parameters in sharing.items():
+        ranks = engine.seq_data_parallel_group if name is None else engine.expert_data_parallel_group[name]
+        spared += alike(parameters, ranks)
     for parameter in spared:
         parameter.ds_optim_param = True
     try:
@@ -230,29 +251,6 @@ def _spared(engine: Any) -> Iterator[None]:
             del parameter.ds_optim_param
 
 
-def _own(parameter: Any) -> bool:
-    return hasattr(parameter, "ds_optim_param") or hasattr(parameter, "allreduce")
-
-
-def _alike(parameters: Sequence[torch.Tensor], group: Any) -> list[Any]:
-    """Those that hold the same on all ranks of the group: collective, with one small message.
-
-    What each rank did to the model since the load cannot be known from outside, so the bits of each parameter
-    are summed up, at the speed of memory.
-    """
-    if not parameters or dist.get_world_size(group=group) == 1:
-        return list(parameters)
-    own = torch.stack([_sum(parameter.detach()) for parameter in parameters])
-    extremes = torch.stack([own, ~own])  # ~ reverses the order: the least of it is the greatest.
-    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
-    same = (extremes[0] == ~extremes[1]).tolist()
-    return [parameter for parameter, alike in zip(parameters, same, strict=True) if alike]
-
-
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bits as 64-bit words, wherever in memory it begins."""
-    words = tensor.contiguous().view(-1).view(torch.uint8)
-    head = min(-words.storage_offset() % 8, words.numel())
-    body = (words.numel() - head) // 8 * 8
-    ends = torch.cat([words[:head], words[head + body :]])
-    return words[head : head + body].view(torch.int64).sum() + ends.to(torch.int64).sum()
+def _experts_of(parameter: Any) -> str | None:
+    """The name of the expert group of a parameter of experts (``moe.utils.is_moe_param``), else None."""
+    return None if getattr(parameter, "allreduce", True) else parameter.group_name

@@ -72,9 +72,14 @@ class _Adoption(abc.ABC):
         self.client = getattr(arguments["init_optimizer"], "param_groups", [])
         self.groups = [[p for p in group["params"] if is_optimized_parameter(p)] for group in self.client]
         self.flats: list[torch.Tensor | None] = [None] * len(self.groups)
-        # Expert groups are flattened over other ranks, and ZenFlow in another order.
-        excluded = arguments.get("has_moe_layers") or arguments.get("zenflow_config") is not None
-        self.concerned = not excluded and any(marked(p) for group in self.groups for p in group)
+        ours = any(marked(p) for group in self.groups for p in group)
+        if ours and arguments.get("zenflow_config") is not None:
+            logger.warning(
+                "ZenFlow lays parameters out in an order of its own: DeepSpeed flattens them itself, with a "
+                "second copy of the model, and fp32 masters start from the parameters as they are held"
+            )
+            ours = False
+        self.concerned = ours
 
     def rules(self) -> tuple[bool, bool]:
         """Whether the optimizer deals parameters round robin, and aligns each of them."""
@@ -84,9 +89,18 @@ class _Adoption(abc.ABC):
     def parts(self) -> list[tuple[list[Any], list[int], torch.Tensor]]:
         """Of each group of the finished optimizer: parameters, their offsets, and this rank's master."""
 
+    def owners(self, number: int) -> Any:
+        """The process group whose ranks share the group ``number``: experts have one of their own."""
+        group = self.client[number]
+        if not (self.arguments["has_moe_layers"] and group.get("moe")):
+            return self.arguments["dp_process_group"]
+        from deepspeed.utils import groups
+
+        return groups._get_expert_data_parallel_group(group["name"])
+
     def adopt(self) -> None:
         """Bring the parameters into the optimizer's order, in the buffers where they lie."""
-        partitions = dist.get_world_size(group=self.arguments["dp_process_group"])
+        partitions = [dist.get_world_size(group=self.owners(n)) for n in range(len(self.groups))]
         keepers: list[Keeper] = []
         for found in (marked(p) for group in self.groups for p in group):
             if found is not None and found.keeper not in keepers:
@@ -150,12 +164,10 @@ class _Adoption(abc.ABC):
         """Read the masters of rounded parameters into this rank's partitions."""
         wanted: dict[RunReader, list[tuple[str, int, torch.Tensor]]] = {}
         read: list[tuple[Any, int, torch.Tensor]] = []
-        group = self.arguments["dp_process_group"]
-        rank = dist.get_rank(group=group)
-        for parameters, offsets, master in self.parts():
+        for number, (parameters, offsets, master) in enumerate(self.parts()):
             if master.dtype != torch.float32:
                 continue
-            begin = rank * master.numel()
+            begin = dist.get_rank(group=self.owners(number)) * master.numel()
             for parameter, offset in zip(parameters, offsets, strict=True):
                 found = marked(parameter)
                 if found is None or found.reader is None or parameter.dtype == torch.float32:
