@@ -70,7 +70,7 @@ def train(path: Path, stage: int, exchange: bool) -> tuple[Trace, list[str]]:
 
 
 def unlike(held: dict[str, Any], stage: int, last: bool) -> list[str]:
-    """After a forward a block's parameters stay gathered; after a backward at stage 1 too, but for the last."""
+    """After a forward a block stays gathered; after a backward at stage 1 too, but for the last."""
     wanted = {"forward": {stage == 3}, "backward": {stage != 1 or last}}
     return [
         f"{when} of stage {stage}, last={last}: {held[when]}" for when in wanted if held[when] != wanted[when]

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zero12.routes as routes
 import zerostart
 from ranks import rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
+from zero12.routes import CASES
 from zerostart.engines.room import HOST, IN_PLACE, NOWHERE, Room, tier_of
 from zerostart.transfer.memory import free_bytes
 
@@ -112,3 +114,26 @@ def test_a_model_that_cannot_fit_is_refused_alike_on_every_rank(
     assert f"ZeRO stage {stage} keeps the whole model on every rank, and it does not fit" in message
     assert "for each of 2 ranks on cpu, where 0.00 GiB are free" in message
     assert "use zero_stage=3" in message
+
+
+def waiting(path: Path) -> list[str]:
+    """One rank's device is full for the time of the load: all ranks' parameters wait in host memory."""
+    from zerostart.engines import room
+
+    full = dist.get_rank() == 1
+    room.Room.here = classmethod(  # type: ignore[method-assign, assignment]
+        lambda cls, device: gpu(0 if full else 70, dist.get_rank())
+    )
+    case = CASES["decay, round robin, aligned"]  # It asks for an exchange; there is none in host memory.
+    wanted = routes.followed(routes.stock(path, case), case)
+    model = routes.ours(path, case)
+    made = zerostart.report(model)
+    lines = [] if made.exchanged_bytes == 0 else ["ranks have exchanged"]
+    if made.tier is None or made.tier.name != HOST or "until the engine starts" not in str(made):
+        lines.append(f"the tier is {made.tier}")
+    return lines + routes.differing(routes.followed(model, case), wanted)
+
+
+def test_parameters_wait_in_host_memory(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
+    assert run_ranks(waiting, 2, path) == [[], []]
