@@ -76,8 +76,13 @@ class Request:
         """Raise ConfigError for arguments that no load can serve."""
         engines.check_choice(self.engine, self.zero_stage)
         engines.settings_of(self.engine, self.engine_config)
-        parallel = self.expert_parallel > 1 or self.tensor_parallel > 1
-        engines.check_settings(self.engine, self.zero_stage, self.engine_config, parallel)
+        engines.check_settings(
+            self.engine,
+            self.zero_stage,
+            self.engine_config,
+            self.expert_parallel > 1,
+            self.tensor_parallel > 1,
+        )
         if self.dtype is not None and not (
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):

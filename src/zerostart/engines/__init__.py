@@ -124,17 +124,24 @@ def keeps_whole(engine: str, zero_stage: int) -> bool:
 
 
 def check_settings(
-    engine: str, zero_stage: int, engine_config: Mapping[str, Any] | None, parallel: bool
+    engine: str,
+    zero_stage: int,
+    engine_config: Mapping[str, Any] | None,
+    experts: bool = False,
+    tensors: bool = False,
 ) -> None:
-    """Raise ConfigError or EngineError for settings that contradict the stage."""
+    """Raise ConfigError or EngineError for settings that contradict the stage.
+
+    ``experts`` and ``tensors`` say whether ranks are to share these.
+    """
     if engine == "deepspeed":
         from zerostart.engines.deepspeed.flat import check_stage
 
-        check_stage(zero_stage, engine_config, parallel)
+        check_stage(zero_stage, engine_config, experts)
     else:
         from zerostart.engines.fsdp2.settings import FSDP2Settings
 
-        FSDP2Settings.of(engine_config).at_stage(zero_stage, parallel)
+        FSDP2Settings.of(engine_config).at_stage(zero_stage, experts or tensors)
 
 
 def computing_dtype(engine: str, engine_config: Mapping[str, Any] | None) -> torch.dtype | None:
