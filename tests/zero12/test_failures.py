@@ -29,14 +29,11 @@ def no_scheduler(model: nn.Module, case: Case) -> dict[str, Any]:
     return {"config": routes.config_of(case) | {"scheduler": {"type": "NoSuchScheduler", "params": {}}}}
 
 
-def failing_step(model: nn.Module, case: Case) -> dict[str, Any]:
-    """Half-way through the optimizer's constructor, which steps once to have its states made."""
-
-    class Fails(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> None:
-            raise Failed("no states")
-
-    return {"optimizer": Fails(routes.grouped(model, case.groups), lr=1e-3)}
+def failing_states(model: nn.Module, case: Case) -> dict[str, Any]:
+    """Half-way through the constructor of DeepSpeedZeroOptimizer, which makes an Adagrad anew for its states."""
+    optimizer = torch.optim.Adagrad(routes.grouped(model, case.groups), lr=1e-3)
+    optimizer.defaults["lr"] = -1.0
+    return {"optimizer": optimizer}
 
 
 def wrong_batch(model: nn.Module, case: Case) -> dict[str, Any]:
@@ -55,7 +52,7 @@ def failing_scheduler(model: nn.Module, case: Case) -> dict[str, Any]:
 
 FAILURES: dict[str, Callable[[nn.Module, Case], dict[str, Any]]] = {
     "no scheduler": no_scheduler,
-    "failing step": failing_step,
+    "failing states": failing_states,
     "wrong batch": wrong_batch,
     "failing scheduler": failing_scheduler,
 }
@@ -104,6 +101,8 @@ def check(path: Path, name: str) -> list[str]:
         model = routes.ours(path, case)
         gc.collect()
         before = {address for address, _ in held()}
+        if kind == "failing states" and name.startswith("BF16"):
+            continue  # That optimizer leaves the states to the first step.
         if not initialized(model, case, fail):
             lines.append(f"{kind}: nothing was raised")
         lines += [f"{kind}: {line}" for line in left(model, before)]

@@ -205,11 +205,13 @@ def _keepers(model: object) -> list[Keeper]:
 def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
     """If the engine's construction fails, leave neither hooks nor an optimizer behind.
 
-    Otherwise a hook of the engine on the model keeps it alive, with all that it made, and calls into it.
+    Otherwise a hook of the engine on the model, or what it noted on a parameter, keeps it alive, with all that
+    it made, and calls into it.
     """
     ours = isinstance(model, torch.nn.Module) and any(map(marked, model.parameters()))
     groups = getattr(client, "param_groups", []) if ours else []
     before = [list(group["params"]) for group in groups]
+    noted = [(p, dict(p.__dict__)) for p in model.parameters()] if ours else []
     try:
         yield
     except BaseException:
@@ -223,6 +225,9 @@ def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
             engine.__dict__ |= {"optimizer": None, "basic_optimizer": None}
             for group, parameters in zip(groups, before, strict=False):
                 group["params"] = parameters
+            for parameter, attributes in noted:
+                parameter.__dict__.clear()
+                parameter.__dict__.update(attributes)
         raise
 
 
