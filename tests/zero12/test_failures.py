@@ -30,7 +30,7 @@ def no_scheduler(model: nn.Module, case: Case) -> dict[str, Any]:
 
 
 def failing_states(model: nn.Module, case: Case) -> dict[str, Any]:
-    """Half-way through the constructor of DeepSpeedZeroOptimizer, which makes an Adagrad anew for its states."""
+    """Half-way through DeepSpeedZeroOptimizer's constructor, which makes an Adagrad anew for its states."""
     optimizer = torch.optim.Adagrad(routes.grouped(model, case.groups), lr=1e-3)
     optimizer.defaults["lr"] = -1.0
     return {"optimizer": optimizer}

@@ -205,8 +205,8 @@ def _keepers(model: object) -> list[Keeper]:
 def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
     """If the engine's construction fails, leave neither hooks nor an optimizer behind.
 
-    Otherwise a hook of the engine on the model, or what it noted on a parameter, keeps it alive, with all that
-    it made, and calls into it.
+    Otherwise a hook of the engine on the model, or what it noted on a parameter, keeps it alive, with all
+    that it made, and calls into it.
     """
     ours = isinstance(model, torch.nn.Module) and any(map(marked, model.parameters()))
     groups = getattr(client, "param_groups", []) if ours else []
