@@ -60,7 +60,7 @@ def planned(
     parameters = dict(model.named_parameters())
     if zero_stage == 0 or (engine == "deepspeed" and zero_stage < 3):
         rules = rules_of(engine, config, zero_stage, parallelism.mesh.world_size)
-        return _of_whole(parameters, rules, engine, exchange)
+        return _of_whole(parameters, rules, engine, zero_stage, exchange)
     if engine == "deepspeed":
         return _of_deepspeed(config, parameters, parallelism)
     if parallelism.mesh.parallel:
@@ -112,16 +112,16 @@ def rules_of(engine: str, config: Mapping[str, Any] | None, zero_stage: int, par
     return FlatRules(partitions)
 
 
-def _of_whole(parameters: Parameters, rules: FlatRules, engine: str, exchange: bool | None) -> Planned:
+def _of_whole(
+    parameters: Parameters, rules: FlatRules, engine: str, zero_stage: int, exchange: bool | None
+) -> Planned:
     from zerostart.engines.whole import buffers_of, exchanges
 
     size = rules.partitions
     buffers = buffers_of(parameters, rules)
     held = sum(buffer.nbytes for buffer in buffers)
     here = Room.here(default_device())
-    tier = tier_of(
-        held, [here] * (min(size, RANKS_OF_A_MACHINE) if here.on_host else 1), engine == "deepspeed"
-    )
+    rooms = [here] * (min(size, RANKS_OF_A_MACHINE) if here.on_host else 1)
     runs: dict[str, Callable[[int], Layout]] = {}
     exchanged = [b for b in buffers if exchanges(exchange, size) and not b.own]
     for buffer in exchanged:
@@ -134,7 +134,7 @@ def _of_whole(parameters: Parameters, rules: FlatRules, engine: str, exchange: b
         homes=dict.fromkeys(parameters, DEVICE),
         held=held,
         gathered=sum(buffer.received for buffer in exchanged),
-        tier=tier,
+        tier=tier_of(held, rooms, engine == "deepspeed", zero_stage > 0),
     )
 
 

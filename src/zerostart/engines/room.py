@@ -51,11 +51,11 @@ class Room:
 class Tier:
     """Where the parameters of every rank lie until the engine starts, the same on all ranks.
 
-    ``name`` is ``in place`` (in the device's memory, once; the optimizer takes the buffer as its own, and
-    reorders it by way of two segments of ``segment_bytes`` where its groups ask for it), ``host`` (in host
-    memory, to be moved whole when the engine starts), or ``does not fit``. ``buffer_bytes`` are those of one
-    rank, of the ``sharers`` on the device, where ``free_bytes`` were free (None: unknown) before; that device
-    is the tightest of all.
+    ``name`` is ``in place`` (in the device's memory, once; the optimizer takes the buffer as its own), ``host``
+    (in host memory, to be moved whole when the engine starts), or ``does not fit``. ``buffer_bytes`` are those
+    of one rank, of the ``sharers`` on the device, where ``free_bytes`` were free (None: unknown) before; that
+    device is the tightest of all. An optimizer whose groups ask for another order gets it by way of two
+    segments of ``segment_bytes`` (0: nothing asks).
     """
 
     name: str
@@ -69,7 +69,7 @@ class Tier:
         each = f" for each of {self.sharers} ranks" if self.sharers > 1 else ""
         known = "" if self.free_bytes is None else f", where {_gib(self.free_bytes)} are free"
         text = f"{self.name}: {_gib(self.buffer_bytes)} in flat buffers{each} on {self.device}{known}"
-        if self.name == IN_PLACE:
+        if self.name == IN_PLACE and self.segment_bytes:
             return f"{text}; another order is made in segments of {self.segment_bytes / 2**20:.0f} MiB"
         if self.name == HOST:
             return f"{text}; until the engine starts they lie in host memory"
@@ -83,7 +83,7 @@ def agree_on_tier(nbytes: int, world: World, device: torch.device, stage: int, h
     on every rank where there is room on no tier.
     """
     rooms = world.exchange(Room.here(device), "finding room for the parameters")
-    tier = tier_of(nbytes, rooms, host)
+    tier = tier_of(nbytes, rooms, host, stage > 0)
     if tier.name == NOWHERE:
         raise InsufficientMemoryError(
             f"ZeRO stage {stage} keeps the whole model on every rank, and it {tier}; use zero_stage=3, which "
@@ -92,8 +92,11 @@ def agree_on_tier(nbytes: int, world: World, device: torch.device, stage: int, h
     return tier
 
 
-def tier_of(nbytes: int, rooms: Sequence[Room], host: bool) -> Tier:
-    """The tier for ranks with these ``rooms``; ranks with the same device on one machine share its memory."""
+def tier_of(nbytes: int, rooms: Sequence[Room], host: bool, reordered: bool = True) -> Tier:
+    """The tier for ranks with these ``rooms``; ranks with the same device on one machine share its memory.
+
+    ``host`` is as in ``agree_on_tier``; ``reordered`` says whether an optimizer may want another order.
+    """
     sharers = [sum((r.machine, r.device) == (o.machine, o.device) for o in rooms) for r in rooms]
     beside = [sum(r.machine == o.machine for o in rooms) for r in rooms]
     tightest = min(range(len(rooms)), key=lambda n: _share(rooms[n].free, sharers[n]))
@@ -105,7 +108,7 @@ def tier_of(nbytes: int, rooms: Sequence[Room], host: bool) -> Tier:
     )
     name = IN_PLACE if fits else HOST if host and ever and waits else NOWHERE
     room = rooms[tightest]
-    return Tier(name, nbytes, room.device, sharers[tightest], room.free)
+    return Tier(name, nbytes, room.device, sharers[tightest], room.free, SCRATCH if reordered else 0)
 
 
 def _share(free: int | None, ranks: int) -> float:
