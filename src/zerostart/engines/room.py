@@ -51,11 +51,11 @@ class Room:
 class Tier:
     """Where the parameters of every rank lie until the engine starts, the same on all ranks.
 
-    ``name`` is ``in place`` (in the device's memory, once; the optimizer takes the buffer as its own), ``host``
-    (in host memory, to be moved whole when the engine starts), or ``does not fit``. ``buffer_bytes`` are those
-    of one rank, of the ``sharers`` on the device, where ``free_bytes`` were free (None: unknown) before; that
-    device is the tightest of all. An optimizer whose groups ask for another order gets it by way of two
-    segments of ``segment_bytes`` (0: nothing asks).
+    ``name`` is ``in place`` (in the device's memory, once; the optimizer takes the buffer as its own),
+    ``host`` (in host memory, to be moved whole when the engine starts), or ``does not fit``. ``buffer_bytes``
+    are those of one rank, of the ``sharers`` on the device, where ``free_bytes`` were free (None: unknown)
+    before; that device is the tightest of all. An optimizer whose groups ask for another order gets it by
+    way of two segments of ``segment_bytes`` (0: nothing asks).
     """
 
     name: str
