@@ -115,15 +115,15 @@ def rules_of(engine: str, config: Mapping[str, Any] | None, zero_stage: int, par
 def _of_whole(
     parameters: Parameters, rules: FlatRules, engine: str, zero_stage: int, exchange: bool | None
 ) -> Planned:
-    from zerostart.engines.whole import buffers_of, exchanges
+    from zerostart.engines.whole import buffers_of, exchanges, families_of
 
     size = rules.partitions
-    buffers = buffers_of(parameters, rules)
+    buffers = buffers_of(families_of(parameters, rules, exchanges(exchange, size)))
     held = sum(buffer.nbytes for buffer in buffers)
     here = Room.here(default_device())
     rooms = [here] * (min(size, RANKS_OF_A_MACHINE) if here.on_host else 1)
     runs: dict[str, Callable[[int], Layout]] = {}
-    exchanged = [b for b in buffers if exchanges(exchange, size) and not b.own]
+    exchanged = [buffer for buffer in buffers if buffer.family.exchange]
     for buffer in exchanged:
         for place, name in enumerate(buffer.names):
             runs[name] = buffer.group.share(place, parameters[name].shape, size)

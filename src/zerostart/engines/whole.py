@@ -6,8 +6,8 @@ buffer and they exchange the parts in place, or each reads all of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -16,11 +16,20 @@ from torch import nn
 
 from zerostart.engines.room import HOST, Tier, agree_on_tier
 from zerostart.engines.shard import Shard, replace_everywhere
-from zerostart.layout import replicated
+from zerostart.layout import Layout, replicated
 from zerostart.layout.flat import FlatGroup, FlatRules
 from zerostart.world import World, default_device
 
-__all__ = ["ALIGNMENT", "Buffer", "WholeShards", "buffers_of", "exchanges", "gather_in_place"]
+__all__ = [
+    "ALIGNMENT",
+    "Buffer",
+    "Family",
+    "WholeShards",
+    "buffers_of",
+    "exchanges",
+    "families_of",
+    "gather_in_place",
+]
 
 #: Bytes that a group, and a parameter, may begin at a multiple of.
 ALIGNMENT = 64
@@ -41,24 +50,38 @@ def exchanges(exchange: bool | None, world_size: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Buffer:
-    """A flat buffer to be: the parameters ``names`` of ``dtype`` as ``group`` lays them out.
+class Family:
+    """Parameters that lie in the same buffers, since the same ranks partition their optimizer state.
 
-    ``own`` is true for experts of DeepSpeed's ``MoE`` (``param.allreduce`` is False): other ranks may hold
-    other values of them, so that they are never exchanged.
+    ``exchange`` says whether ranks read shares of the buffers and exchange them. ``held`` has, by name, the
+    layout of what any rank holds of a parameter, and the first element of its row-major order that this rank
+    holds; a parameter that is not there is whole on every rank.
     """
 
+    parameters: Mapping[str, nn.Parameter]
+    rules: FlatRules
+    exchange: bool
+    held: Mapping[str, tuple[Callable[[int], Layout], int]] = field(default_factory=dict)
+
+    def first(self, name: str) -> int:
+        """The first element of the whole parameter ``name`` that this rank holds."""
+        return self.held[name][1] if name in self.held else 0
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A flat buffer to be: the parameters ``names`` of ``dtype`` of a family, as ``group`` lays them out."""
+
+    family: Family
     dtype: torch.dtype
-    own: bool
     names: tuple[str, ...]
     group: FlatGroup
-    partitions: int
 
     @property
     def capacity(self) -> int:
         """Elements of the buffer, with room for the padding of other groupings."""
-        step = ALIGNMENT // self.dtype.itemsize
-        padding = len(self.group.numels) * step + GROUPS * (step + 2 * self.partitions)
+        step, partitions = ALIGNMENT // self.dtype.itemsize, self.family.rules.partitions
+        padding = len(self.group.numels) * step + GROUPS * (step + 2 * partitions)
         return self.group.numel + padding + -(self.group.numel + padding) % step
 
     @property
@@ -68,22 +91,32 @@ class Buffer:
 
     @property
     def received(self) -> int:
-        """Bytes that a rank gets from the others when the buffer is exchanged."""
-        size = self.partitions
-        return 0 if self.own else (self.group.numel - self.group.numel // size) * self.dtype.itemsize
+        """Bytes that a rank gets from the others when they exchange the buffer."""
+        if not self.family.exchange:
+            return 0
+        return (self.group.numel - self.group.numel // self.family.rules.partitions) * self.dtype.itemsize
 
 
-def buffers_of(parameters: Mapping[str, nn.Parameter], rules: FlatRules) -> list[Buffer]:
-    """One buffer for each dtype, and for experts; what is trained comes first in it."""
-    kinds: dict[tuple[torch.dtype, bool], list[str]] = {}
-    for name, parameter in parameters.items():
-        own = not getattr(parameter, "allreduce", True)
-        kinds.setdefault((parameter.dtype, own), []).append(name)
+def families_of(parameters: Mapping[str, nn.Parameter], rules: FlatRules, exchange: bool) -> list[Family]:
+    """Experts of DeepSpeed's ``MoE`` (``param.allreduce`` is False) apart from the rest.
+
+    Other ranks may hold other values of them, so that they are never exchanged.
+    """
+    own = {name: p for name, p in parameters.items() if not getattr(p, "allreduce", True)}
+    rest = {name: p for name, p in parameters.items() if name not in own}
+    return [Family(rest, rules, exchange), Family(own, rules, False)]
+
+
+def buffers_of(families: Sequence[Family]) -> list[Buffer]:
+    """One buffer for each family and dtype; what is trained comes first in it."""
     made = []
-    for (dtype, own), names in kinds.items():
-        names.sort(key=lambda name: not parameters[name].requires_grad)
-        group = rules.group([prod(parameters[name].shape) for name in names], dtype.itemsize)
-        made.append(Buffer(dtype, own, tuple(names), group, rules.partitions))
+    for family in families:
+        parameters = family.parameters
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters.values()):
+            names = [name for name, p in parameters.items() if p.dtype == dtype]
+            names.sort(key=lambda name: not parameters[name].requires_grad)
+            numels = [prod(parameters[name].shape) for name in names]
+            made.append(Buffer(family, dtype, tuple(names), family.rules.group(numels, dtype.itemsize)))
     return made
 
 
@@ -116,45 +149,44 @@ class WholeShards:
             self.device, self._exchange = torch.device("cpu"), False
         return tier
 
+    def families(self, parameters: Mapping[str, nn.Parameter]) -> list[Family]:
+        """Which parameters lie together."""
+        return families_of(parameters, self._rules, self._exchange)
+
     def _buffers(self, model: nn.Module, names: Sequence[str]) -> list[Buffer]:
         wanted = set(names)
-        return buffers_of({n: p for n, p in model.named_parameters() if n in wanted}, self._rules)
+        return buffers_of(self.families({n: p for n, p in model.named_parameters() if n in wanted}))
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Give each parameter its place in a buffer; its shard is what this rank reads of it."""
-        parameters = dict(model.named_parameters())
         new, made = {}, {}
         for buffer in self._buffers(model, names):
             flat = torch.empty(buffer.capacity, dtype=buffer.dtype, device=self.device)
             numel = buffer.group.numel
             for low, high in [*buffer.group.gaps(), (numel, flat.numel())]:
                 flat[low:high].zero_()
-            exchanged = self._exchange and not buffer.own
-            if exchanged:
+            if buffer.family.exchange:
                 self._gathered.append(flat[:numel])
             for place, (name, offset) in enumerate(zip(buffer.names, buffer.group.offsets, strict=True)):
-                old = parameters[name]
+                old = buffer.family.parameters[name]
                 whole = flat[offset : offset + old.numel()]
-                share = self._share if exchanged else self._all
-                made[name] = share(name, buffer.group, place, old.shape, whole)
-                new[id(old)] = self.born(old, whole, name)
+                made[name] = self._shard(name, buffer, place, whole)
+                new[id(old)] = self.born(old, whole, name, buffer.family)
         replace_everywhere(model, new)
         return [made[name] for name in names]
 
-    def _all(
-        self, name: str, group: FlatGroup, place: int, shape: Sequence[int], whole: torch.Tensor
-    ) -> Shard:
-        return Shard(name, replicated(shape), whole, lambda _: replicated(shape))
-
-    def _share(
-        self, name: str, group: FlatGroup, place: int, shape: Sequence[int], whole: torch.Tensor
-    ) -> Shard:
+    def _shard(self, name: str, buffer: Buffer, place: int, whole: torch.Tensor) -> Shard:
+        family, group = buffer.family, buffer.group
+        shape = tuple(family.parameters[name].shape)
         rank, size = self._world.rank, self._world.size
+        if not family.exchange:
+            held = family.held[name][0] if name in family.held else lambda _: replicated(shape)
+            return Shard(name, held(rank), whole, held)
         at = group.share(place, shape, size)
         first = min(max(rank * (group.numel // size) - group.offsets[place], 0), whole.numel())
         return Shard(name, at(rank), whole[first : first + at(rank).numel], at)
 
-    def born(self, old: nn.Parameter, whole: torch.Tensor, name: str) -> nn.Parameter:
+    def born(self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family) -> nn.Parameter:
         """The parameter ``old`` over the 1-D ``whole``, with its attributes."""
         new = nn.Parameter(whole.view(old.shape), requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)

@@ -71,12 +71,14 @@ class Keeper(Protocol):
 class Mark:
     """What a parameter tells the engine: its name, its keeper, and how its master is read, None if it is not.
 
+    ``first`` is the element of the row-major order of the unsharded parameter with which this rank's begins.
     Pickles as None: it means nothing without the buffer.
     """
 
     name: str
     keeper: Keeper
     reader: RunReader | None
+    first: int = 0
 
     def __reduce__(self) -> Any:
         return _nothing, ()
@@ -122,11 +124,11 @@ def known() -> bool:
     return not wrong
 
 
-def mark(parameter: torch.Tensor, name: str, keeper: Keeper) -> None:
+def mark(parameter: torch.Tensor, name: str, keeper: Keeper, first: int = 0) -> None:
     """Have the optimizer that gets ``parameter`` take the buffer in which it lies."""
     if known():
         _enter()
-        remark(parameter, Mark(name, keeper, None))
+        remark(parameter, Mark(name, keeper, None, first))
 
 
 def offer(parameter: torch.Tensor, reader: RunReader) -> None:

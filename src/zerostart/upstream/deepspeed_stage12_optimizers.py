@@ -89,18 +89,17 @@ class _Adoption(abc.ABC):
     def parts(self) -> list[tuple[list[Any], list[int], torch.Tensor]]:
         """Of each group of the finished optimizer: parameters, their offsets, and this rank's master."""
 
-    def owners(self, number: int) -> Any:
-        """The process group whose ranks share the group ``number``: experts have one of their own."""
-        group = self.client[number]
-        if not (self.arguments["has_moe_layers"] and group.get("moe")):
-            return self.arguments["dp_process_group"]
+    def ranks(self) -> list[Any]:
+        """Of each group the process group that partitions it: an expert group has its own."""
         from deepspeed.utils import groups
 
-        return groups._get_expert_data_parallel_group(group["name"])
+        experts = groups._get_expert_data_parallel_group_dict()
+        world, parted = self.arguments["dp_process_group"], self.arguments["has_moe_layers"]
+        return [experts[group["name"]] if parted and group.get("moe") else world for group in self.client]
 
     def adopt(self) -> None:
         """Bring the parameters into the optimizer's order, in the buffers where they lie."""
-        partitions = [dist.get_world_size(group=self.owners(n)) for n in range(len(self.groups))]
+        partitions = [dist.get_world_size(group=ranks) for ranks in self.ranks()]
         keepers: list[Keeper] = []
         for found in (marked(p) for group in self.groups for p in group):
             if found is not None and found.keeper not in keepers:
@@ -164,10 +163,10 @@ class _Adoption(abc.ABC):
         """Read the masters of rounded parameters into this rank's partitions."""
         wanted: dict[RunReader, list[tuple[str, int, torch.Tensor]]] = {}
         read: list[tuple[Any, int, torch.Tensor]] = []
-        for number, (parameters, offsets, master) in enumerate(self.parts()):
+        for (parameters, offsets, master), ranks in zip(self.parts(), self.ranks(), strict=True):
             if master.dtype != torch.float32:
                 continue
-            begin = dist.get_rank(group=self.owners(number)) * master.numel()
+            begin = dist.get_rank(group=ranks) * master.numel()
             for parameter, offset in zip(parameters, offsets, strict=True):
                 found = marked(parameter)
                 if found is None or found.reader is None or parameter.dtype == torch.float32:
@@ -176,7 +175,7 @@ class _Adoption(abc.ABC):
                 high = max(low, min(begin + master.numel() - offset, parameter.numel()))
                 at = max(offset + low - begin, 0) if low < high else 0
                 share = master.detach()[at : at + high - low]
-                wanted.setdefault(found.reader, []).append((found.name, low, share))
+                wanted.setdefault(found.reader, []).append((found.name, found.first + low, share))
                 read.append((parameter, low, share))
         for reader, runs in wanted.items():
             reader(runs)

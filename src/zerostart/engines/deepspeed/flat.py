@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zerostart.engines.room import HOST, Tier
-from zerostart.engines.whole import ALIGNMENT, WholeShards
+from zerostart.engines.whole import ALIGNMENT, Family, WholeShards
 from zerostart.errors import ConfigError, EngineError, InsufficientMemoryError
 from zerostart.layout.flat import FlatGroup, FlatRules
 from zerostart.transfer.memory import free_bytes
@@ -205,11 +205,11 @@ class FlatShards(WholeShards):
         self._keeper.waits = tier.name == HOST
         return tier
 
-    def born(self, old: nn.Parameter, whole: torch.Tensor, name: str) -> nn.Parameter:
+    def born(self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family) -> nn.Parameter:
         """As it is everywhere, with a mark for the engine."""
-        new = super().born(old, whole, name)
+        new = super().born(old, whole, name, family)
         self._keeper.add(new)
-        upstream.mark(new, name, self._keeper)
+        upstream.mark(new, name, self._keeper, family.first(name))
         return new
 
 
