@@ -5,6 +5,7 @@
 #   make check           ruff, mypy, import-linter
 #   make bench           the load benchmark beside other routes
 #   make gpu-check       what only an accelerator can show
+#   make upstream        DeepSpeed's own tests of ZeRO-1 and ZeRO-2 (DEEPSPEED=a checkout at its installed version)
 #
 # PIP_ARGS is passed to every pip install: an index or a directory with the torch build of your choice.
 
@@ -19,7 +20,7 @@ STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench gpu-check conformance clean
+.PHONY: help install demo test check bench gpu-check upstream conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -59,6 +60,9 @@ build/peers: constraints.txt
 
 gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py
+
+upstream: $(STAMP)
+	$(BIN)/python tests/upstream_suites/run.py $(DEEPSPEED)
 
 clean:
 	rm -rf out build runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -75,9 +75,10 @@ def load(
         model: a module on the meta device, a class, or a callable that builds one; without it, the class that
             the checkpoint's configuration names.
         engine: ``"deepspeed"`` or ``"fsdp2"``.
-        zero_stage: 3; on DeepSpeed 1 and 2 as well. There parameters are whole on every rank, views into a
-            flat buffer that DeepSpeed's optimizer takes as its own, in the dtype that DeepSpeed casts all of
-            them to.
+        zero_stage: 3 shards parameters. At 1 and 2 on DeepSpeed, and at 0, they are whole on every rank:
+            views into a flat buffer, which DeepSpeed's optimizer takes as its own, in the dtype to which
+            DeepSpeed casts them; 0 on FSDP2 is for DistributedDataParallel. At 1 and 2 FSDP2 shards them at
+            rest, and gathers them less often. See ``docs/zero12.md``.
         engine_config: for DeepSpeed its configuration; for FSDP2 keyword arguments of ``fully_shard``
             (``mesh``, ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy``, ``offload_policy``),
             ``replicate``, the number of replicas (HSDP), and ``wrap``, the units: classes, their names, or

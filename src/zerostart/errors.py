@@ -17,6 +17,7 @@ __all__ = [
     "ConversionError",
     "CoverageError",
     "EngineError",
+    "InsufficientMemoryError",
     "PeerError",
     "ReadError",
     "UnsupportedVersionError",
@@ -59,6 +60,10 @@ class BuildError(ZerostartError, ValueError):
 
 class EngineError(ZerostartError, RuntimeError):
     """The engine is absent, misconfigured, or cannot train what is asked for."""
+
+
+class InsufficientMemoryError(EngineError, MemoryError):
+    """What every rank is to hold does not fit in the memory that is free."""
 
 
 class UnsupportedVersionError(ZerostartError, ImportError):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zerostart.forecast import RANKS_OF_A_MACHINE, Asked, Job, Subject, WorldPlan, foresee
+from zerostart.engines.planned import RANKS_OF_A_MACHINE
+from zerostart.forecast import Asked, Job, Subject, WorldPlan, foresee
 from zerostart.preparing import prepare, undisturbed
 from zerostart.reporting import Clock
 from zerostart.request import Request

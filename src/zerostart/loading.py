@@ -51,6 +51,9 @@ def _load(request: Request, clock: Clock) -> nn.Module:
                 request.zero_stage,
                 request.exchange,
             )
+        with clock.phase("build"):
+            tier = engines.settle(engine, model, list(settled.parameters))
+        with clock.phase("build"), world.phase("sharding the model"):
             shards = engine.shard(model, list(settled.parameters))
             filling = Filling.of(model, settled, shards, engine.device)
             tuning = request.tuning(known.catalog, engine.device, bool(known.recipes.computed))
@@ -59,7 +62,8 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             moved = _gathered(moved, engine.finish(model))
             _offer_masters(request, known, filling, tuning)
             _finish(request, known)
-    keep(model, reported(known, request, (world.rank, world.size), clock, moved, meter))
+    made = reported(known, request, (world.rank, world.size), clock, moved, meter)
+    keep(model, replace(made, tier=tier))
     return model
 
 
@@ -138,7 +142,7 @@ def _offer_masters(request: Request, known: Prepared, filling: Filling, tuning: 
     model = known.built.model
     if not request.flat:
         engines.offer_masters(request.engine, model, rounded, masters.read if masters else None)
-    elif masters is not None:
+    elif masters is not None and request.zero_stage > 0:
         offer_runs(model, rounded, masters.read_runs)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from zerostart.engines import DEVICE, Planned, Shard, planned
+from zerostart.engines import DEVICE, Planned, Shard, Tier, WholeShards, planned, rules_of
 from zerostart.errors import ConfigError
 from zerostart.filling import Filling
 from zerostart.loading import reported
@@ -33,18 +34,13 @@ def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list
     lacks is initialised. Raises what
     ``zerostart.load`` raises, and ConfigError for a rank that is not there.
     """
-    if request.exchange:
+    if request.exchange and not request.flat:
         raise ConfigError("exchange=True needs all ranks, and a rehearsal has one; leave it out")
     with undisturbed():
         return _rehearse(request, world_size, rank)
 
 
 def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list[Shard]]:
-    if request.flat:
-        raise ConfigError(
-            f"one rank alone cannot be rehearsed with zero_stage={request.zero_stage} in this version; use "
-            "zerostart.plan, or a load on local ranks"
-        )
     clock, alone, device = Clock(), World(0, 1, None), default_device()
     with PeakMeter(device) as meter:
         request.check()
@@ -52,8 +48,12 @@ def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, lis
         known = prepare(request, alone, mesh, clock, request.strict)
         with clock.phase("build"):
             model, settled = known.built.model, known.settled
-            placed = planned(request.engine, request.engine_config, model, known.parallelism)
-            shards = _shards(model, list(settled.parameters), placed, rank)
+            names, tier = list(settled.parameters), None
+            if request.flat:
+                shards, tier = _whole(request, model, names, world_size, rank)
+            else:
+                placed = planned(request.engine, request.engine_config, model, known.parallelism)
+                shards = _shards(model, names, placed, rank)
             filling = Filling.of(model, settled, shards, device)
         with clock.phase("plan"):
             tuning = request.tuning(known.catalog, device, bool(known.recipes.computed))
@@ -62,7 +62,20 @@ def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, lis
             moved = filling.read(plan, tuning, None, request.progress, alone)
             filling.initialise_missing(alone)
     made = reported(known, request, (rank, world_size), clock, moved, meter)
-    return made, shards
+    return replace(made, tier=tier), shards
+
+
+def _whole(
+    request: Request, model: nn.Module, names: Sequence[str], world_size: int, rank: int
+) -> tuple[list[Shard], Tier | None]:
+    """Flat buffers as large as they will be, in the memory of this one process.
+
+    Where the ranks are to exchange what they read, the rest of the buffers stays as it is.
+    """
+    rules = rules_of(request.engine, request.engine_config, request.zero_stage, world_size)
+    engine = WholeShards(World(rank, world_size, None), request.zero_stage, rules, request.exchange)
+    tier = engine.settle(model, names, alone=True)
+    return engine.shard(model, names), tier
 
 
 def _shards(model: nn.Module, names: Sequence[str], placed: Planned, rank: int) -> list[Shard]:

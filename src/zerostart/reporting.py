@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from zerostart.engines.room import Tier
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh, Parallelism
 
@@ -48,7 +49,8 @@ class Report:
     ``phases`` are seconds (``plan, build, read, total``);
     ``read_bytes`` were read by this rank, for others too, and ``exchanged_bytes`` came from other ranks;
     peaks are bytes above the level before the load, the final shards included, host memory anonymous.
-    ``reading`` says in words how the bytes were read.
+    ``reading`` says in words how the bytes were read. ``tier`` says where parameters that are whole on every
+    rank lie.
     """
 
     missing: tuple[str, ...] = ()
@@ -70,6 +72,7 @@ class Report:
     rank: int = 0
     world_size: int = 1
     engine: str = ""
+    tier: Tier | None = None
     parallelism: Parallelism = field(default=Parallelism(Mesh(1)), repr=False)
 
     def __str__(self) -> str:
@@ -84,6 +87,7 @@ class Report:
             f"  peak memory: {_size(self.peak_host_bytes)} on the host"
             + (f", {_size(self.peak_device_bytes)} on the device" if self.peak_device_bytes else ""),
         ]
+        lines += [f"  whole parameters {self.tier}"] if self.tier is not None else []
         for kind in (
             "missing",
             "unexpected",

@@ -10,7 +10,6 @@ import torch
 
 from zerostart import engines
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.engines.deepspeed.flat import check_stage
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh
 from zerostart.recipe import main_dtype
@@ -46,8 +45,13 @@ class Request:
         """Raise ConfigError for arguments that no load can serve."""
         engines.check_choice(self.engine, self.zero_stage)
         engines.settings_of(self.engine, self.engine_config)
-        if self.engine == "deepspeed":
-            check_stage(self.zero_stage, self.engine_config, self.expert_parallel > 1)
+        engines.check_settings(
+            self.engine,
+            self.zero_stage,
+            self.engine_config,
+            self.expert_parallel > 1,
+            self.tensor_parallel > 1,
+        )
         if self.dtype is not None and not (
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
@@ -61,8 +65,8 @@ class Request:
 
     @property
     def flat(self) -> bool:
-        """Whether parameters stay whole, in flat buffers: ZeRO stages 1 and 2."""
-        return self.engine == "deepspeed" and self.zero_stage < 3
+        """Whether parameters stay whole, in flat buffers: stage 0, and on DeepSpeed stages 1 and 2."""
+        return engines.keeps_whole(self.engine, self.zero_stage)
 
     @property
     def forced_exchange(self) -> bool | None:

@@ -75,6 +75,7 @@ LEAVES = {
     "ConversionError": ValueError,
     "CoverageError": ValueError,
     "EngineError": RuntimeError,
+    "InsufficientMemoryError": MemoryError,
     "PeerError": RuntimeError,
     "ReadError": OSError,
     "UnsupportedVersionError": ImportError,

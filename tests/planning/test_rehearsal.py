@@ -58,6 +58,43 @@ def same(path: Path, world: int, options: dict[str, object]) -> None:
             assert torch.equal(shard.storage[: shard.layout.owned], shards[shard.name]), shard.name
 
 
+@pytest.mark.parametrize(
+    ("engine", "stage"), [("deepspeed", 2), ("deepspeed", 1), ("fsdp2", 0), ("fsdp2", 1)]
+)
+@pytest.mark.parametrize("exchange", [None, True])
+def test_a_rank_of_other_stages_played_alone(
+    engine: str, stage: int, exchange: bool | None, checkpoints: TinyCheckpoints
+) -> None:
+    path = checkpoints("qwen3_moe", torch.float32)
+    options: dict[str, object] = {"engine": engine, "zero_stage": stage}
+    if stage == 1 and engine == "fsdp2":
+        same(path, 3, options)
+        return
+    options["exchange"] = exchange
+    parts: dict[str, list[torch.Tensor]] = {}
+    outcomes = run_ranks(loaded_whole, 3, path, options)
+    for rank, (read_bytes, parameters) in enumerate(outcomes):
+        made, played = rehearse(Request(path, **options), 3, rank)  # type: ignore[arg-type]
+        assert made.read_bytes == made.planned_bytes == read_bytes
+        assert made.tier is not None
+        assert {shard.name for shard in played} == parameters.keys()
+        # The whole buffer is there, whatever is read of it.
+        assert len({shard.storage.untyped_storage().data_ptr() for shard in played}) == 1
+        for shard in played:
+            parts.setdefault(shard.name, []).append(shard.storage.clone())
+    for name, parameter in outcomes[0][1].items():
+        flat = parameter.reshape(-1)
+        if exchange:
+            assert torch.equal(torch.cat(parts[name]), flat), name
+        else:
+            assert all(torch.equal(part, flat) for part in parts[name]), name
+
+
+def loaded_whole(path: Path, options: dict[str, object]) -> tuple[int, dict[str, torch.Tensor]]:
+    model = zerostart.load(path, progress=False, **options)  # type: ignore[arg-type]
+    return zerostart.report(model).read_bytes, {n: p.detach() for n, p in model.named_parameters()}
+
+
 def test_a_rank_that_is_not_there(checkpoints: TinyCheckpoints) -> None:
     with pytest.raises(ConfigError, match="rank=4 is not one of the 4 ranks"):
         rehearse(Request(checkpoints("qwen3", torch.float32)), 4, 4)

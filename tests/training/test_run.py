@@ -90,6 +90,10 @@ def test_engines_and_world_sizes_train_alike(checkpoints, values):
             | {"engine": {"name": "deepspeed", "zero_stage": 2}},
         ),
     }
+    for stage in (0, 1, 2):
+        given = values(path, output=f"fsdp2-{stage}", batch_size=2, accumulation=2, **options)
+        given["engine"] |= {"zero_stage": stage}
+        runs[f"fsdp2 at {stage} x 2"] = run_ranks(run, 2, given)
     reference, *others = [losses(results[0]) for results in runs.values()]
     assert len(reference) == 6
     assert reference[-1] < reference[0] - 0.3

@@ -30,8 +30,18 @@ class Case:
     zero: dict[str, Any] = field(default_factory=dict)
     top: dict[str, Any] = field(default_factory=dict)
     exchange: bool = False
-    adopted: bool = True
+    fp16: bool = False
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
+
+
+_ACCUMULATED = {"data_types": {"grad_accum_dtype": "fp32"}}
+_OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+_DEALT, _ALIGNED = {"round_robin_gradients": True}, {"parameter_alignment": True}
+_FP16 = {"fp16": {"enabled": True, "loss_scale": 64}}
 
 CASES = {
     "stage 1": Case(stage=1),
@@ -55,6 +65,27 @@ CASES = {
         stage=1, groups="decay", top={"data_types": {"grad_accum_dtype": "fp32"}}, exchange=True
     ),
     "fp32 accumulation": Case(top={"data_types": {"grad_accum_dtype": "fp32"}}),
+    "stage 1, round robin": Case(stage=1, zero=_DEALT, exchange=True),
+    "stage 1 in fp32, aligned": Case(stage=1, bf16=False, zero=_ALIGNED, groups="decay", exchange=True),
+    "stage 2 in fp32, round robin, aligned": Case(bf16=False, zero=_DEALT | _ALIGNED),
+    "stage 1, frozen, aligned": Case(stage=1, groups="frozen", zero=_ALIGNED, exchange=True),
+    "frozen, round robin, in fp32": Case(groups="frozen", zero=_DEALT, bf16=False),
+    "frozen, offloaded": Case(groups="frozen", zero=_OFFLOADED, exchange=True),
+    "offloaded, round robin, aligned": Case(groups="decay", zero=_OFFLOADED | _DEALT | _ALIGNED),
+    "stage 1 offloaded in fp32, decay": Case(stage=1, groups="decay", bf16=False, zero=_OFFLOADED),
+    "BF16_Optimizer, frozen": Case(stage=1, groups="frozen", top=_ACCUMULATED, exchange=True),
+    "fp32 accumulation, stage 1 offloaded": Case(stage=1, zero=_OFFLOADED, top=_ACCUMULATED),
+    "fp32 accumulation, decay, round robin": Case(groups="decay", zero=_DEALT, top=_ACCUMULATED),
+    "bf16 accumulation, stage 1": Case(stage=1, top={"data_types": {"grad_accum_dtype": "bf16"}}),
+    "two batches a step": Case(top={"gradient_accumulation_steps": 2}, groups="decay"),
+    "BF16_Optimizer, two batches a step": Case(
+        stage=1, groups="decay", top={"gradient_accumulation_steps": 2, **_ACCUMULATED}
+    ),
+    "fp16": Case(bf16=False, fp16=True, top=_FP16, exchange=True),
+    "fp16, stage 1, decay, aligned": Case(
+        stage=1, bf16=False, fp16=True, groups="decay", zero=_ALIGNED, top=_FP16
+    ),
+    "fp16, offloaded": Case(bf16=False, fp16=True, zero=_OFFLOADED, top=_FP16),
 }
 
 
@@ -91,7 +122,7 @@ def stock(path: Path, case: Case) -> nn.Module:
     """Transformers' own load, on every rank."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16 if case.bf16 else torch.float32)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=case.dtype)
 
 
 def ours(path: Path, case: Case, **options: Any) -> nn.Module:
@@ -99,7 +130,7 @@ def ours(path: Path, case: Case, **options: Any) -> nn.Module:
         path,
         zero_stage=case.stage,
         engine_config=config_of(case),
-        dtype=None if case.bf16 else torch.float32,
+        dtype=None if case.bf16 else case.dtype,
         exchange=case.exchange,
         progress=False,
         **options,
@@ -113,17 +144,21 @@ def started(model: nn.Module, case: Case) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(case))[0]
 
 
+#: Of BF16_Optimizer, of DeepSpeedZeroOptimizer, and of FP16_Optimizer, which stage 0 has.
+_BUFFERS = (
+    *("bf16_groups_flat", "fp32_groups_flat_partition", "group_paddings"),
+    *("bit16_groups_flat", "single_partition_of_fp32_groups", "groups_padding"),
+    *("fp16_groups_flat", "fp32_groups_flat"),
+)
+
+
 def state_of(engine: Any) -> State:
     """Flat buffers, partitions, masters and padding of the engine, copied."""
     o = engine.optimizer
-    names = (
-        ("bf16_groups_flat", "fp32_groups_flat_partition", "group_paddings")
-        if hasattr(o, "bf16_groups_flat")
-        else ("bit16_groups_flat", "single_partition_of_fp32_groups", "groups_padding")
-    )
     found: State = {"kind": type(o).__name__}
-    for name in names:
-        found[name] = [v.detach().clone() if torch.is_tensor(v) else v for v in getattr(o, name)]
+    for name in _BUFFERS:
+        if hasattr(o, name):
+            found[name] = [v.detach().clone() if torch.is_tensor(v) else v for v in getattr(o, name)]
     found["parameters"] = [p.detach().clone() for p in engine.module.parameters()]
     found["buffers"] = [b.detach().clone() for b in engine.module.buffers()]
     return found

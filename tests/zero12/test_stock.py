@@ -40,8 +40,8 @@ def test_every_option_is_as_the_stock_route(world_size: int, checkpoints: TinyCh
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(620)
 def test_four_ranks(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", torch.bfloat16)
-    names = ["stage 2, exchanged", "decay, round robin, aligned", "BF16_Optimizer, decay"]
-    for found in run_ranks(compare, 4, path, names, timeout=300):
+    for found in run_ranks(compare, 4, path, list(CASES), timeout=600):
         assert not {name: lines for name, lines in found.items() if lines}

@@ -165,6 +165,8 @@ def _lines(made: WorldPlan) -> Iterable[str]:
         yield f"Reading: {made.sharing}"
     if made.exchanged_bytes:
         yield f"All ranks together get {decimal(sum(made.exchanged_bytes))} from others"
+    if made.tier is not None:
+        yield f"Whole parameters on every rank, {made.tier}"
     for kind, names in (
         ("missing", made.missing),
         ("unexpected", made.unexpected),

@@ -28,7 +28,9 @@ SourceArgument = Annotated[
     typer.Argument(help="A checkpoint: directory, file, or hub id in the local cache.", show_default=False),
 ]
 EngineOption = Annotated[str, typer.Option("--engine", help="deepspeed or fsdp2.")]
-StageOption = Annotated[int, typer.Option("--zero-stage", help="ZeRO stage.")]
+StageOption = Annotated[
+    int, typer.Option("--zero-stage", min=0, max=3, help="ZeRO stage; 0: whole on every rank.")
+]
 ExpertParallelOption = Annotated[
     int, typer.Option("--expert-parallel", min=1, help="Ranks that share experts.")
 ]

@@ -11,9 +11,11 @@ import torch
 
 from zerostart.engines.parallelism import resolve
 from zerostart.engines.placement import parallel_layout
-from zerostart.engines.planned import DEVICE, Planned, planned
+from zerostart.engines.planned import DEVICE, Planned, planned, rules_of
+from zerostart.engines.room import Tier
 from zerostart.engines.settings import settings_of
 from zerostart.engines.shard import Engine, Shard
+from zerostart.engines.whole import WholeShards
 from zerostart.errors import ConfigError
 from zerostart.layout import Parallelism
 from zerostart.world import World
@@ -24,9 +26,13 @@ __all__ = [
     "Engine",
     "Planned",
     "Shard",
+    "Tier",
+    "WholeShards",
     "check_choice",
+    "check_settings",
     "computing_dtype",
     "contexts_aside",
+    "keeps_whole",
     "local_shards",
     "make_engine",
     "offer_masters",
@@ -34,14 +40,16 @@ __all__ = [
     "planned",
     "require",
     "resolve",
+    "rules_of",
     "settings_of",
+    "settle",
 ]
 
 #: Fills 1-D tensors with this rank's shares of parameters, by name; collective.
 Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 #: Engine names and the ZeRO stages that each can be loaded for.
-ENGINES: Mapping[str, tuple[int, ...]] = {"deepspeed": (1, 2, 3), "fsdp2": (3,)}
+ENGINES: Mapping[str, tuple[int, ...]] = {"deepspeed": (0, 1, 2, 3), "fsdp2": (0, 1, 2, 3)}
 
 
 def check_choice(engine: str, zero_stage: int) -> None:
@@ -83,10 +91,12 @@ def make_engine(
         from zerostart.engines.deepspeed.flat import FlatShards
 
         return FlatShards(world, zero_stage, engine_config, exchange)
+    if zero_stage == 0:
+        return WholeShards(world, 0, rules_of(engine, engine_config, 0, world.size), exchange)
     if parallelism.mesh.parallel and engine == "fsdp2":
         from zerostart.engines.fsdp2.parallel import FSDP2ParallelShards
 
-        return FSDP2ParallelShards(world, engine_config, parallelism)
+        return FSDP2ParallelShards(world, engine_config, parallelism, zero_stage)
     if parallelism.mesh.parallel:
         from zerostart.engines.deepspeed.experts import DeepSpeedExpertShards
 
@@ -97,7 +107,41 @@ def make_engine(
         return DeepSpeedShards(world, dtype, engine_config)
     from zerostart.engines.fsdp2.engine import FSDP2Shards
 
-    return FSDP2Shards(world, engine_config)
+    return FSDP2Shards(world, engine_config, zero_stage)
+
+
+def settle(engine: Engine, model: torch.nn.Module, names: Sequence[str]) -> Tier | None:
+    """Where the whole parameters ``names`` of every rank will lie; None where the engine shards them.
+
+    Collective, before anything is allocated; raises InsufficientMemoryError on every rank.
+    """
+    return engine.settle(model, names) if isinstance(engine, WholeShards) else None
+
+
+def keeps_whole(engine: str, zero_stage: int) -> bool:
+    """Whether parameters are whole on every rank, in flat buffers."""
+    return zero_stage < (3 if engine == "deepspeed" else 1)
+
+
+def check_settings(
+    engine: str,
+    zero_stage: int,
+    engine_config: Mapping[str, Any] | None,
+    experts: bool = False,
+    tensors: bool = False,
+) -> None:
+    """Raise ConfigError or EngineError for settings that contradict the stage.
+
+    ``experts`` and ``tensors`` say whether ranks are to share these.
+    """
+    if engine == "deepspeed":
+        from zerostart.engines.deepspeed.flat import check_stage
+
+        check_stage(zero_stage, engine_config, experts)
+    else:
+        from zerostart.engines.fsdp2.settings import FSDP2Settings
+
+        FSDP2Settings.of(engine_config).at_stage(zero_stage, experts or tensors)
 
 
 def computing_dtype(engine: str, engine_config: Mapping[str, Any] | None) -> torch.dtype | None:

@@ -11,12 +11,18 @@ from typing import Any
 from torch import nn
 
 from zerostart.engines.placement import parallel_layout
+from zerostart.engines.room import Room, Tier, tier_of
 from zerostart.layout import Layout, Parallelism, replicated
+from zerostart.layout.flat import FlatRules
+from zerostart.world import default_device
 
-__all__ = ["DEVICE", "HOST", "STORAGE", "Planned", "planned"]
+__all__ = ["DEVICE", "HOST", "RANKS_OF_A_MACHINE", "STORAGE", "Planned", "planned", "rules_of"]
 
 #: Homes of a shard: the device that computes, host memory, or a file.
 DEVICE, HOST, STORAGE = "device", "host", "storage"
+
+#: How many ranks a plan takes to be on one machine.
+RANKS_OF_A_MACHINE = 8
 
 Parameters = Mapping[str, nn.Parameter]
 
@@ -38,6 +44,8 @@ class Planned:
     held: int | None = None
     #: Bytes that each rank gets from the others when all have read what they want.
     gathered: int = 0
+    #: Where whole parameters would lie if the ranks had machines like this one.
+    tier: Tier | None = None
 
 
 def planned(
@@ -50,8 +58,9 @@ def planned(
 ) -> Planned:
     """Raises ConfigError or EngineError for what ``load`` would refuse of the configuration."""
     parameters = dict(model.named_parameters())
-    if engine == "deepspeed" and zero_stage < 3:
-        return _of_flat(config, parameters, parallelism.mesh.world_size, zero_stage, exchange)
+    if zero_stage == 0 or (engine == "deepspeed" and zero_stage < 3):
+        rules = rules_of(engine, config, zero_stage, parallelism.mesh.world_size)
+        return _of_whole(parameters, rules, engine, zero_stage, exchange)
     if engine == "deepspeed":
         return _of_deepspeed(config, parameters, parallelism)
     if parallelism.mesh.parallel:
@@ -94,40 +103,38 @@ def _of_deepspeed(
     return _of_mesh("deepspeed", parameters, parallelism, homes)
 
 
-def _of_flat(
-    config: Mapping[str, Any] | None,
-    parameters: Parameters,
-    world_size: int,
-    zero_stage: int,
-    exchange: bool | None,
-) -> Planned:
-    from zerostart.engines.deepspeed.flat import capacity, exchanges, flat_groups, flat_rules
+def rules_of(engine: str, config: Mapping[str, Any] | None, zero_stage: int, partitions: int) -> FlatRules:
+    """How whole parameters lie one after the other in their flat buffers."""
+    if engine == "deepspeed":
+        from zerostart.engines.deepspeed.flat import flat_rules
 
-    groups = flat_groups(parameters, flat_rules(config, zero_stage, world_size))
-    held = {d: capacity(group, world_size, d.itemsize) * d.itemsize for d, (_, group) in groups.items()}
-    homes = dict.fromkeys(parameters, DEVICE)
-    if not exchanges(exchange, world_size):
-        return Planned(
-            layout=lambda name, _: replicated(parameters[name].shape),
-            alike=lambda _: None,
-            twin=lambda _: 0,
-            homes=homes,
-            held=sum(held.values()),
-        )
+        return flat_rules(config, zero_stage, partitions)
+    return FlatRules(partitions)
+
+
+def _of_whole(
+    parameters: Parameters, rules: FlatRules, engine: str, zero_stage: int, exchange: bool | None
+) -> Planned:
+    from zerostart.engines.whole import buffers_of, exchanges, families_of
+
+    size = rules.partitions
+    buffers = buffers_of(families_of(parameters, rules, exchanges(exchange, size)))
+    held = sum(buffer.nbytes for buffer in buffers)
+    here = Room.here(default_device())
+    rooms = [here] * (min(size, RANKS_OF_A_MACHINE) if here.on_host else 1)
     runs: dict[str, Callable[[int], Layout]] = {}
-    gathered = 0
-    for dtype, (names, group) in groups.items():
-        gathered += (group.numel - group.numel // world_size) * dtype.itemsize
-        runs |= {
-            name: group.share(place, parameters[name].shape, world_size) for place, name in enumerate(names)
-        }
+    exchanged = [buffer for buffer in buffers if buffer.family.exchange]
+    for buffer in exchanged:
+        for place, name in enumerate(buffer.names):
+            runs[name] = buffer.group.share(place, parameters[name].shape, size)
     return Planned(
-        layout=lambda name, rank: runs[name](rank),
-        alike=lambda name: name,
-        twin=lambda rank: rank,
-        homes=homes,
-        held=sum(held.values()),
-        gathered=gathered,
+        layout=lambda name, rank: runs[name](rank) if name in runs else replicated(parameters[name].shape),
+        alike=lambda name: name if name in runs else None,
+        twin=lambda rank: rank if runs else 0,
+        homes=dict.fromkeys(parameters, DEVICE),
+        held=held,
+        gathered=sum(buffer.received for buffer in exchanged),
+        tier=tier_of(held, rooms, engine == "deepspeed", zero_stage > 0),
     )
 
 

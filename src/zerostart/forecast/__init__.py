@@ -1,7 +1,7 @@
 """What a load will read, hold and take, rank by rank, before it runs."""
 
 from zerostart.forecast.job import Asked, Subject, foresee
-from zerostart.forecast.limits import RANKS_OF_A_MACHINE, Fit
+from zerostart.forecast.limits import Fit
 from zerostart.forecast.memory import Job
 from zerostart.forecast.optimizers import OPTIMIZERS
 from zerostart.forecast.result import PHASES, Memory, RankForecast, WorldPlan
@@ -9,7 +9,6 @@ from zerostart.forecast.result import PHASES, Memory, RankForecast, WorldPlan
 __all__ = [
     "OPTIMIZERS",
     "PHASES",
-    "RANKS_OF_A_MACHINE",
     "Asked",
     "Fit",
     "Job",

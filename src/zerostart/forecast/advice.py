@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zerostart.engines.deepspeed.settings import ZeroSettings
+from zerostart.engines.planned import RANKS_OF_A_MACHINE
 from zerostart.errors import ZerostartError
-from zerostart.forecast.limits import RANKS_OF_A_MACHINE, Fit, Limits
+from zerostart.forecast.limits import Fit, Limits
 from zerostart.forecast.memory import Job, held_alone, moments_of
 from zerostart.forecast.moments import Target, peaks
 from zerostart.forecast.optimizers import Optimizer
@@ -125,9 +126,12 @@ def _of_deepspeed(job: Job, limits: Limits) -> Iterator[tuple[list[str], Job]]:
 def _of_fsdp2(job: Job, limits: Limits) -> Iterator[tuple[list[str], Job]]:
     config = dict(job.engine_config or {})
     words: list[str] = []
+    if job.zero_stage < 3:
+        words, job = ["zero_stage=3"], replace(job, zero_stage=3)
+        yield words, job
     if config.get("reshard_after_forward") is False:
         config = {**config, "reshard_after_forward": True}
-        words = ["reshard_after_forward=True"]
+        words = ["reshard_after_forward=True", *words]
         yield words, replace(job, engine_config=config)
     if limits.accelerator and config.get("offload_policy") is None:
         # Pinning needs an accelerator, which the machine that plans may lack.

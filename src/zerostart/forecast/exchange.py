@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.engines.planned import DEVICE, Planned
-from zerostart.forecast.limits import RANKS_OF_A_MACHINE
+from zerostart.engines.planned import DEVICE, RANKS_OF_A_MACHINE, Planned
 from zerostart.forecast.result import Memory, RankForecast, WorldPlan
 from zerostart.layout import Layout, replicated
 from zerostart.models import Settled

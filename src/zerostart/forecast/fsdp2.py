@@ -10,7 +10,6 @@ gradients. Gathered parameters and travelling gradients have the dtype of the po
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +45,8 @@ class Units:
     offloaded: bool
 
     @classmethod
-    def of(cls, model: nn.Module, config: Mapping[str, Any] | None, held: Held, world_size: int) -> Units:
+    def of(cls, model: nn.Module, settings: FSDP2Settings, held: Held, world_size: int) -> Units:
         """The units that a load would make of ``model``."""
-        settings = FSDP2Settings.of(config)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         sizes = held.gathers.elements
         left, largest = dict(sizes), 0

@@ -105,6 +105,7 @@ def foresee(
         made,
         ranks=timed(made.ranks, made.exchanged_bytes, made.world_size, _stored(subject.catalog), rates),
         zero_stage=job.zero_stage,
+        tier=placed.tier,
         optimizer=optimizer.name,
         accelerator=limits.accelerator,
         rates=_shown(rates),

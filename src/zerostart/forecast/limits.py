@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from zerostart.engines.planned import RANKS_OF_A_MACHINE
 from zerostart.errors import ConfigError
 from zerostart.transfer.machine import available_memory
 from zerostart.world import default_device
 
-__all__ = ["RANKS_OF_A_MACHINE", "Fit", "Limits"]
-
-#: How many ranks a plan takes to be on one machine.
-RANKS_OF_A_MACHINE = 8
+__all__ = ["Fit", "Limits"]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from torch import nn
 
 from zerostart import engines
 from zerostart.engines import Planned
-from zerostart.engines.deepspeed.flat import MESSAGE
-from zerostart.forecast import fsdp2, zero3, zero12
+from zerostart.engines.fsdp2.settings import FSDP2Settings
+from zerostart.engines.whole import MESSAGE
+from zerostart.forecast import fsdp2, zero0, zero3, zero12
 from zerostart.forecast.moments import Moment, Target
 from zerostart.forecast.optimizers import Optimizer
 from zerostart.forecast.shares import Array, Held, held_of
@@ -34,8 +35,8 @@ class Job:
 
     @property
     def flat(self) -> bool:
-        """Whether parameters stay whole, in flat buffers: ZeRO stages 1 and 2."""
-        return self.engine == "deepspeed" and self.zero_stage < 3
+        """Whether parameters are whole on every rank, in flat buffers."""
+        return engines.keeps_whole(self.engine, self.zero_stage)
 
     def placed(self, model: nn.Module) -> tuple[Planned, Parallelism]:
         """Where the parameters of ``model`` go; raises ConfigError or EngineError as a load does."""
@@ -76,10 +77,13 @@ def moments_of(
     resident = {"parameters": shards, "buffers": held.buffers}
     loads = [Moment("load", {"parameters": held.host, "staging": staged}, resident)]
     if placed.gathered:
-        # The all-gather of shares of flat buffers, message by message (engines/deepspeed/flat.py).
+        # The all-gather of shares of flat buffers, message by message (engines/whole.py).
         loads.append(Moment("load", {}, {**resident, "staging": min(whole or 0, MESSAGE)}))
+    if job.zero_stage == 0:
+        return [*loads, *zero0.after_load(held, whole or 0, optimizer, target, job.engine)]
     if job.engine != "deepspeed":
-        units = fsdp2.Units.of(model, job.engine_config, held, target.world_size)
+        settings = FSDP2Settings.of(job.engine_config).at_stage(job.zero_stage)
+        units = fsdp2.Units.of(model, settings, held, target.world_size)
         return [*loads, *fsdp2.after_load(held, units, optimizer, target)]
     costs = ZeroCosts.of(job.engine_config)
     if whole is not None:

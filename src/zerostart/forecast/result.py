@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.engines.room import Tier
 from zerostart.forecast.limits import Fit
 from zerostart.planning import Sharing
 from zerostart.recipe import Coverage, Recipes
@@ -69,7 +70,8 @@ class WorldPlan:
     """The plans of all ranks, summed up.
 
     ``sharing`` is there if the ranks have a choice between own slices and reading once; ``exchanged_bytes``
-    are those that each of ``ranks`` gets from others, empty where all read their own. ``rates`` are bytes a
+    are those that each of ``ranks`` gets from others, empty where all read their own. ``tier`` says where
+    parameters that are whole on every rank would lie on machines like this one. ``rates`` are bytes a
     second of ``storage`` (to one machine), of ``copy`` (out of its page cache) and of one rank's
     ``interconnect``, None for what does not limit. ``optimizer`` is the one whose states are counted.
     ``accelerator``: whether the device has memory of its own; else device memory is host memory.
@@ -89,6 +91,7 @@ class WorldPlan:
     computed_whole: tuple[str, ...] = ()
     sharing: Sharing | None = None
     exchanged_bytes: tuple[int, ...] = ()
+    tier: Tier | None = None
     zero_stage: int = 3
     optimizer: str = ""
     accelerator: bool = False
@@ -144,12 +147,13 @@ class WorldPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's JSON form; ``memory`` has the components of each class of ranks that hold alike."""
-        aside = ("ranks", "sharing", "fits")
+        aside = ("ranks", "sharing", "fits", "tier")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
         return {
             **plain,
             "ranks": [rank.as_dict() for rank in self.ranks],
             "sharing": None if self.sharing is None else asdict(self.sharing),
+            "tier": None if self.tier is None else asdict(self.tier),
             "read_seconds": self.read_seconds,
             "memory": [
                 {"ranks": [r.rank for r in alike], **{p: asdict(m) for p, m in shown.memory.items()}}

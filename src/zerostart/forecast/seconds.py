@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from zerostart.engines.planned import RANKS_OF_A_MACHINE
 from zerostart.errors import ConfigError
-from zerostart.forecast.limits import RANKS_OF_A_MACHINE
 from zerostart.forecast.result import RankForecast
 from zerostart.planning import Rates
 

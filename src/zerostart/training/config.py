@@ -100,11 +100,12 @@ class EngineConfig(_Section):
 
     For DeepSpeed that is a ``ds_config`` dictionary (or the path of a JSON file), in which the batch
     sizes, clipping, stage and precision are filled in and ``auto`` means just that; for FSDP2,
-    ``reshard_after_forward`` and ``wrap`` (names of the module classes to shard as units).
+    ``reshard_after_forward`` and ``wrap`` (names of the module classes to shard as units). ``zero_stage`` 0
+    keeps the model whole on every rank: with ``fsdp2`` that is DistributedDataParallel.
     """
 
     name: Literal["deepspeed", "fsdp2"] = "deepspeed"
-    zero_stage: Literal[1, 2, 3] = 3
+    zero_stage: Literal[0, 1, 2, 3] = 3
     config: dict[str, Any] | str = Field(default_factory=dict)
 
 

@@ -30,7 +30,7 @@ def _fsdp2_config(config: TrainConfig) -> dict[str, Any]:
     if unknown := sorted(set(given) - plain):
         known = ", ".join(sorted(plain))
         raise ConfigError(f"engine.config.{unknown[0]} is unknown for fsdp2; known are {known}")
-    if config.train.mixed_precision == "bf16":
+    if config.train.mixed_precision == "bf16" and config.engine.zero_stage > 0:
         given["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return given
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
+from zerostart.engines.fsdp2.stages import begin_batch
 from zerostart.errors import ConfigError, EngineError
 from zerostart.training.config import TrainConfig
 from zerostart.training.data import Sequences
@@ -36,6 +37,8 @@ class Session:
     scheduler: Any
     loader: Any
     options: dict[str, Any]  # further arguments of the forward
+    zero_stage: int = 3
+    engine_steps: bool = False  # the engine clips and steps in its backward
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +63,7 @@ class Session:
         """Forward and backward of one batch; returns its mean loss, detached, []."""
         with self.accelerator.accumulate(self.model):
             if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(self.accelerator.sync_gradients)
+                begin_batch(self.model, self.zero_stage, self.accelerator.sync_gradients)
             loss = self.forward(batch)
             self.accelerator.backward(loss)
         return loss.detach()
@@ -68,7 +71,7 @@ class Session:
     def update(self, max_grad_norm: float) -> None:
         """The optimizer step, after the last batch of an accumulation."""
         # DeepSpeed has clipped and stepped in the backward; accelerate's wrappers know that.
-        if isinstance(self.model, FSDPModule) and max_grad_norm > 0.0:
+        if not self.engine_steps and max_grad_norm > 0.0:
             self.accelerator.clip_grad_norm_(self.model.parameters(), max_grad_norm)
         self.optimizer.step()
         if not self.optimizer.step_was_skipped:
@@ -135,8 +138,9 @@ def open_session(
         drop_last=True,
         collate_fn=collator,
     )
-    if config.engine.name == "deepspeed":
-        model, prepared, loader = accelerator.prepare(model, optimizer, loader)
+    own = config.engine.name == "deepspeed"
+    if own or config.engine.zero_stage == 0:
+        model, prepared, loader = accelerator.prepare(model, optimizer, loader)  # at stage 0 in DDP
     else:
         # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
         # for a module that is sharded already it has nothing to do.
@@ -145,7 +149,7 @@ def open_session(
     scheduler = get_scheduler(train.schedule, optimizer, train.warmup_steps, train.steps)
     if config.tracking.trackers:
         accelerator.init_trackers(config.tracking.project, config={"train": train.model_dump_json()})
-    return Session(accelerator, model, prepared, scheduler, loader, options)
+    return Session(accelerator, model, prepared, scheduler, loader, options, config.engine.zero_stage, own)
 
 
 def _accelerator(config: TrainConfig, settings: dict[str, Any]) -> Any:
@@ -172,7 +176,8 @@ def _accelerator(config: TrainConfig, settings: dict[str, Any]) -> Any:
         # It warns of logits changed in place; here only the loss is looked at.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         # Precision "no": the sharding itself casts (its MixedPrecisionPolicy), autocast would do so again.
-        return Accelerator(mixed_precision="no", cpu=on_cpu, **common)
+        precision = "no" if config.engine.zero_stage > 0 else config.train.mixed_precision
+        return Accelerator(mixed_precision=precision, cpu=on_cpu, **common)
     handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu else None
     # DeepSpeed calls collectives by names that torch is about to rename; nobody here can change that.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

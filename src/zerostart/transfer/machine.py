@@ -8,9 +8,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_memory", "cores", "cores_of_node", "local_ranks", "machine_name"]
+__all__ = ["UNKNOWN", "available_memory", "cores", "cores_of_node", "local_ranks", "machine_name"]
 
 ROOT = Path("/")
+#: More memory than there is: what is available where nothing says how much.
+UNKNOWN = 1 << 62
 #: Files of a control group's limit and use of memory, version 2 and version 1.
 VERSIONS = (
     ("memory.max", "memory.current"),
@@ -45,7 +47,7 @@ def available_memory(root: Path = ROOT) -> int:
     """Bytes that this process may still take, of the machine and of its control groups."""
     meminfo = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line)
     free = [int(meminfo["MemAvailable"].split()[0]) * 1024] if "MemAvailable" in meminfo else []
-    return min([*free, *_memory_left(root)], default=1 << 62)
+    return min([*free, *_memory_left(root)], default=UNKNOWN)
 
 
 def _quotas(root: Path) -> Iterator[float]:

@@ -10,7 +10,9 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["Arena", "PeakMeter", "free_bytes"]
+from zerostart.transfer.machine import UNKNOWN, available_memory
+
+__all__ = ["Arena", "PeakMeter", "device_bytes", "free_bytes"]
 
 #: Alignment of each tensor in an arena: a cache line, and more than any vector unit or dtype asks for.
 ALIGNMENT = 64
@@ -119,17 +121,28 @@ def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on ``device``; None where nothing says.
 
     Of an accelerator: what its driver has free, and what the allocator holds unused. Of the host: what the
-    kernel deems available, which all local ranks share.
+    kernel deems available and the process's control groups allow, which all local ranks share.
     """
     if device.type != "cpu":
-        module = torch.get_device_module(device)
-        if not hasattr(module, "mem_get_info"):
+        found = _driver(device)
+        if found is None:
             return None
-        free: int = module.mem_get_info(device)[0]
         reserved = torch.accelerator.memory_reserved(device)
-        return free + reserved - torch.accelerator.memory_allocated(device)
+        return found[0] + reserved - torch.accelerator.memory_allocated(device)
+    free = available_memory()
+    return None if free == UNKNOWN else free
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """The size of an accelerator's memory; None for the host, and where nothing says."""
+    found = _driver(device) if device.type != "cpu" else None
+    return None if found is None else found[1]
+
+
+def _driver(device: torch.device) -> tuple[int, int] | None:
+    """Free bytes and all bytes of an accelerator, as its driver tells; None where it does not."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
+        free, most = torch.accelerator.get_memory_info(device)
+    except (RuntimeError, NotImplementedError):
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return int(free), int(most)

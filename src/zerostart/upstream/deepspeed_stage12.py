@@ -6,7 +6,7 @@ Three things are done otherwise for parameters that carry a mark of zerostart, a
   buffer, by way of the CPU where the device has no room for both. Here a group whose parameters lie in a
   buffer of the load is brought into the optimizer's order in place, and that buffer is taken as its own.
 - The broadcast of the model. ``DeepSpeedEngine._broadcast_model`` sends every tensor from rank 0. Here the
-  ranks compare sums of what they loaded, and only what differs is sent.
+  ranks compare hashes of what they loaded, and only what differs is sent.
 - Masters. They are made from the partitions; those of rounded parameters are then read from the checkpoint.
 
 The way in is the constructors of both optimizers (``deepspeed_stage12_optimizers``) and of the engine, and
@@ -27,10 +27,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed import SUPPORTED
+from zerostart.upstream.deepspeed_stage12_alike import alike
 from zerostart.upstream.versions import misfit
 
 __all__ = ["Keeper", "Mark", "RunReader", "known", "mark", "marked", "offer", "remark", "require_engine"]
@@ -49,14 +49,21 @@ _BF16_OPTIMIZER = ("_flatten_dense_tensors_aligned", "_update_storage_to_flatten
 class Keeper(Protocol):
     """What holds the flat buffers of one loaded model."""
 
+    def bring(self) -> None:
+        """Move buffers that wait in host memory to the device; collective."""
+        ...
+
     def adopt(
         self,
         groups: Sequence[Sequence[torch.Tensor]],
-        partitions: int,
+        partitions: Sequence[int],
         round_robin: bool,
         aligned: bool,
     ) -> list[torch.Tensor | None]:
-        """Of each group its flat buffer, with the parameters in it as the optimizer wants them; else None."""
+        """Of each group its flat buffer, with the parameters in it as the optimizer wants them; else None.
+
+        ``partitions`` is the number of ranks that share each group.
+        """
         ...
 
 
@@ -64,12 +71,14 @@ class Keeper(Protocol):
 class Mark:
     """What a parameter tells the engine: its name, its keeper, and how its master is read, None if it is not.
 
+    ``first`` is the element of the row-major order of the unsharded parameter with which this rank's begins.
     Pickles as None: it means nothing without the buffer.
     """
 
     name: str
     keeper: Keeper
     reader: RunReader | None
+    first: int = 0
 
     def __reduce__(self) -> Any:
         return _nothing, ()
@@ -115,11 +124,11 @@ def known() -> bool:
     return not wrong
 
 
-def mark(parameter: torch.Tensor, name: str, keeper: Keeper) -> None:
+def mark(parameter: torch.Tensor, name: str, keeper: Keeper, first: int = 0) -> None:
     """Have the optimizer that gets ``parameter`` take the buffer in which it lies."""
     if known():
         _enter()
-        remark(parameter, Mark(name, keeper, None))
+        remark(parameter, Mark(name, keeper, None, first))
 
 
 def offer(parameter: torch.Tensor, reader: RunReader) -> None:
@@ -161,6 +170,8 @@ def _enter() -> None:
     @functools.wraps(construct)
     def construct_engine(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
+        for keeper in _keepers(given.get("model")):
+            keeper.bring()
         with _undone(self, given.get("model"), given.get("optimizer")):
             construct(self, *args, **kwargs)
 
@@ -168,15 +179,23 @@ def _enter() -> None:
     DeepSpeedEngine.__init__ = construct_engine
 
 
+def _keepers(model: object) -> list[Keeper]:
+    """The keepers of the model's parameters, each once."""
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    return list({id(m.keeper): m.keeper for p in parameters if (m := marked(p)) is not None}.values())
+
+
 @contextlib.contextmanager
 def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
     """If the engine's construction fails, leave neither hooks nor an optimizer behind.
 
-    Otherwise a hook of the engine on the model keeps it alive, with all that it made, and calls into it.
+    Otherwise a hook of the engine on the model, or what it noted on a parameter, keeps it alive, with all
+    that it made, and calls into it.
     """
     ours = isinstance(model, torch.nn.Module) and any(map(marked, model.parameters()))
     groups = getattr(client, "param_groups", []) if ours else []
     before = [list(group["params"]) for group in groups]
+    noted = [(p, dict(p.__dict__)) for p in model.parameters()] if ours else []
     try:
         yield
     except BaseException:
@@ -190,19 +209,28 @@ def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
             engine.__dict__ |= {"optimizer": None, "basic_optimizer": None}
             for group, parameters in zip(groups, before, strict=False):
                 group["params"] = parameters
+            for parameter, attributes in noted:
+                parameter.__dict__.clear()
+                parameter.__dict__.update(attributes)
         raise
 
 
 @contextlib.contextmanager
 def _spared(engine: Any) -> Iterator[None]:
-    """Have DeepSpeed not broadcast the parameters that are the same on all ranks.
+    """Have DeepSpeed not broadcast the parameters that are the same on all ranks that it would send them to.
 
-    ``_broadcast_model`` passes over parameters with an attribute ``ds_optim_param``.
+    ``_broadcast_model`` passes over parameters with an attribute ``ds_optim_param``. Experts are sent to the
+    ranks that hold the same ones.
     """
-    spared = []
+    sharing: dict[str | None, list[Any]] = {}
     if engine.dist_backend is not None:
-        parameters = [p for p in engine.module.parameters() if marked(p)]
-        spared = [p for p in _alike(parameters, engine.seq_data_parallel_group) if not _own(p)]
+        for parameter in engine.module.parameters():
+            if marked(parameter) is not None and not hasattr(parameter, "ds_optim_param"):
+                sharing.setdefault(_experts_of(parameter), []).append(parameter)
+    spared = []
+    for name, parameters in sharing.items():
+        ranks = engine.seq_data_parallel_group if name is None else engine.expert_data_parallel_group[name]
+        spared += alike(parameters, ranks)
     for parameter in spared:
         parameter.ds_optim_param = True
     try:
@@ -212,29 +240,6 @@ def _spared(engine: Any) -> Iterator[None]:
             del parameter.ds_optim_param
 
 
-def _own(parameter: Any) -> bool:
-    return hasattr(parameter, "ds_optim_param") or hasattr(parameter, "allreduce")
-
-
-def _alike(parameters: Sequence[torch.Tensor], group: Any) -> list[Any]:
-    """Those that hold the same on all ranks of the group: collective, with one small message.
-
-    What each rank did to the model since the load cannot be known from outside, so the bits of each parameter
-    are summed up, at the speed of memory.
-    """
-    if not parameters or dist.get_world_size(group=group) == 1:
-        return list(parameters)
-    own = torch.stack([_sum(parameter.detach()) for parameter in parameters])
-    extremes = torch.stack([own, ~own])  # ~ reverses the order: the least of it is the greatest.
-    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
-    same = (extremes[0] == ~extremes[1]).tolist()
-    return [parameter for parameter, alike in zip(parameters, same, strict=True) if alike]
-
-
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bits as 64-bit words, wherever in memory it begins."""
-    words = tensor.contiguous().view(-1).view(torch.uint8)
-    head = min(-words.storage_offset() % 8, words.numel())
-    body = (words.numel() - head) // 8 * 8
-    ends = torch.cat([words[:head], words[head + body :]])
-    return words[head : head + body].view(torch.int64).sum() + ends.to(torch.int64).sum()
+def _experts_of(parameter: Any) -> str | None:
+    """The name of the expert group of a parameter of experts (``moe.utils.is_moe_param``), else None."""
+    return None if getattr(parameter, "allreduce", True) else parameter.group_name

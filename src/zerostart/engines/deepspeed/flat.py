@@ -9,44 +9,26 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from zerostart.engines.shard import Shard, replace_everywhere
-from zerostart.errors import ConfigError, EngineError
-from zerostart.layout import replicated
+from zerostart.engines.room import HOST, Tier
+from zerostart.engines.whole import ALIGNMENT, Family, WholeShards
+from zerostart.errors import ConfigError, EngineError, InsufficientMemoryError
 from zerostart.layout.flat import FlatGroup, FlatRules
 from zerostart.transfer.memory import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream import deepspeed_stage12 as upstream
 from zerostart.upstream.torch import storage_users
-from zerostart.world import World, default_device
+from zerostart.world import World, current_world
 
-__all__ = [
-    "FlatKeeper",
-    "FlatShards",
-    "capacity",
-    "check_stage",
-    "exchanges",
-    "flat_groups",
-    "flat_rules",
-    "offer_runs",
-]
+__all__ = ["FlatKeeper", "FlatShards", "check_stage", "flat_rules", "offer_runs"]
 
 logger = logging.getLogger("zerostart")
-
-#: Bytes that a group, and a parameter, may begin at a multiple of.
-ALIGNMENT = 64
-#: Parameter groups for whose padding there is room.
-GROUPS = 64
-#: Bytes of a message when ranks exchange what they read.
-MESSAGE = 32 << 20
 
 
 def check_stage(zero_stage: int, config: Mapping[str, Any] | None, parallel: bool) -> None:
@@ -59,16 +41,6 @@ def check_stage(zero_stage: int, config: Mapping[str, Any] | None, parallel: boo
     stage = ((config or {}).get("zero_optimization") or {}).get("stage", zero_stage)
     if stage != zero_stage:
         raise EngineError(f"engine_config asks for ZeRO stage {stage}, and the load for stage {zero_stage}")
-
-
-def exchanges(exchange: bool | None, world_size: int) -> bool:
-    """Whether each rank reads a share of the buffer and they exchange them, or each reads all of it.
-
-    On the CPU a message is a copy through a socket, and slower than reading from the page cache.
-    """
-    if world_size == 1:
-        return False
-    return default_device().type != "cpu" if exchange is None else exchange
 
 
 def flat_rules(config: Mapping[str, Any] | None, zero_stage: int, partitions: int) -> FlatRules:
@@ -85,59 +57,73 @@ def flat_rules(config: Mapping[str, Any] | None, zero_stage: int, partitions: in
     )
 
 
-def flat_groups(
-    parameters: Mapping[str, nn.Parameter], rules: FlatRules
-) -> dict[torch.dtype, tuple[list[str], FlatGroup]]:
-    """The names of each dtype's parameters, what is trained first, and where they lie in their buffer."""
-    found = {}
-    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters.values()):
-        names = [name for name, p in parameters.items() if p.dtype == dtype]
-        names.sort(key=lambda name: not parameters[name].requires_grad)
-        found[dtype] = (names, rules.group([parameters[name].numel() for name in names], dtype.itemsize))
-    return found
-
-
-def capacity(group: FlatGroup, partitions: int, itemsize: int) -> int:
-    """Elements of a group's buffer, with room for the padding of other groupings."""
-    step = ALIGNMENT // itemsize
-    padding = len(group.numels) * step + GROUPS * (step + 2 * partitions)
-    return group.numel + padding + -(group.numel + padding) % step
-
-
 class FlatKeeper:
-    """Knows the parameters of one load, and brings them into the order that an optimizer wants."""
+    """Knows the parameters of one load, and brings them to the device and into an optimizer's order."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        #: Whether the parameters lie in host memory until the engine starts; alike on all ranks.
+        self.waits = False
+        self._device = device
         self._parameters: list[weakref.ref[nn.Parameter]] = []
 
     def add(self, parameter: nn.Parameter) -> None:
         """A parameter that lies in one of the load's buffers."""
         self._parameters.append(weakref.ref(parameter))
 
+    def bring(self) -> None:
+        """See ``zerostart.upstream.deepspeed_stage12.Keeper``: each buffer in one piece, collectively.
+
+        Raises InsufficientMemoryError where the device still has no room for them.
+        """
+        if not self.waits:
+            return
+        waiting = [members for members in self._members().values() if members[0].device != self._device]
+        nbytes = sum(members[0].untyped_storage().nbytes() for members in waiting)
+        with current_world().phase("moving the parameters to the device"):
+            free = free_bytes(self._device)
+            if free is not None and nbytes > free:
+                raise InsufficientMemoryError(
+                    f"{nbytes / 2**30:.2f} GiB of parameters wait in host memory, and {self._device} has "
+                    f"{free / 2**30:.2f} GiB free; free memory there before deepspeed.initialize, or use "
+                    "zero_stage=3"
+                )
+            for members in waiting:
+                moved = _entire(members[0]).to(self._device)
+                for parameter in members:
+                    place = int(parameter.storage_offset())
+                    parameter.data = moved[place : place + parameter.numel()].view(parameter.shape)
+
+    def _members(self) -> dict[tuple[int, torch.dtype], list[nn.Parameter]]:
+        """The parameters that are left, by the buffer in which they lie."""
+        found: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in (reference() for reference in self._parameters):
+            if parameter is not None and parameter.is_contiguous():
+                place = (parameter.untyped_storage().data_ptr(), parameter.dtype)
+                found.setdefault(place, []).append(parameter)
+        return found
+
     def adopt(
-        self, groups: Sequence[Sequence[torch.Tensor]], partitions: int, round_robin: bool, aligned: bool
+        self,
+        groups: Sequence[Sequence[torch.Tensor]],
+        partitions: Sequence[int],
+        round_robin: bool,
+        aligned: bool,
     ) -> list[torch.Tensor | None]:
         """See ``zerostart.upstream.deepspeed_stage12.Keeper``. Parameters that have left are left alone."""
-        rules = FlatRules(partitions, round_robin, aligned)
+        rules = [FlatRules(count, round_robin, aligned) for count in partitions]
         flats: list[torch.Tensor | None] = [None] * len(groups)
-        alive = [p for p in (reference() for reference in self._parameters) if p is not None]
-        buffers: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
-        for parameter in alive:
-            if parameter.is_contiguous():
-                place = (parameter.untyped_storage().data_ptr(), parameter.dtype)
-                buffers.setdefault(place, []).append(parameter)
-        for members in buffers.values():
+        for members in self._members().values():
             here = {id(parameter) for parameter in members}
             wholly = [n for n, group in enumerate(groups) if group and here.issuperset(map(id, group))]
             if wholly:
-                taken = _arrange(members, [groups[n] for n in wholly], rules)
+                taken = _arrange(members, [(groups[n], rules[n]) for n in wholly])
                 for number, flat in zip(wholly, taken, strict=False):
                     flats[number] = flat
         return flats
 
 
 def _arrange(
-    members: Sequence[nn.Parameter], groups: Sequence[Sequence[torch.Tensor]], rules: FlatRules
+    members: Sequence[nn.Parameter], groups: Sequence[tuple[Sequence[torch.Tensor], FlatRules]]
 ) -> list[torch.Tensor]:
     """Bring the parameters of one buffer into groups, in place; [] where that cannot be done."""
     first = members[0]
@@ -146,7 +132,7 @@ def _arrange(
     targets: dict[int, int] = {}
     made: list[tuple[int, FlatGroup]] = []
     end = 0
-    for group in groups:
+    for group, rules in groups:
         start = end + -end % step
         flat = rules.group([p.numel() for p in group], dtype.itemsize)
         targets |= {id(p): start + offset for p, offset in zip(group, flat.offsets, strict=True)}
@@ -159,7 +145,7 @@ def _arrange(
     segments = [(int(p.storage_offset()), targets[id(p)], p.numel()) for p in members]
     if end > room or _overlapping(segments):
         return []
-    base = torch.empty(0, dtype=dtype, device=first.device).set_(storage, 0, (room,), (1,))
+    base = _entire(first)
     if not in_place(segments):
         # The parameters, the buffer as a whole, and the handle of the storage.
         if storage_users(storage) > len(members) + 2:
@@ -183,14 +169,23 @@ def _arrange(
     return flats
 
 
+def _entire(parameter: torch.Tensor) -> torch.Tensor:
+    """All of the buffer in which a parameter lies, 1-D."""
+    storage = parameter.untyped_storage()
+    room = storage.nbytes() // parameter.itemsize
+    return torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(storage, 0, (room,), (1,))
+
+
 def _overlapping(segments: Sequence[Segment]) -> bool:
     """Whether two parameters share elements, which then cannot both be moved."""
     ordered = sorted(segments)
     return any(a[0] + a[2] > b[0] for a, b in itertools.pairwise(ordered))
 
 
-class FlatShards:
-    """Makes parameters that are whole on every rank, in one flat buffer for each dtype."""
+class FlatShards(WholeShards):
+    """Makes parameters that DeepSpeed's optimizers of stages 1 and 2 find flat, and its engine whole."""
+
+    waits = True
 
     def __init__(
         self,
@@ -201,75 +196,21 @@ class FlatShards:
     ) -> None:
         check_stage(zero_stage, engine_config, False)
         upstream.require_engine()
-        self.device = default_device()
-        self._world = world
-        self._stage = zero_stage
-        self._rules = flat_rules(engine_config, zero_stage, world.size)
-        self._exchange = exchanges(exchange, world.size)
-        self._buffers: list[torch.Tensor] = []
+        super().__init__(world, zero_stage, flat_rules(engine_config, zero_stage, world.size), exchange)
+        self._keeper = FlatKeeper(self.device)
 
-    def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
-        """Give each parameter its place in a buffer; its shard is what this rank reads of it."""
-        parameters = {name: p for name, p in model.named_parameters() if name in set(names)}
-        groups = flat_groups(parameters, self._rules)
-        sizes = {dtype: capacity(g, self._world.size, dtype.itemsize) for dtype, (_, g) in groups.items()}
-        self._check_room(sum(size * dtype.itemsize for dtype, size in sizes.items()))
-        keeper, new, made = FlatKeeper(), {}, {}
-        for dtype, (members, group) in groups.items():
-            buffer = torch.empty(sizes[dtype], dtype=dtype, device=self.device)
-            for low, high in [*group.gaps(), (group.numel, buffer.numel())]:
-                buffer[low:high].zero_()
-            self._buffers.append(buffer[: group.numel])
-            for place, (name, offset) in enumerate(zip(members, group.offsets, strict=True)):
-                old = parameters[name]
-                whole = buffer[offset : offset + old.numel()]
-                made[name] = self._shard(name, group, place, old.shape, whole)
-                new[id(old)] = self._parameter(old, whole, name, keeper)
-        replace_everywhere(model, new)
-        return [made[name] for name in names]
+    def settle(self, model: nn.Module, names: Sequence[str], alone: bool = False) -> Tier:
+        """As it is everywhere; the parameters are brought to the device later where it has no room yet."""
+        tier = super().settle(model, names, alone)
+        self._keeper.waits = tier.name == HOST
+        return tier
 
-    def _shard(
-        self, name: str, group: FlatGroup, place: int, shape: Sequence[int], whole: torch.Tensor
-    ) -> Shard:
-        if not self._exchange:
-            return Shard(name, replicated(shape), whole, lambda _: replicated(shape))
-        rank, size = self._world.rank, self._world.size
-        at = group.share(place, shape, size)
-        part = group.numel // size
-        offset = group.offsets[place]
-        first = min(max(rank * part - offset, 0), whole.numel())
-        return Shard(name, at(rank), whole[first : first + at(rank).numel], at)
-
-    def _parameter(
-        self, old: nn.Parameter, whole: torch.Tensor, name: str, keeper: FlatKeeper
-    ) -> nn.Parameter:
-        new = nn.Parameter(whole.view(old.shape), requires_grad=old.requires_grad)
-        new.__dict__.update(old.__dict__)
-        keeper.add(new)
-        upstream.mark(new, name, keeper)
+    def born(self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family) -> nn.Parameter:
+        """As it is everywhere, with a mark for the engine."""
+        new = super().born(old, whole, name, family)
+        self._keeper.add(new)
+        upstream.mark(new, name, self._keeper, family.first(name))
         return new
-
-    def _check_room(self, nbytes: int) -> None:
-        """Refuse a model that cannot fit, before anything is read."""
-        ranks = 1
-        if self.device.type == "cpu":
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
-        free = free_bytes(self.device)
-        if free is not None and nbytes * ranks > free:
-            raise EngineError(
-                f"ZeRO stage {self._stage} keeps the whole model on every rank: {nbytes / 2**30:.2f} GiB "
-                f"for each of {ranks} ranks on {self.device}, where {free / 2**30:.2f} GiB are free; use "
-                "zero_stage=3, which shards it"
-            )
-
-    def finish(self, model: nn.Module) -> int:
-        """Exchange what the ranks have read, in place; returns the bytes that came from the others."""
-        buffers, self._buffers = self._buffers, []
-        if not self._exchange:
-            return 0
-        for buffer in buffers:
-            gather_in_place(buffer, self._world.rank, self._world.size)
-        return sum(b.nbytes - b.nbytes // self._world.size for b in buffers)
 
 
 def offer_runs(model: nn.Module, rounded: Collection[str], reader: upstream.RunReader) -> None:
@@ -277,14 +218,3 @@ def offer_runs(model: nn.Module, rounded: Collection[str], reader: upstream.RunR
     for name, parameter in model.named_parameters():
         if name in rounded:
             upstream.offer(parameter, reader)
-
-
-def gather_in_place(buffer: torch.Tensor, rank: int, size: int, message: int = MESSAGE) -> None:
-    """Fill the 1-D ``buffer`` of which each rank has its ``1 / size``, in messages of bounded size."""
-    words = buffer.view(torch.uint8)  # Not every backend carries every dtype.
-    share = words.numel() // size
-    step = max(1, message // size)
-    for start in range(0, share, step):
-        count = min(step, share - start)
-        parts = [words[r * share + start : r * share + start + count] for r in range(size)]
-        dist.all_gather(parts, parts[rank])

@@ -35,8 +35,8 @@ class FSDP2Shards:
     Parameters that the model keeps in another dtype are units of their own, which the policy does not cast.
     """
 
-    def __init__(self, world: World, engine_config: Mapping[str, Any] | None) -> None:
-        self._settings = FSDP2Settings.of(engine_config)
+    def __init__(self, world: World, engine_config: Mapping[str, Any] | None, zero_stage: int = 3) -> None:
+        self._settings = FSDP2Settings.of(engine_config).at_stage(zero_stage)
         replicas, shares = self._settings.shape(world.size)
         device = default_device()
         # Explicit, since without it an accelerator's mesh is made wherever one is present.

@@ -38,9 +38,13 @@ class FSDP2ParallelShards:
     """Makes FSDP2 shards over the owners of each section of a mesh; see ``FSDP2Settings.check_mesh``."""
 
     def __init__(
-        self, world: World, engine_config: Mapping[str, Any] | None, parallelism: Parallelism
+        self,
+        world: World,
+        engine_config: Mapping[str, Any] | None,
+        parallelism: Parallelism,
+        zero_stage: int = 3,
     ) -> None:
-        settings = FSDP2Settings.of(engine_config)
+        settings = FSDP2Settings.of(engine_config).at_stage(zero_stage)
         settings.check_mesh(parallelism.mesh)
         if parallelism.mesh.tensor_parallel > 1:
             require_styles()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,30 @@ class FSDP2Settings:
                 "offload_policy pins host memory, and there is no accelerator to pin it for; pass "
                 "CPUOffloadPolicy(pin_memory=False)"
             )
+
+    def at_stage(self, zero_stage: int, parallel: bool = False) -> FSDP2Settings:
+        """The settings with which ``fully_shard`` makes units of ZeRO stage 1, 2 or 3.
+
+        Raises ConfigError for settings that contradict the stage; at stage 0, which shards nothing, for any.
+        """
+        if zero_stage == 0:
+            given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+            if given or parallel:
+                what = f"engine_config has {given[0]}" if given else "experts or tensors are to be shared"
+                raise ConfigError(
+                    f"zero_stage=0 shards nothing, for DistributedDataParallel, and {what}; use another "
+                    "stage, or leave it out"
+                )
+            return self
+        if zero_stage == 3:
+            return self
+        if self.reshard_after_forward not in (None, False):
+            raise ConfigError(
+                f"zero_stage={zero_stage} keeps parameters gathered from forward to backward, and "
+                f"engine_config has reshard_after_forward={self.reshard_after_forward!r}; leave it out, or "
+                "use zero_stage=3"
+            )
+        return replace(self, reshard_after_forward=False)
 
     @property
     def offloaded(self) -> bool:

@@ -1,0 +1,119 @@
+"""Where whole parameters find room: on the device, else in host memory until the engine starts, else nowhere.
+
+Found from what torch's allocator and the driver, or the kernel and its control groups, say is free, and
+agreed on by all ranks before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerostart.errors import InsufficientMemoryError
+from zerostart.transfer.machine import machine_name
+from zerostart.transfer.memory import device_bytes, free_bytes
+from zerostart.transfer.rearrange import SCRATCH
+from zerostart.world import World
+
+__all__ = ["HOST", "IN_PLACE", "NOWHERE", "Room", "Tier", "agree_on_tier", "tier_of"]
+
+IN_PLACE, HOST, NOWHERE = "in place", "host", "does not fit"
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a rank sees: its machine, its device, and bytes free on both (None where nothing says).
+
+    ``most`` is the size of the device.
+    """
+
+    machine: str
+    device: str
+    free: int | None
+    most: int | None
+    host: int | None
+
+    @classmethod
+    def here(cls, device: torch.device) -> Room:
+        """What this process sees of ``device``."""
+        free, host = free_bytes(device), free_bytes(torch.device("cpu"))
+        return cls(machine_name(), str(device), free, device_bytes(device), host)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the device is the host itself."""
+        return self.device.startswith("cpu")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Where the parameters of every rank lie until the engine starts, the same on all ranks.
+
+    ``name`` is ``in place`` (in the device's memory, once; the optimizer takes the buffer as its own),
+    ``host`` (in host memory, to be moved whole when the engine starts), or ``does not fit``. ``buffer_bytes``
+    are those of one rank, of the ``sharers`` on the device, where ``free_bytes`` were free (None: unknown)
+    before; that device is the tightest of all. An optimizer whose groups ask for another order gets it by
+    way of two segments of ``segment_bytes`` (0: nothing asks).
+    """
+
+    name: str
+    buffer_bytes: int
+    device: str
+    sharers: int
+    free_bytes: int | None
+    segment_bytes: int = SCRATCH
+
+    def __str__(self) -> str:
+        each = f" for each of {self.sharers} ranks" if self.sharers > 1 else ""
+        known = "" if self.free_bytes is None else f", where {_gib(self.free_bytes)} are free"
+        text = f"{self.name}: {_gib(self.buffer_bytes)} in flat buffers{each} on {self.device}{known}"
+        if self.name == IN_PLACE and self.segment_bytes:
+            return f"{text}; another order is made in segments of {self.segment_bytes / 2**20:.0f} MiB"
+        if self.name == HOST:
+            return f"{text}; until the engine starts they lie in host memory"
+        return text
+
+
+def agree_on_tier(nbytes: int, world: World, device: torch.device, stage: int, host: bool) -> Tier:
+    """The tier of buffers of ``nbytes`` on every rank; collective, the same everywhere.
+
+    ``host`` says whether they may lie in host memory until the engine starts. Raises InsufficientMemoryError
+    on every rank where there is room on no tier.
+    """
+    rooms = world.exchange(Room.here(device), "finding room for the parameters")
+    tier = tier_of(nbytes, rooms, host, stage > 0)
+    if tier.name == NOWHERE:
+        raise InsufficientMemoryError(
+            f"ZeRO stage {stage} keeps the whole model on every rank, and it {tier}; use zero_stage=3, which "
+            "shards it, or free memory"
+        )
+    return tier
+
+
+def tier_of(nbytes: int, rooms: Sequence[Room], host: bool, reordered: bool = True) -> Tier:
+    """The tier for ranks with these ``rooms``; ranks with the same device on one machine share its memory.
+
+    ``host`` is as in ``agree_on_tier``; ``reordered`` says whether an optimizer may want another order.
+    """
+    sharers = [sum((r.machine, r.device) == (o.machine, o.device) for o in rooms) for r in rooms]
+    beside = [sum(r.machine == o.machine for o in rooms) for r in rooms]
+    tightest = min(range(len(rooms)), key=lambda n: _share(rooms[n].free, sharers[n]))
+    fits = all(nbytes <= _share(r.free, n) for r, n in zip(rooms, sharers, strict=True))
+    ever = all(nbytes <= _share(r.most, n) for r, n in zip(rooms, sharers, strict=True))
+    waits = all(
+        not r.on_host and r.free is not None and nbytes <= _share(r.host, n)
+        for r, n in zip(rooms, beside, strict=True)
+    )
+    name = IN_PLACE if fits else HOST if host and ever and waits else NOWHERE
+    room = rooms[tightest]
+    return Tier(name, nbytes, room.device, sharers[tightest], room.free, SCRATCH if reordered else 0)
+
+
+def _share(free: int | None, ranks: int) -> float:
+    return float("inf") if free is None else free / ranks
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

@@ -1,0 +1,211 @@
+"""Parameters that are whole on every rank, as views into one flat buffer for each dtype.
+
+The buffers are what ZeRO stages 1 and 2 partition; at stage 0 nothing does. Each rank reads its part of a
+buffer and they exchange the parts in place, or each reads all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerostart.engines.room import HOST, Tier, agree_on_tier
+from zerostart.engines.shard import Shard, replace_everywhere
+from zerostart.layout import Layout, replicated
+from zerostart.layout.flat import FlatGroup, FlatRules
+from zerostart.world import World, default_device
+
+__all__ = [
+    "ALIGNMENT",
+    "Buffer",
+    "Family",
+    "WholeShards",
+    "buffers_of",
+    "exchanges",
+    "families_of",
+    "gather_in_place",
+]
+
+#: Bytes that a group, and a parameter, may begin at a multiple of.
+ALIGNMENT = 64
+#: Parameter groups for whose padding there is room.
+GROUPS = 64
+#: Bytes of a message when ranks exchange what they read.
+MESSAGE = 32 << 20
+
+
+def exchanges(exchange: bool | None, world_size: int) -> bool:
+    """Whether each rank reads a share of the buffers and they exchange them, or each reads all.
+
+    On the CPU a message is a copy through a socket, and slower than reading from the page cache.
+    """
+    if world_size == 1:
+        return False
+    return default_device().type != "cpu" if exchange is None else exchange
+
+
+@dataclass(frozen=True)
+class Family:
+    """Parameters that lie in the same buffers, since the same ranks partition their optimizer state.
+
+    ``exchange`` says whether ranks read shares of the buffers and exchange them. ``held`` has, by name, the
+    layout of what any rank holds of a parameter, and the first element of its row-major order that this rank
+    holds; a parameter that is not there is whole on every rank.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    rules: FlatRules
+    exchange: bool
+    held: Mapping[str, tuple[Callable[[int], Layout], int]] = field(default_factory=dict)
+
+    def first(self, name: str) -> int:
+        """The first element of the whole parameter ``name`` that this rank holds."""
+        return self.held[name][1] if name in self.held else 0
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A flat buffer to be: the parameters ``names`` of ``dtype`` of a family, as ``group`` lays them out."""
+
+    family: Family
+    dtype: torch.dtype
+    names: tuple[str, ...]
+    group: FlatGroup
+
+    @property
+    def capacity(self) -> int:
+        """Elements of the buffer, with room for the padding of other groupings."""
+        step, partitions = ALIGNMENT // self.dtype.itemsize, self.family.rules.partitions
+        padding = len(self.group.numels) * step + GROUPS * (step + 2 * partitions)
+        return self.group.numel + padding + -(self.group.numel + padding) % step
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.capacity * self.dtype.itemsize
+
+    @property
+    def received(self) -> int:
+        """Bytes that a rank gets from the others when they exchange the buffer."""
+        if not self.family.exchange:
+            return 0
+        return (self.group.numel - self.group.numel // self.family.rules.partitions) * self.dtype.itemsize
+
+
+def families_of(parameters: Mapping[str, nn.Parameter], rules: FlatRules, exchange: bool) -> list[Family]:
+    """Experts of DeepSpeed's ``MoE`` (``param.allreduce`` is False) apart from the rest.
+
+    Other ranks may hold other values of them, so that they are never exchanged.
+    """
+    own = {name: p for name, p in parameters.items() if not getattr(p, "allreduce", True)}
+    rest = {name: p for name, p in parameters.items() if name not in own}
+    return [Family(rest, rules, exchange), Family(own, rules, False)]
+
+
+def buffers_of(families: Sequence[Family]) -> list[Buffer]:
+    """One buffer for each family and dtype; what is trained comes first in it."""
+    made = []
+    for family in families:
+        parameters = family.parameters
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters.values()):
+            names = [name for name, p in parameters.items() if p.dtype == dtype]
+            names.sort(key=lambda name: not parameters[name].requires_grad)
+            numels = [prod(parameters[name].shape) for name in names]
+            made.append(Buffer(family, dtype, tuple(names), family.rules.group(numels, dtype.itemsize)))
+    return made
+
+
+class WholeShards:
+    """Makes the buffers, and the parameters in them.
+
+    ``waits`` says whether the parameters may lie in host memory until the engine starts.
+    """
+
+    waits = False
+
+    def __init__(self, world: World, zero_stage: int, rules: FlatRules, exchange: bool | None) -> None:
+        self.device = default_device()
+        self._world = world
+        self._stage = zero_stage
+        self._rules = rules
+        self._exchange = exchanges(exchange, world.size)
+        self._gathered: list[torch.Tensor] = []
+
+    def settle(self, model: nn.Module, names: Sequence[str], alone: bool = False) -> Tier:
+        """Agree where the buffers lie: collective, unless this process plays its rank ``alone``.
+
+        Raises InsufficientMemoryError where there is no room for them.
+        """
+        nbytes = sum(buffer.nbytes for buffer in self._buffers(model, names))
+        world = World(0, 1, None) if alone else self._world
+        tier = agree_on_tier(nbytes, world, self.device, self._stage, self.waits)
+        if tier.name == HOST:
+            # Accelerators' collectives know no host memory.
+            self.device, self._exchange = torch.device("cpu"), False
+        return tier
+
+    def families(self, parameters: Mapping[str, nn.Parameter]) -> list[Family]:
+        """Which parameters lie together."""
+        return families_of(parameters, self._rules, self._exchange)
+
+    def _buffers(self, model: nn.Module, names: Sequence[str]) -> list[Buffer]:
+        wanted = set(names)
+        return buffers_of(self.families({n: p for n, p in model.named_parameters() if n in wanted}))
+
+    def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
+        """Give each parameter its place in a buffer; its shard is what this rank reads of it."""
+        new, made = {}, {}
+        for buffer in self._buffers(model, names):
+            flat = torch.empty(buffer.capacity, dtype=buffer.dtype, device=self.device)
+            numel = buffer.group.numel
+            for low, high in [*buffer.group.gaps(), (numel, flat.numel())]:
+                flat[low:high].zero_()
+            if buffer.family.exchange:
+                self._gathered.append(flat[:numel])
+            for place, (name, offset) in enumerate(zip(buffer.names, buffer.group.offsets, strict=True)):
+                old = buffer.family.parameters[name]
+                whole = flat[offset : offset + old.numel()]
+                made[name] = self._shard(name, buffer, place, whole)
+                new[id(old)] = self.born(old, whole, name, buffer.family)
+        replace_everywhere(model, new)
+        return [made[name] for name in names]
+
+    def _shard(self, name: str, buffer: Buffer, place: int, whole: torch.Tensor) -> Shard:
+        family, group = buffer.family, buffer.group
+        shape = tuple(family.parameters[name].shape)
+        rank, size = self._world.rank, self._world.size
+        if not family.exchange:
+            held = family.held[name][0] if name in family.held else lambda _: replicated(shape)
+            return Shard(name, held(rank), whole, held)
+        at = group.share(place, shape, size)
+        first = min(max(rank * (group.numel // size) - group.offsets[place], 0), whole.numel())
+        return Shard(name, at(rank), whole[first : first + at(rank).numel], at)
+
+    def born(self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family) -> nn.Parameter:
+        """The parameter ``old`` over the 1-D ``whole``, with its attributes."""
+        new = nn.Parameter(whole.view(old.shape), requires_grad=old.requires_grad)
+        new.__dict__.update(old.__dict__)
+        return new
+
+    def finish(self, model: nn.Module) -> int:
+        """Exchange what the ranks have read, in place; returns the bytes that came from the others."""
+        buffers, self._gathered = self._gathered, []
+        for buffer in buffers:
+            gather_in_place(buffer, self._world.rank, self._world.size)
+        return sum(b.nbytes - b.nbytes // self._world.size for b in buffers)
+
+
+def gather_in_place(buffer: torch.Tensor, rank: int, size: int, message: int = MESSAGE) -> None:
+    """Fill the 1-D ``buffer`` of which each rank has its ``1 / size``, in messages of bounded size."""
+    words = buffer.view(torch.uint8)  # Not every backend carries every dtype.
+    share = words.numel() // size
+    step = max(1, message // size)
+    for start in range(0, share, step):
+        count = min(step, share - start)
+        parts = [words[r * share + start : r * share + start + count] for r in range(size)]
+        dist.all_gather(parts, parts[rank])

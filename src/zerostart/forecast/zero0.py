@@ -1,0 +1,40 @@
+"""What stage 0 takes after a load: everything whole on every rank.
+
+DistributedDataParallel keeps its buckets beside the gradients (its default,
+``gradient_as_bucket_view=False``). DeepSpeed's ``BF16_Optimizer`` and ``FP16_Optimizer`` keep fp32 masters and an fp32 gradient of each element.
+Not compared with measurements yet.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zerostart.forecast.moments import Moment, Target
+from zerostart.forecast.optimizers import Optimizer
+from zerostart.forecast.shares import Held
+
+__all__ = ["after_load"]
+
+FP32 = 4
+
+
+def after_load(held: Held, whole: int, optimizer: Optimizer, target: Target, engine: str) -> list[Moment]:
+    """The moments of ``initialize`` and of the first step; ``whole``: bytes of the flat buffers."""
+    gradients = held.gathers.total
+    trained = gradients // held.dtype.itemsize
+    mixed = engine == "deepspeed" and held.dtype != torch.float32
+    each = FP32 if mixed else held.dtype.itemsize
+    buckets = gradients if engine == "fsdp2" and target.world_size > 1 else 0
+    resident = {
+        "parameters": whole,
+        "buffers": held.buffers,
+        "master weights": FP32 * trained * mixed,
+        "buckets": buckets,
+    }
+    stepping = {
+        **resident,
+        "gradients": gradients + FP32 * trained * mixed,
+        "optimizer state": each * trained * optimizer.states,
+        "scratch": each * trained * optimizer.scratch(not target.accelerator),
+    }
+    return [Moment("initialize", {}, resident), Moment("step", {}, stepping)]

@@ -1,0 +1,162 @@
+"""ZeRO stages 0, 1 and 2 on FSDP2 and DDP against one process that sees the whole batch; DeepSpeed's 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zero12.routes as routes
+import zerostart
+from parity import CLIP, Trace, alone, batches, checkpoint, differences, optimizer
+from ranks import rank_outcomes, run_ranks
+from tiny import TinyCheckpoints
+from zerostart.engines.fsdp2.stages import begin_batch
+from zerostart.errors import ConfigError
+
+#: Batches whose gradients are accumulated for one step.
+PARTS = 2
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def sharded(model: nn.Module) -> set[bool]:
+    """Whether parameters of blocks are shards just now, and their gradients."""
+    layer = model.model.layers[0].self_attn.q_proj.weight  # type: ignore[union-attr, index]
+    return {isinstance(layer, DTensor)}
+
+
+def train(path: Path, stage: int, exchange: bool) -> tuple[Trace, list[str]]:
+    model: Any = zerostart.load(path, engine="fsdp2", zero_stage=stage, exchange=exchange, progress=False)
+    if stage == 0:
+        model = DistributedDataParallel(model)
+    model.train()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    optim, trace, wrong = optimizer(model), Trace(), []
+    for step in batches(size * PARTS):
+        total = torch.zeros(())
+        for part in range(PARTS):
+            last = part == PARTS - 1
+            tokens = step[part * size + rank]
+            if isinstance(model, FSDPModule):
+                begin_batch(model, stage, last)
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss / PARTS
+            held = {"forward": sharded(model) if stage else None}
+            loss.backward()
+            held["backward"] = sharded(model) if stage else None
+            if stage:
+                wrong += unlike(held, stage, last)
+            total += loss.detach()
+        if not trace.gradients:
+            names = (name.removeprefix("module.") for name, _ in model.named_parameters())
+            trace.gradients = {n: whole(p.grad) for n, p in zip(names, model.parameters(), strict=True)}
+        dist.all_reduce(total)
+        trace.losses.append(total.item() / size)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        trace.norms.append(whole(norm).item())
+        optim.step()
+        optim.zero_grad()
+    trace.weights = {n: t for n, t in zerostart.full_tensors(model, rank=None) if t is not None}
+    return trace, wrong
+
+
+def unlike(held: dict[str, Any], stage: int, last: bool) -> list[str]:
+    """After a forward a block stays gathered; after a backward at stage 1 too, but for the last."""
+    wanted = {"forward": {stage == 3}, "backward": {stage != 1 or last}}
+    return [
+        f"{when} of stage {stage}, last={last}: {held[when]}" for when in wanted if held[when] != wanted[when]
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_fsdp2_trains_as_one_process(kind: str, stage: int, tmp_path: Path) -> None:
+    path = checkpoint(kind, tmp_path)
+    (single,) = run_ranks(alone, 1, path)
+    for found, wrong in run_ranks(train, 2, path, stage, stage == 0, timeout=200):
+        assert differences(found, single, 1e-4) == []
+        assert wrong == []
+
+
+def parameters_of(path: Path, engine: str, exchange: bool) -> tuple[list[str], int, int]:
+    """Names of parameters that differ from transformers' load; bytes read, and got from others."""
+    from transformers import AutoModelForCausalLM
+
+    model = zerostart.load(path, engine=engine, zero_stage=0, exchange=exchange, progress=False)
+    made = zerostart.report(model)
+    wanted = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    found = model.state_dict()
+    wrong = [n for n, t in wanted.items() if n not in found or not torch.equal(t, found[n])]
+    wrong += [n for n, p in model.named_parameters() if type(p) is not nn.Parameter]
+    return wrong, made.read_bytes, made.exchanged_bytes
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize("exchange", [False, True])
+def test_stage_0_reads_once_or_everywhere(engine: str, exchange: bool, checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3_moe", torch.float32, sharded=True)
+    plan = zerostart.plan(path, world_size=3, engine=engine, zero_stage=0, exchange=exchange)
+    found = run_ranks(parameters_of, 3, path, engine, exchange)
+    assert [wrong for wrong, _, _ in found] == [[], [], []]
+    assert [nbytes for _, nbytes, _ in found] == [rank.read_bytes for rank in plan.ranks]
+    assert [nbytes for _, _, nbytes in found] == (list(plan.exchanged_bytes) or [0, 0, 0])
+    together = sum(nbytes for _, nbytes, _ in found)
+    assert together == pytest.approx(plan.checkpoint_bytes * (1 if exchange else 3), rel=0.05)
+
+
+STAGE_0 = {
+    "bf16": routes.Case(stage=0, groups="decay"),
+    "fp32": routes.Case(stage=0, bf16=False, exchange=True),
+    "fp16": routes.Case(stage=0, bf16=False, fp16=True, top={"fp16": {"enabled": True, "loss_scale": 64}}),
+}
+
+
+def deepspeed_at_0(path: Path) -> dict[str, list[str]]:
+    found = {}
+    for name, case in STAGE_0.items():
+        wanted = routes.followed(routes.stock(path, case), case)
+        found[name] = routes.differing(routes.followed(routes.ours(path, case), case), wanted)
+    return found
+
+
+def test_deepspeed_at_stage_0_is_as_the_stock_route(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
+    for found in run_ranks(deepspeed_at_0, 2, path):
+        assert not {name: lines for name, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "told"),
+    [
+        (2, {"engine_config": {"reshard_after_forward": True}}, "reshard_after_forward=True; leave it out"),
+        (1, {"engine_config": {"reshard_after_forward": 2}}, "reshard_after_forward=2; leave it out"),
+        (0, {"engine_config": {"replicate": 2}}, "zero_stage=0 shards nothing.* engine_config has replicate"),
+        (0, {"expert_parallel": 2}, "zero_stage=0 shards nothing.* experts or tensors"),
+    ],
+)
+def test_settings_that_contradict_the_stage(
+    stage: int, options: dict[str, Any], told: str, checkpoints: TinyCheckpoints
+) -> None:
+    path = checkpoints("qwen3_moe")
+    with pytest.raises(ConfigError, match=told):
+        zerostart.plan(path, world_size=4, engine="fsdp2", zero_stage=stage, **options)
+
+
+def refused(path: Path) -> None:
+    options = {"engine_config": {"reshard_after_forward": True}, "progress": False}
+    zerostart.load(path, engine="fsdp2", zero_stage=2, **options)  # type: ignore[arg-type]
+
+
+def test_the_load_refuses_them_too(checkpoints: TinyCheckpoints) -> None:
+    for outcome in rank_outcomes(refused, 2, checkpoints("qwen3")):
+        assert outcome.error == "zerostart.errors.ConfigError"
+        assert "zero_stage=2 keeps parameters gathered" in outcome.message
