@@ -51,6 +51,13 @@ def test_plan_takes_what_the_contract_says() -> None:
         "rank",  # This and what follows is beyond the contract.
         "engine_config",
         "exchange",
+        "memory_limit",
+        "chunk_size",
+        "device_memory",
+        "host_memory",
+        "storage_rate",
+        "interconnect_rate",
+        "optimizer",
     ]
     assert found["engine"] == "deepspeed"
     assert found["zero_stage"] == 3
