@@ -11,12 +11,12 @@ import torch
 from zerostart.engines.deepspeed.settings import configured_dtype
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.accelerate import FSDP2Plugin, fsdp2_plugin
-from zerostart.upstream.deepspeed_active import active_config, open_init_dtype
+from zerostart.upstream.deepspeed_active import active_config, config_stage, open_init_dtype
 
-__all__ = ["STAGES", "Active", "find_active", "fsdp2_config"]
+__all__ = ["STAGES", "Active", "deepspeed_dtype", "find_active", "fsdp2_config"]
 
 #: ZeRO stages whose configuration makes ``from_pretrained`` a sharded load.
-STAGES = (3,)
+STAGES = (1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ def find_active(model: type) -> Active | None:
     """
     opened = open_init_dtype()
     config = active_config()
-    stage = _stage(config)
+    stage = config_stage(config)
     if config is not None and stage in STAGES:
-        return Active("deepspeed", stage, config, opened or configured_dtype(config) or torch.float32)
+        return Active("deepspeed", stage, config, opened or deepspeed_dtype(config, stage))
     if opened is not None:
         return Active("deepspeed", 3, {}, opened)
     plugin = None if config is not None else fsdp2_plugin()
@@ -49,9 +49,12 @@ def find_active(model: type) -> Active | None:
     return Active("fsdp2", 3, fsdp2_config(plugin, model), dtype)
 
 
-def _stage(config: Mapping[str, Any] | None) -> int:
-    stage = ((config or {}).get("zero_optimization") or {}).get("stage", 0)
-    return stage if isinstance(stage, int) else 0
+def deepspeed_dtype(config: Mapping[str, Any] | None, stage: int) -> torch.dtype | None:
+    """The dtype of parameters for a DeepSpeed configuration.
+
+    At stage 3 that is fp32 where none is enabled; at stages 1 and 2 the engine then takes them as they are.
+    """
+    return configured_dtype(config) or (torch.float32 if stage == 3 else None)
 
 
 def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, Any]:

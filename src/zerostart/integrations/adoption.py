@@ -21,12 +21,13 @@ from zerostart.engines.deepspeed.settings import configured_dtype
 from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
 from zerostart.gather import full_tensors
-from zerostart.integrations.active import STAGES, Active, find_active, fsdp2_config
+from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.pretrained import Call, Settings
 from zerostart.reporting import report_of
 from zerostart.upstream import accelerate as accelerate_parts
 from zerostart.upstream import transformers_loading as loading_parts
 from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
+from zerostart.upstream.deepspeed_active import config_stage
 from zerostart.upstream.deepspeed_saving import replace_consolidation
 from zerostart.world import current_world
 
@@ -70,15 +71,12 @@ def enabled(settings: Settings) -> Iterator[None]:
 
 
 def _check(settings: Settings) -> None:
-    if settings.zero_stage not in STAGES:
-        raise ConfigError(
-            f"zero_stage={settings.zero_stage} is not available under zerostart.enabled() in this version; "
-            f"use {', '.join(map(str, STAGES))}, or zerostart.load"
-        )
     if settings.engine is not None:
-        engines.check_choice(settings.engine, settings.zero_stage)
-    elif settings.engine_config is not None:
-        raise ConfigError("engine_config is given, but no engine; name it: enabled(engine=..., ...)")
+        engines.check_choice(settings.engine, 3 if settings.zero_stage is None else settings.zero_stage)
+        return
+    for name in ("zero_stage", "engine_config"):
+        if getattr(settings, name) is not None:
+            raise ConfigError(f"{name} is given, but no engine; name it: enabled(engine=..., {name}=...)")
 
 
 def _choose(kind: type, arguments: dict[str, Any]) -> Call | None:
@@ -107,9 +105,10 @@ def _resolved(settings: Settings, kind: type) -> Active | None:
         return found
     if settings.engine_config is not None or found is None or found.engine != settings.engine:
         config = dict(settings.engine_config or {})
+        stage = settings.zero_stage or config_stage(config) or 3
         dtype = configured_dtype(config) if settings.engine == "deepspeed" else None
-        return Active(settings.engine, settings.zero_stage, config, dtype)
-    return replace(found, zero_stage=settings.zero_stage)
+        return Active(settings.engine, stage, config, dtype)
+    return replace(found, zero_stage=settings.zero_stage or found.zero_stage)
 
 
 class _Watched(Call):
@@ -175,9 +174,21 @@ def _sharded(accelerator: Any, model: nn.Module) -> bool:
 
 
 def _partitioned(accelerator: Any, model: nn.Module) -> None:
+    """Raise ConfigError for a model that was not loaded for the stage that accelerate has."""
     plugin = accelerator.state.deepspeed_plugin
-    if plugin.zero3_init_flag and plugin.hf_ds_config.is_zero3():
-        _refuse_whole(model, "DeepSpeed ZeRO-3")
+    if plugin.hf_ds_config.is_zero3():
+        if plugin.zero3_init_flag:
+            _refuse_whole(model, "DeepSpeed ZeRO-3")
+        return
+    inner = next((m for m in model.modules() if m in _loaded), None)
+    if inner is not None and (_loaded[inner].engine != "deepspeed" or _loaded[inner].zero_stage == 3):
+        loaded = _loaded[inner]
+        what = "FSDP2" if loaded.engine == "fsdp2" else "DeepSpeed ZeRO-3"
+        raise ConfigError(
+            f"{type(inner).__name__} was loaded for {what}, and accelerate prepares it for DeepSpeed ZeRO-"
+            f"{config_stage(plugin.deepspeed_config)}; make the Accelerator or TrainingArguments before the "
+            "model"
+        )
 
 
 def _refuse_whole(model: nn.Module, engine: str) -> None:

@@ -43,7 +43,7 @@ class Settings:
     """The arguments of ``zerostart.enabled``, as documented there."""
 
     engine: str | None = None
-    zero_stage: int = 3
+    zero_stage: int | None = None
     engine_config: Mapping[str, Any] | None = None
     expert_parallel: int = 1
     tensor_parallel: int = 1
@@ -65,6 +65,11 @@ class Call:
         self._agreed = False
         self.model: Any = None
 
+    @property
+    def setup(self) -> str:
+        """What the model is loaded for, in words."""
+        return f"DeepSpeed ZeRO-{self._active.zero_stage}" if self._active.engine == "deepspeed" else "FSDP2"
+
     def check(self) -> None:
         """Raise ConfigError, by its name, for an argument that a sharded load cannot honour."""
         for name, reason in REFUSED.items():
@@ -82,10 +87,11 @@ class Call:
             )
 
     def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[Any]]:
-        """Buffers are computed in the dtype of the model: DeepSpeed's, or the one asked for."""
+        """Buffers are computed in the dtype of the model: that of ``zero.Init``, or the one asked for."""
         self._dtype = dtype
-        if self._active.engine == "deepspeed" and self._active.dtype is not None:
-            self._dtype = self._active.dtype
+        active = self._active
+        if active.engine == "deepspeed" and active.zero_stage == 3 and active.dtype is not None:
+            self._dtype = active.dtype
         return self._dtype, self._logged()
 
     @contextlib.contextmanager

@@ -38,6 +38,11 @@ class Served(Protocol):
     #: The model, once it has its weights.
     model: Any
 
+    @property
+    def setup(self) -> str:
+        """What the model is loaded for, in the words of transformers' own message of ZeRO-3."""
+        ...
+
     def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[Any]]:
         """The dtype to build in, and a context for building; ``dtype`` is the one that the call has found."""
         ...
@@ -153,6 +158,7 @@ class Override:
             from transformers import modeling_utils
 
             chosen, context = served.building(dtype)
+            modeling_utils.logger.info(f"Detected {served.setup}: zerostart loads the weights in shards")
             with _no_zero3(modeling_utils):
                 contexts = original(cls, chosen, *args, **kwargs)
             # What the constructor builds by from_config must not be partitioned either.

@@ -1,0 +1,73 @@
+"""transformers' own tests of loading under ZeRO-3: what passes without zerostart passes with it enabled.
+
+They are run from the checkout that ``ZEROSTART_TRANSFORMERS`` names, of 5.6 or later.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+DEEPSPEED = "tests/trainer/distributed/test_trainer_distributed_deepspeed.py"
+SUITES = {
+    "deepspeed": f"{DEEPSPEED}::TestNonTrainerIntegrationDeepSpeed",
+    "conversions": "tests/utils/test_core_model_loading.py",
+}
+#: Tests that must be among those that pass: missing parameters, and the conversion of experts, under ZeRO-3.
+NEEDED = {
+    "deepspeed": {"test_init_zero3_missing_params", "test_init_zero3_moe_weight_conversion"},
+    "conversions": {"test_moe_and_qkv_conversion"},
+}
+
+
+def outcomes(checkout: Path, suite: str, how: str, folder: Path) -> dict[str, str]:
+    """What became of each test: passed, failed or skipped."""
+    paths = [HERE / "suite", HERE.parents[1] / "src"]
+    if importlib.util.find_spec("datasets") is None:
+        paths.append(HERE / "shims")
+    report = folder / f"{suite}-{how}.xml"
+    command = [sys.executable, "-m", "pytest", "-p", "zerostart_suite", "-p", "no:cacheprovider", "-q"]
+    command += ["--rootdir", str(checkout), "-c", os.devnull, f"--junit-xml={report}", SUITES[suite]]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [*paths, checkout])),
+        "ZEROSTART_SUITE": how,
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        command, cwd=checkout, env=environment, timeout=280, capture_output=True, text=True, check=False
+    )
+    print(done.stdout[-6000:])
+    assert report.exists(), done.stdout[-4000:] + done.stderr[-4000:]
+    found = {}
+    for case in ET.parse(report).getroot().iter("testcase"):
+        kinds = {child.tag for child in case}
+        bad = kinds & {"failure", "error"}
+        found[case.attrib["name"]] = "failed" if bad else "skipped" if "skipped" in kinds else "passed"
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("suite", SUITES)
+def test_what_passes_without_zerostart_passes_with_it(suite: str, tmp_path: Path) -> None:
+    if "ZEROSTART_TRANSFORMERS" not in os.environ:
+        pytest.skip("ZEROSTART_TRANSFORMERS names no checkout")
+    checkout = Path(os.environ["ZEROSTART_TRANSFORMERS"])
+    stock = outcomes(checkout, suite, "stock", tmp_path)
+    ours = outcomes(checkout, suite, "ours", tmp_path)
+    for name in stock:
+        print(f"{name}: stock {stock[name]}, zerostart {ours.get(name)}")
+    passed = {name for name, outcome in stock.items() if outcome == "passed"}
+    assert passed >= NEEDED[suite]
+    assert [name for name in sorted(passed) if ours.get(name) != "passed"] == []
