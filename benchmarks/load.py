@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS
+from arms import ARMS, USUAL
 from table import summarise, write_results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="default: made with `zerostart synth` on first use")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(USUAL))
     parser.add_argument("--limit", type=float, default=600, help="seconds that a cell may take")
     parser.add_argument("--as-found", action="store_true", help="do not touch free memory before a cell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "load.json")

@@ -22,17 +22,22 @@ from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
 from zerostart.gather import full_tensors
 from zerostart.integrations.active import Active, find_active, fsdp2_config
+from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.pretrained import Call, Settings
 from zerostart.reporting import report_of
 from zerostart.upstream import accelerate as accelerate_parts
+from zerostart.upstream import diffusers_loading as diffusers_parts
 from zerostart.upstream import transformers_loading as loading_parts
 from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
 from zerostart.upstream.deepspeed_active import config_stage
 from zerostart.upstream.deepspeed_saving import replace_consolidation
+from zerostart.upstream.diffusers import is_diffusers
 from zerostart.world import current_world
 
 __all__ = ["Settings", "disable", "enable", "enabled"]
 
+#: Settings of FSDP2 that the parameters of a model have, and which cannot be left to the engine's default.
+POLICIES = ("mp_policy", "offload_policy")
 #: Settings that are in force, the innermost last.
 _stack: list[Settings] = []
 #: Models that every rank read whole while zerostart was enabled, for no sharding was set up then.
@@ -46,6 +51,7 @@ def enable(settings: Settings) -> None:
     _check(settings)
     if not _stack:
         _transformers.install()
+        _diffusers.install()
         if not _accelerate.installed:
             _accelerate.install()
     _stack.append(settings)
@@ -58,6 +64,7 @@ def disable() -> None:
     _stack.pop()
     if not _stack:
         _transformers.remove()
+        _diffusers.remove()
 
 
 @contextlib.contextmanager
@@ -80,7 +87,7 @@ def _check(settings: Settings) -> None:
 
 
 def _choose(kind: type, arguments: dict[str, Any]) -> Call | None:
-    """What serves a call of ``kind.from_pretrained``; None where it is transformers' own affair."""
+    """What serves a call of ``kind.from_pretrained``; None where it is the library's own affair."""
     settings = _stack[-1]
     active = _resolved(settings, kind)
     if active is None:
@@ -93,7 +100,7 @@ def _choose(kind: type, arguments: dict[str, Any]) -> Call | None:
             )
         return None
     join_ranks(active.engine)
-    call = _Watched(settings, active, arguments)
+    call: Call = (_WatchedDiffusion if is_diffusers(kind) else _Watched)(settings, active, arguments)
     call.check()
     return call
 
@@ -111,7 +118,7 @@ def _resolved(settings: Settings, kind: type) -> Active | None:
     return replace(found, zero_stage=settings.zero_stage or found.zero_stage)
 
 
-class _Watched(Call):
+class _Noting(Call):
     """A call that leaves a note of what the model was loaded for."""
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
@@ -120,6 +127,14 @@ class _Watched(Call):
         if self._active.engine == "deepspeed" and self._settings.expert_parallel > 1:
             replace_consolidation(_whole_state)
         return found
+
+
+class _Watched(_Noting):
+    """Of transformers."""
+
+
+class _WatchedDiffusion(_Noting, DiffusionCall):
+    """Of diffusers."""
 
 
 def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
@@ -161,15 +176,17 @@ def _sharded(accelerator: Any, model: nn.Module) -> bool:
         )
     wanted = fsdp2_config(plugin, type(inner))
     # What the caller's own engine_config leaves open is no contradiction.
-    chosen = {**wanted, **loaded.config, "mp_policy": loaded.config.get("mp_policy")}
-    differing = [key for key in ("mp_policy", "reshard_after_forward") if wanted.get(key) != chosen.get(key)]
+    chosen = {**wanted, **{key: loaded.config.get(key) for key in POLICIES}, **loaded.config}
+    compared = ("reshard_after_forward", *POLICIES)
+    differing = [key for key in compared if wanted.get(key) != chosen.get(key)]
     if differing:
         raise ConfigError(
             f"{type(inner).__name__} was loaded with other FSDP2 settings than accelerate has now "
             f"({', '.join(differing)}); make the Accelerator or TrainingArguments before the model, or pass "
             "zerostart.enabled(engine='fsdp2', engine_config=...) what they will have"
         )
-    shard_added(model, {"mp_policy": plugin.policy} if plugin.policy else {}, plugin.mixed_precision != "no")
+    policies = {key: wanted[key] for key in POLICIES if key in wanted}
+    shard_added(model, policies, plugin.mixed_precision != "no")
     return True
 
 
@@ -219,4 +236,5 @@ def _left(model: nn.Module) -> None:
 
 
 _transformers = loading_parts.Override(_choose, _left)
+_diffusers = diffusers_parts.Override(_choose, _left)
 _accelerate = _Accelerate(_sharded, _partitioned)
