@@ -5,6 +5,7 @@
 #   make check           ruff, mypy, import-linter
 #   make bench           the load benchmark beside other routes
 #   make gpu-check       what only an accelerator can show
+#   make upstream        other projects' scripts and tests, from checkouts: TRANSFORMERS=, ACCELERATE=, TRL=
 #
 # PIP_ARGS is passed to every pip install: an index or a directory with the torch build of your choice.
 
@@ -19,7 +20,7 @@ STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench gpu-check conformance clean
+.PHONY: help install demo test check bench gpu-check upstream conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -54,6 +55,13 @@ bench: $(STAMP)
 
 gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py
+
+# Variables that are not given leave out the tests that want them.
+upstream: $(STAMP)
+	$(if $(TRANSFORMERS),ZEROSTART_TRANSFORMERS=$(abspath $(TRANSFORMERS))) \
+	$(if $(ACCELERATE),ZEROSTART_ACCELERATE=$(abspath $(ACCELERATE))) \
+	$(if $(TRL),ZEROSTART_TRL=$(abspath $(TRL))) \
+	$(BIN)/python -m pytest -rs tests/adoption/test_upstream_scripts.py tests/adoption/test_upstream_suites.py
 
 clean:
 	rm -rf out build runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

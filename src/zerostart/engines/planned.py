@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerostart.engines.placement import parallel_layout
@@ -51,7 +52,7 @@ def planned(
     """Raises ConfigError or EngineError for what ``load`` would refuse of the configuration."""
     parameters = dict(model.named_parameters())
     if engine == "deepspeed" and zero_stage < 3:
-        return _of_flat(config, parameters, parallelism.mesh.world_size, zero_stage, exchange)
+        return _of_flat(config, parameters, parallelism, zero_stage, exchange)
     if engine == "deepspeed":
         return _of_deepspeed(config, parameters, parallelism)
     if parallelism.mesh.parallel:
@@ -95,6 +96,55 @@ def _of_deepspeed(
 
 
 def _of_flat(
+    config: Mapping[str, Any] | None,
+    parameters: Parameters,
+    parallelism: Parallelism,
+    zero_stage: int,
+    exchange: bool | None,
+) -> Planned:
+    """Experts have buffers of their own, which their owners all read; see ``deepspeed.flat_experts``."""
+    experts = {name: p for name, p in parameters.items() if parallelism.is_expert(name)}
+    dense = {name: p for name, p in parameters.items() if name not in experts}
+    planned = _of_dense(config, dense, parallelism.mesh.world_size, zero_stage, exchange)
+    if not experts:
+        return planned
+    from zerostart.engines.deepspeed.flat import capacity, flat_groups, flat_rules
+    from zerostart.engines.deepspeed.flat_experts import held_layouts
+
+    owners = parallelism.mesh.expert_data(0)[1]
+    # Of rank 0, which has as many experts as any.
+    local = {
+        name: nn.Parameter(
+            torch.empty(parallelism.section(name, tuple(p.shape), 0).shape, dtype=p.dtype, device="meta"),
+            requires_grad=p.requires_grad,
+        )
+        for name, p in experts.items()
+    }
+    groups = flat_groups(local, flat_rules(config, zero_stage, owners))
+    held = sum(capacity(group, owners, d.itemsize) * d.itemsize for d, (_, group) in groups.items())
+    layouts = {name: held_layouts(parallelism, name) for name in experts}
+
+    def layout(name: str, rank: int) -> Layout:
+        return layouts[name](rank) if name in layouts else planned.layout(name, rank)
+
+    def alike(name: str) -> Hashable:
+        return ("expert", parallelism.cut(name)) if name in layouts else planned.alike(name)
+
+    def twin(rank: int) -> int:
+        # With an exchange each rank wants a share of its own of what is dense.
+        return rank if planned.gathered else parallelism.mesh.expert(rank)[0]
+
+    return Planned(
+        layout=layout,
+        alike=alike,
+        twin=twin,
+        homes=dict.fromkeys(parameters, DEVICE),
+        held=(planned.held or 0) + held,
+        gathered=planned.gathered,
+    )
+
+
+def _of_dense(
     config: Mapping[str, Any] | None,
     parameters: Parameters,
     world_size: int,

@@ -169,6 +169,13 @@ def _sharded(accelerator: Any, model: nn.Module) -> bool:
     if inner is None:
         return False
     loaded = _loaded[inner]
+    tensor_parallel = report_of(inner).parallelism.mesh.tensor_parallel
+    if tensor_parallel > 1:
+        raise ConfigError(
+            f"{type(inner).__name__} was loaded with tensor_parallel={tensor_parallel}, whose ranks must see "
+            "one batch, and accelerate gives each rank a batch of its own; use tensor_parallel=1, or a loop "
+            "of your own"
+        )
     plugin = fsdp2_plugin()
     if loaded.engine != "fsdp2" or plugin is None:
         raise ConfigError(

@@ -60,11 +60,14 @@ class Keeper(Protocol):
     def adopt(
         self,
         groups: Sequence[Sequence[torch.Tensor]],
-        partitions: int,
+        partitions: Sequence[int],
         round_robin: bool,
         aligned: bool,
     ) -> list[torch.Tensor | None]:
-        """Of each group its flat buffer, with the parameters in it as the optimizer wants them; else None."""
+        """Of each group its flat buffer, with the parameters in it as the optimizer wants them; else None.
+
+        ``partitions`` has the number of ranks that partition each group.
+        """
         ...
 
 
@@ -72,12 +75,14 @@ class Keeper(Protocol):
 class Mark:
     """What a parameter tells the engine: its name, its keeper, and how its master is read, None if it is not.
 
+    ``first`` is the element of the row-major order of the unsharded parameter with which this rank's begins.
     Pickles as None: it means nothing without the buffer.
     """
 
     name: str
     keeper: Keeper
     reader: RunReader | None
+    first: int = 0
 
     def __reduce__(self) -> Any:
         return _nothing, ()
@@ -133,11 +138,11 @@ def known() -> bool:
     return False
 
 
-def mark(parameter: torch.Tensor, name: str, keeper: Keeper) -> None:
+def mark(parameter: torch.Tensor, name: str, keeper: Keeper, first: int = 0) -> None:
     """Have the optimizer that gets ``parameter`` take the buffer in which it lies."""
     if known():
         _enter()
-        remark(parameter, Mark(name, keeper, None))
+        remark(parameter, Mark(name, keeper, None, first))
 
 
 def offer(parameter: torch.Tensor, reader: RunReader) -> None:
@@ -219,8 +224,15 @@ def _spared(engine: Any) -> Iterator[None]:
     """
     spared = []
     if engine.dist_backend is not None:
-        parameters = [p for p in engine.module.parameters() if marked(p)]
-        spared = [p for p in _alike(parameters, engine.seq_data_parallel_group) if not _own(p)]
+        parameters: list[Any] = [p for p in engine.module.parameters() if marked(p)]
+        groups: dict[Any, list[Any]] = {}
+        for parameter in parameters:
+            # Experts are the same on the ranks that share them.
+            groups.setdefault(getattr(parameter, "group_name", None), []).append(parameter)
+        for name, members in groups.items():
+            experts = engine.expert_data_parallel_group
+            ranks = engine.seq_data_parallel_group if name is None else experts[name]
+            spared += [p for p in _alike(members, ranks) if not hasattr(p, "ds_optim_param")]
     for parameter in spared:
         parameter.ds_optim_param = True
     try:
@@ -228,10 +240,6 @@ def _spared(engine: Any) -> Iterator[None]:
     finally:
         for parameter in spared:
             del parameter.ds_optim_param
-
-
-def _own(parameter: Any) -> bool:
-    return hasattr(parameter, "ds_optim_param") or hasattr(parameter, "allreduce")
 
 
 def _alike(parameters: Sequence[torch.Tensor], group: Any) -> list[Any]:

@@ -72,9 +72,16 @@ class _Adoption(abc.ABC):
         self.client = getattr(arguments["init_optimizer"], "param_groups", [])
         self.groups = [[p for p in group["params"] if is_optimized_parameter(p)] for group in self.client]
         self.flats: list[torch.Tensor | None] = [None] * len(self.groups)
-        # Expert groups are flattened over other ranks, and ZenFlow in another order.
-        excluded = arguments.get("has_moe_layers") or arguments.get("zenflow_config") is not None
+        # ZenFlow flattens in another order.
+        excluded = arguments.get("zenflow_config") is not None
         self.concerned = not excluded and any(marked(p) for group in self.groups for p in group)
+
+    def ranks(self) -> list[Any]:
+        """Of each group the process group that partitions it: an expert group has its own."""
+        experts = self.arguments.get("expert_data_parallel_group") or {}
+        world = self.arguments["dp_process_group"]
+        parted = self.arguments.get("has_moe_layers")
+        return [experts[group["name"]] if parted and group.get("moe") else world for group in self.client]
 
     def rules(self) -> tuple[bool, bool]:
         """Whether the optimizer deals parameters round robin, and aligns each of them."""
@@ -86,7 +93,7 @@ class _Adoption(abc.ABC):
 
     def adopt(self) -> None:
         """Bring the parameters into the optimizer's order, in the buffers where they lie."""
-        partitions = dist.get_world_size(group=self.arguments["dp_process_group"])
+        partitions = [dist.get_world_size(group=ranks) for ranks in self.ranks()]
         keepers: list[Keeper] = []
         for found in (marked(p) for group in self.groups for p in group):
             if found is not None and found.keeper not in keepers:
@@ -150,12 +157,10 @@ class _Adoption(abc.ABC):
         """Read the masters of rounded parameters into this rank's partitions."""
         wanted: dict[RunReader, list[tuple[str, int, torch.Tensor]]] = {}
         read: list[tuple[Any, int, torch.Tensor]] = []
-        group = self.arguments["dp_process_group"]
-        rank = dist.get_rank(group=group)
-        for parameters, offsets, master in self.parts():
+        for (parameters, offsets, master), ranks in zip(self.parts(), self.ranks(), strict=True):
             if master.dtype != torch.float32:
                 continue
-            begin = rank * master.numel()
+            begin = dist.get_rank(group=ranks) * master.numel()
             for parameter, offset in zip(parameters, offsets, strict=True):
                 found = marked(parameter)
                 if found is None or found.reader is None or parameter.dtype == torch.float32:
@@ -164,7 +169,7 @@ class _Adoption(abc.ABC):
                 high = max(low, min(begin + master.numel() - offset, parameter.numel()))
                 at = max(offset + low - begin, 0) if low < high else 0
                 share = master.detach()[at : at + high - low]
-                wanted.setdefault(found.reader, []).append((found.name, low, share))
+                wanted.setdefault(found.reader, []).append((found.name, found.first + low, share))
                 read.append((parameter, low, share))
         for reader, runs in wanted.items():
             reader(runs)

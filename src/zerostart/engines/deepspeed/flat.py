@@ -11,7 +11,8 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import ConfigError, EngineError
-from zerostart.layout import replicated
+from zerostart.layout import Layout, replicated
 from zerostart.layout.flat import FlatGroup, FlatRules
 from zerostart.transfer.memory import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
@@ -29,6 +30,7 @@ from zerostart.upstream.torch import storage_users
 from zerostart.world import World, default_device
 
 __all__ = [
+    "Family",
     "FlatKeeper",
     "FlatShards",
     "capacity",
@@ -51,12 +53,19 @@ MESSAGE = 32 << 20
 
 def check_stage(zero_stage: int, config: Mapping[str, Any] | None, parallel: bool) -> None:
     """Raise for a configuration of another stage, and for what stages 1 and 2 do not serve."""
-    if parallel and zero_stage < 3:
+    if parallel and zero_stage < 2:
         raise ConfigError(
-            f"expert_parallel with zero_stage={zero_stage} is not available on deepspeed in this version; "
-            "use zero_stage=3, or engine='fsdp2'"
+            f"expert_parallel with zero_stage={zero_stage} is not available: DeepSpeed reduces gradients of "
+            "experts at stages 2 and 3; use one of these, or engine='fsdp2'"
         )
-    stage = ((config or {}).get("zero_optimization") or {}).get("stage", zero_stage)
+    zero = (config or {}).get("zero_optimization") or {}
+    for key in ("contiguous_gradients", "reduce_scatter"):
+        if parallel and zero_stage < 3 and zero.get(key, True) is False:
+            raise ConfigError(
+                f"DeepSpeed reduces gradients of experts at stage 2 with {key} alone; leave it out of "
+                "engine_config['zero_optimization'], or use zero_stage=3"
+            )
+    stage = zero.get("stage", zero_stage)
     if stage != zero_stage:
         raise EngineError(f"engine_config asks for ZeRO stage {stage}, and the load for stage {zero_stage}")
 
@@ -115,10 +124,14 @@ class FlatKeeper:
         self._parameters.append(weakref.ref(parameter))
 
     def adopt(
-        self, groups: Sequence[Sequence[torch.Tensor]], partitions: int, round_robin: bool, aligned: bool
+        self,
+        groups: Sequence[Sequence[torch.Tensor]],
+        partitions: Sequence[int],
+        round_robin: bool,
+        aligned: bool,
     ) -> list[torch.Tensor | None]:
         """See ``zerostart.upstream.deepspeed_stage12.Keeper``. Parameters that have left are left alone."""
-        rules = FlatRules(partitions, round_robin, aligned)
+        rules = [FlatRules(count, round_robin, aligned) for count in partitions]
         flats: list[torch.Tensor | None] = [None] * len(groups)
         alive = [p for p in (reference() for reference in self._parameters) if p is not None]
         buffers: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
@@ -130,14 +143,14 @@ class FlatKeeper:
             here = {id(parameter) for parameter in members}
             wholly = [n for n, group in enumerate(groups) if group and here.issuperset(map(id, group))]
             if wholly:
-                taken = _arrange(members, [groups[n] for n in wholly], rules)
+                taken = _arrange(members, [(groups[n], rules[n]) for n in wholly])
                 for number, flat in zip(wholly, taken, strict=False):
                     flats[number] = flat
         return flats
 
 
 def _arrange(
-    members: Sequence[nn.Parameter], groups: Sequence[Sequence[torch.Tensor]], rules: FlatRules
+    members: Sequence[nn.Parameter], groups: Sequence[tuple[Sequence[torch.Tensor], FlatRules]]
 ) -> list[torch.Tensor]:
     """Bring the parameters of one buffer into groups, in place; [] where that cannot be done."""
     first = members[0]
@@ -146,7 +159,7 @@ def _arrange(
     targets: dict[int, int] = {}
     made: list[tuple[int, FlatGroup]] = []
     end = 0
-    for group in groups:
+    for group, rules in groups:
         start = end + -end % step
         flat = rules.group([p.numel() for p in group], dtype.itemsize)
         targets |= {id(p): start + offset for p, offset in zip(group, flat.offsets, strict=True)}
@@ -189,6 +202,20 @@ def _overlapping(segments: Sequence[Segment]) -> bool:
     return any(a[0] + a[2] > b[0] for a, b in itertools.pairwise(ordered))
 
 
+@dataclass(frozen=True)
+class Family:
+    """Parameters that lie in the same buffers, since the same ranks partition their optimizer state.
+
+    ``held`` has, by name, the layout of what any rank holds of a parameter, and the first element of its
+    row-major order that this rank holds; a parameter that is not there is whole on every rank.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    rules: FlatRules
+    exchange: bool
+    held: Mapping[str, tuple[Callable[[int], Layout], int]] = field(default_factory=dict)
+
+
 class FlatShards:
     """Makes parameters that are whole on every rank, in one flat buffer for each dtype."""
 
@@ -210,30 +237,40 @@ class FlatShards:
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Give each parameter its place in a buffer; its shard is what this rank reads of it."""
-        parameters = {name: p for name, p in model.named_parameters() if name in set(names)}
-        groups = flat_groups(parameters, self._rules)
-        sizes = {dtype: capacity(g, self._world.size, dtype.itemsize) for dtype, (_, g) in groups.items()}
-        self._check_room(sum(size * dtype.itemsize for dtype, size in sizes.items()))
+        families = [
+            (family, flat_groups(family.parameters, family.rules))
+            for family in self._families({n: p for n, p in model.named_parameters() if n in set(names)})
+        ]
+        sizes = [
+            {dtype: capacity(g, family.rules.partitions, dtype.itemsize) for dtype, (_, g) in groups.items()}
+            for family, groups in families
+        ]
+        self._check_room(sum(n * dtype.itemsize for each in sizes for dtype, n in each.items()))
         keeper, new, made = FlatKeeper(), {}, {}
-        for dtype, (members, group) in groups.items():
-            buffer = torch.empty(sizes[dtype], dtype=dtype, device=self.device)
-            for low, high in [*group.gaps(), (group.numel, buffer.numel())]:
-                buffer[low:high].zero_()
-            self._buffers.append(buffer[: group.numel])
-            for place, (name, offset) in enumerate(zip(members, group.offsets, strict=True)):
-                old = parameters[name]
-                whole = buffer[offset : offset + old.numel()]
-                made[name] = self._shard(name, group, place, old.shape, whole)
-                new[id(old)] = self._parameter(old, whole, name, keeper)
+        for (family, groups), size in zip(families, sizes, strict=True):
+            for dtype, (members, group) in groups.items():
+                buffer = torch.empty(size[dtype], dtype=dtype, device=self.device)
+                for low, high in [*group.gaps(), (group.numel, buffer.numel())]:
+                    buffer[low:high].zero_()
+                if family.exchange:
+                    self._buffers.append(buffer[: group.numel])
+                for place, (name, offset) in enumerate(zip(members, group.offsets, strict=True)):
+                    old = family.parameters[name]
+                    whole = buffer[offset : offset + old.numel()]
+                    made[name] = self._shard(name, family, group, place, whole)
+                    new[id(old)] = self._parameter(old, whole, name, keeper, family)
         replace_everywhere(model, new)
         return [made[name] for name in names]
 
-    def _shard(
-        self, name: str, group: FlatGroup, place: int, shape: Sequence[int], whole: torch.Tensor
-    ) -> Shard:
-        if not self._exchange:
-            return Shard(name, replicated(shape), whole, lambda _: replicated(shape))
+    def _families(self, parameters: Mapping[str, nn.Parameter]) -> list[Family]:
+        return [Family(parameters, self._rules, self._exchange)]
+
+    def _shard(self, name: str, family: Family, group: FlatGroup, place: int, whole: torch.Tensor) -> Shard:
+        shape = family.parameters[name].shape
         rank, size = self._world.rank, self._world.size
+        if not family.exchange:
+            held = family.held[name][0] if name in family.held else lambda _: replicated(shape)
+            return Shard(name, held(rank), whole, held)
         at = group.share(place, shape, size)
         part = group.numel // size
         offset = group.offsets[place]
@@ -241,12 +278,12 @@ class FlatShards:
         return Shard(name, at(rank), whole[first : first + at(rank).numel], at)
 
     def _parameter(
-        self, old: nn.Parameter, whole: torch.Tensor, name: str, keeper: FlatKeeper
+        self, old: nn.Parameter, whole: torch.Tensor, name: str, keeper: FlatKeeper, family: Family
     ) -> nn.Parameter:
         new = nn.Parameter(whole.view(old.shape), requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)
         keeper.add(new)
-        upstream.mark(new, name, keeper)
+        upstream.mark(new, name, keeper, family.held[name][1] if name in family.held else 0)
         return new
 
     def _check_room(self, nbytes: int) -> None:
