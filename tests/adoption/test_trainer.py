@@ -61,11 +61,16 @@ def test_trainer_on_fsdp2(name: str, checkpoints: TinyCheckpoints, tmp_path: Pat
         torch.testing.assert_close(weights[key], expected[key], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize("engine", ["zero3", "zero2", "fsdp2"])
 def test_trainer_with_experts_shared_out(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path = checkpoints("qwen3_moe_aligned")
-    environment = zero3(tmp_path) if engine == "deepspeed" else fsdp2()
-    options = {} if engine == "deepspeed" else {"use_cpu": True}
+    environments = {
+        "zero3": zero3(tmp_path),
+        "zero2": zero3(tmp_path / "zero2", zero_optimization={"stage": 2}),
+        "fsdp2": fsdp2(),
+    }
+    environment = environments[engine]
+    options = {"use_cpu": True} if engine == "fsdp2" else {}
     stock = run(path, tmp_path / "stock", environment, None, **options)
     ours = run(path, tmp_path / "ours", environment, {"expert_parallel": 2}, **options)
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-4)

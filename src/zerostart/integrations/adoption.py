@@ -159,6 +159,13 @@ def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
     return state if current_world().rank == 0 else None
 
 
+def _whole_of_flat(model: nn.Module) -> Any:
+    """The state dict of a model whose experts are shared out at ZeRO-2, where they look like the whole."""
+    inner = next((m for m in model.modules() if m in _loaded), None)
+    flat = inner is not None and _loaded[inner].engine == "deepspeed" and _loaded[inner].zero_stage < 3
+    return _whole_state(model, False) if flat else NotImplemented
+
+
 def _sharded(accelerator: Any, model: nn.Module) -> bool:
     """Whether accelerate's FSDP2 preparation is to leave ``model`` as it is.
 
@@ -244,4 +251,4 @@ def _left(model: nn.Module) -> None:
 
 _transformers = loading_parts.Override(_choose, _left)
 _diffusers = diffusers_parts.Override(_choose, _left)
-_accelerate = _Accelerate(_sharded, _partitioned)
+_accelerate = _Accelerate(_sharded, _partitioned, _whole_of_flat)

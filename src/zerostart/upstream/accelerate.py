@@ -7,8 +7,8 @@ Known for the versions in ``SUPPORTED``. Used of it: of ``AcceleratorState`` ``_
 
 Replaced while ``Override`` is installed:
 
-- ``accelerator.fsdp2_prepare_model`` and ``Accelerator._prepare_deepspeed``: the functions given to
-  ``Override`` look at the model first;
+- ``accelerator.fsdp2_prepare_model``, ``Accelerator._prepare_deepspeed``, ``get_state_dict``: the functions
+  given to ``Override`` look at the model first;
 - ``FullyShardedDataParallelPlugin.set_auto_wrap_policy``: finds classes by their names, which ``fully_shard``
   changes;
 - ``PartialState._prepare_backend`` and ``AcceleratorState.__init__``: on hosts without an accelerator
@@ -51,7 +51,7 @@ def require() -> None:
         f"{owner.__name__}.{name}"
         for owner, names in (
             (accelerator, ("fsdp2_prepare_model",)),
-            (accelerator.Accelerator, ("_prepare_deepspeed",)),
+            (accelerator.Accelerator, ("_prepare_deepspeed", "get_state_dict")),
             (state.AcceleratorState, ("_shared_state", "is_fsdp2")),
             (state.PartialState, ("_prepare_backend",)),
             (utils.FullyShardedDataParallelPlugin, ("set_mixed_precision", "set_auto_wrap_policy")),
@@ -145,12 +145,20 @@ class Override:
     """Replaces the functions named above from ``install`` to ``remove``.
 
     ``sharded(accelerator, model)`` is asked for a model to prepare for FSDP2: True where it is ready as it
-    is. ``partitioned(accelerator, model)`` sees each module that is prepared for DeepSpeed. Both may raise.
+    is. ``partitioned(accelerator, model)`` sees each module that is prepared for DeepSpeed. ``whole(model)``
+    gives the state dict of a model that accelerate would save in part (None on other ranks than 0), and
+    NotImplemented for others. All may raise.
     """
 
-    def __init__(self, sharded: Callable[[Any, Any], bool], partitioned: Callable[[Any, Any], None]) -> None:
+    def __init__(
+        self,
+        sharded: Callable[[Any, Any], bool],
+        partitioned: Callable[[Any, Any], None],
+        whole: Callable[[Any], Any] | None = None,
+    ) -> None:
         self._sharded = sharded
         self._partitioned = partitioned
+        self._whole = whole
         self._kept: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
@@ -163,6 +171,7 @@ class Override:
 
         self._replace(accelerator, "fsdp2_prepare_model", self._fsdp2_prepare_model)
         self._replace(accelerator.Accelerator, "_prepare_deepspeed", self._prepare_deepspeed)
+        self._replace(accelerator.Accelerator, "get_state_dict", self._get_state_dict)
         self._replace(FullyShardedDataParallelPlugin, "set_auto_wrap_policy", _finds_sharded_classes)
         self._replace(PartialState, "_prepare_backend", _has_a_backend_everywhere)
         self._replace(AcceleratorState, "__init__", _knows_fsdp2_everywhere)
@@ -195,6 +204,15 @@ class Override:
             return original(accelerator, *args)
 
         return prepare_deepspeed
+
+    def _get_state_dict(self, original: Any) -> Any:
+        def get_state_dict(accelerator: Any, model: Any, unwrap: bool = True) -> Any:
+            found = NotImplemented
+            if self._whole is not None:
+                found = self._whole(accelerator.unwrap_model(model))
+            return original(accelerator, model, unwrap) if found is NotImplemented else found
+
+        return get_state_dict
 
 
 #: What ``fully_shard`` puts before the name of a module's class.
