@@ -1,7 +1,7 @@
 """Run a module-level function on N real ranks with gloo, and learn what became of each.
 
 Importing torch, transformers and DeepSpeed takes seconds, so ranks are forked from one warm server
-(multiprocessing's ``forkserver`` with these modules preloaded): a fresh process a rank, in
+(multiprocessing's ``forkserver``, which imports ``preloaded`` first): a fresh process a rank, in
 milliseconds. The parent hosts the rendezvous store, so that the death of rank 0 takes no more with it
 than the death of any other rank, and so that no two tests fight for a port.
 """
@@ -30,21 +30,6 @@ from typing import Any
 
 __all__ = ["Outcome", "RankError", "build_deepspeed_op", "has_deepspeed_op", "rank_outcomes", "run_ranks"]
 
-#: Modules that the server imports once. None of them starts a thread or touches an accelerator.
-PRELOAD = (
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "transformers.modeling_utils",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.gpt_oss.modeling_gpt_oss",
-    "transformers.models.mixtral.modeling_mixtral",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "transformers.integrations.deepspeed",
-    "deepspeed",
-    "pytest",
-)
 GROUP_TIMEOUT = timedelta(seconds=60)
 #: How long the other ranks may take once one has failed in a run that expects no failure.
 GRACE_SECONDS = 5.0
@@ -161,7 +146,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
     global _server_context
     if _server_context is None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
+        context.set_forkserver_preload(["preloaded"])
         fixed = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         fixed |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
         before = {name: os.environ.get(name) for name in fixed}
