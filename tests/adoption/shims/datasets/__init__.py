@@ -27,6 +27,11 @@ class IterableDatasetDict(dict[str, Any]):
 class Dataset:
     """Rows of named columns."""
 
+    # What a model card would say of the data.
+    builder_name = "text"
+    config_name = "default"
+    split = None
+
     def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
         self._columns = {name: list(values) for name, values in columns.items()}
 
