@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from peers import PEER_ARMS
+
 CHUNK = 8 << 20
 Prepared = Callable[[], Any]
 
@@ -129,11 +131,12 @@ ARMS: dict[str, Callable[[Path], Prepared]] = {
     "stock-deepspeed": prepare_stock_deepspeed,
     "zerostart-fsdp2": prepare_zerostart_fsdp2,
     "native-fsdp2": prepare_native_fsdp2,
+    **PEER_ARMS,
     "zerostart-deepspeed-ep": with_experts(prepare_zerostart_deepspeed),
     "zerostart-fsdp2-ep": with_experts(prepare_zerostart_fsdp2),
 }
 #: What load.py compares if it is not told otherwise.
-USUAL = ("ceiling", "zerostart-deepspeed", "stock-deepspeed", "zerostart-fsdp2", "native-fsdp2")
+USUAL = [arm for arm in ARMS if not arm.endswith("-ep")]
 
 
 def model_class(checkpoint: Path) -> Any:
@@ -192,6 +195,8 @@ def shard_bytes(result: Any) -> int:
 
     if isinstance(result, torch.Tensor):
         return result.numel()
+    if isinstance(result, dict):
+        return sum(tensor.nbytes for tensor in result.values())
     locals_ = [getattr(p, "ds_tensor", None) for p in result.parameters()]
     if any(local is not None for local in locals_):
         return sum(local.numel() * local.element_size() for local in locals_)
@@ -252,7 +257,7 @@ def measure(arm: str, checkpoint: Path, digest: bool, as_found: bool) -> dict[st
             name: getattr(report, name) for name in ("read_bytes", "peak_host_bytes", "peak_device_bytes")
         }
     dist.barrier()
-    if digest and arm != "ceiling":
+    if digest and arm != "ceiling" and arm not in PEER_ARMS:
         cell["digest"] = shard_digest(result)
     dist.barrier()
     return cell

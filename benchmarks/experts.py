@@ -13,7 +13,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from load import CONFIG, ROOT, made_checkpoint, run_cell
+from cells import ROOT, made_checkpoint
+from load import one_cell
 from table import MIB, PHASES, machine
 
 ENGINES = ("deepspeed", "fsdp2")
@@ -21,12 +22,12 @@ ENGINES = ("deepspeed", "fsdp2")
 
 def main() -> None:
     options = arguments()
-    checkpoint = options.checkpoint or made_checkpoint(ROOT / "build" / "benchmark" / CONFIG.stem)
+    checkpoint = options.checkpoint or made_checkpoint(options.layers)
     arms = [f"zerostart-{engine}{tail}" for engine in options.engines for tail in ("", "-ep")]
     cells: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in arms}
     for repeat in range(options.repeats):
         for arm in arms if repeat % 2 == 0 else arms[::-1]:
-            cells[arm].append(run_cell(arm, checkpoint, options.ranks, [], options.limit))
+            cells[arm].append(one_cell(arm, checkpoint, options, False))
             slowest = max(cell["seconds"] for cell in cells[arm][-1])
             print(f"repeat {repeat + 1}/{options.repeats}  {arm:<24} {slowest:7.2f} s", flush=True)
     rows = {arm: summary(repeats) for arm, repeats in cells.items()}
@@ -40,10 +41,13 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Benchmark of a load with experts shared out.")
     parser.add_argument("--checkpoint", type=Path, help="default: made with `zerostart synth` on first use")
+    parser.add_argument("--layers", type=int, help="of the default checkpoint: 16 are 3.4 GB")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--limit", type=float, default=600, help="seconds that a cell may take")
+    parser.add_argument("--cold", action="store_true", help="drop the files from the page cache")
+    parser.add_argument("--as-found", action="store_true", help="do not touch free memory before a cell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "experts.json")
     return parser.parse_args()
 

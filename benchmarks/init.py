@@ -1,6 +1,6 @@
 """Compare ways from a checkpoint's path to an engine of ZeRO stage 1 or 2, and write the results down.
 
-    python benchmarks/init.py [--checkpoint DIR] [--ranks 2] [--stage 2] [--repeats 5] [--busy] [--out FILE]
+    python benchmarks/init.py [--layers N] [--ranks 2] [--stage 2] [--repeats 5] [--busy] [--out FILE]
 
 Every cell is a fresh group of processes; the arms alternate; before each cell all files are read once, so
 that they are in the page cache. The figure of a cell is that of its slowest rank. See README.md.
@@ -12,19 +12,14 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
 import shlex
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cells import ROOT, Samples, busy_cores, made_checkpoint, run_cell, warm
 from init_arms import ARMS
-from load import CONFIG, ROOT, Sampler, made_checkpoint, warm
 from table import machine, public_arguments
 
 MIB = 1 << 20
@@ -34,13 +29,13 @@ Cells = dict[str, list[list[dict[str, Any]]]]
 
 def main() -> None:
     options = arguments()
-    checkpoint = options.checkpoint or made_checkpoint(ROOT / "build" / "benchmark" / CONFIG.stem)
+    checkpoint = options.checkpoint or made_checkpoint(options.layers)
     cells: Cells = {arm: [] for arm in options.arms}
     digests: dict[str, Any] = {}
     with busy_cores() if options.busy else contextlib.nullcontext():
         for repeat in range(options.repeats):
             for arm in options.arms if repeat % 2 == 0 else options.arms[::-1]:
-                ranks = run_cell(arm, checkpoint, options, repeat == 0)
+                ranks = one_cell(arm, checkpoint, options, repeat == 0)
                 if "digest" in ranks[0]:
                     digests[arm] = [cell.pop("digest") for cell in ranks]
                 cells[arm].append(ranks)
@@ -59,6 +54,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Benchmark of starting an engine of ZeRO stage 1 or 2.")
     parser.add_argument("--checkpoint", type=Path, help="default: made with `zerostart synth` on first use")
+    parser.add_argument("--layers", type=int, help="of the default checkpoint: 16 are 3.4 GB")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--stage", type=int, choices=(1, 2), default=2)
     parser.add_argument("--repeats", type=int, default=5)
@@ -69,61 +65,17 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@contextlib.contextmanager
-def busy_cores() -> Iterator[None]:
-    """A process that computes without end for each core."""
-    loop = [sys.executable, "-c", "while True: sum(range(10**6))"]
-    processes = [subprocess.Popen(loop) for _ in range(os.cpu_count() or 1)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def run_cell(arm: str, checkpoint: Path, options: argparse.Namespace, digest: bool) -> list[dict[str, Any]]:
-    """One fresh group of processes. Returns one record a rank, with the peaks of its memory."""
+def one_cell(arm: str, checkpoint: Path, options: argparse.Namespace, digest: bool) -> list[dict[str, Any]]:
+    """One record a rank, with the peaks of its memory."""
     warm(checkpoint)
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as placeholder:
-        placeholder.bind(("127.0.0.1", 0))
-        port = placeholder.getsockname()[1]
-        placeholder.close()
-        results = [Path(folder, f"{rank}.json") for rank in range(options.ranks)]
-        processes = []
-        for rank, result in enumerate(results):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(options.ranks),
-                "LOCAL_WORLD_SIZE": str(options.ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "DS_ACCELERATOR": "cpu",
-                "CUDA_VISIBLE_DEVICES": "",
-                "HF_HUB_OFFLINE": "1",
-                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            }
-            command = [sys.executable, Path(__file__).with_name("init_arms.py"), arm]
-            command += ["--checkpoint", checkpoint, "--result", result, "--stage", str(options.stage)]
-            command += ["--digest"] * digest
-            processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-        sampler = Sampler([process.pid for process in processes])
-        try:
-            codes = [process.wait(timeout=options.limit) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-            samples = sampler.stop()
-        if any(codes):
-            raise SystemExit(f"{arm} failed with exit codes {codes}")
-        cells = [json.loads(path.read_text()) for path in results]
-    for cell, process in zip(cells, processes, strict=True):
-        cell["peak"] = peaks(cell, samples[process.pid])
-    return cells
+    flags = ["--checkpoint", checkpoint, "--stage", str(options.stage), *["--digest"] * digest]
+    told = run_cell("init_arms.py", [arm, *flags], options.ranks, options.limit)
+    for cell, samples in told:
+        cell["peak"] = peaks(cell, samples)
+    return [cell for cell, _ in told]
 
 
-def peaks(cell: dict[str, Any], samples: list[tuple[float, int, int]]) -> dict[str, int]:
+def peaks(cell: dict[str, Any], samples: Samples) -> dict[str, int]:
     """Highest anonymous memory above the level before: until the masters are made, and until the end."""
     base = cell["before"]["RssAnon"]
     until = {"masters": cell["masters"], "end": cell["ended"]}

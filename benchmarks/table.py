@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -117,32 +118,36 @@ def write_results(
     cells: Cells,
     agreement: dict[str, bool],
     checkpoint: Path,
-    ranks: int,
-    repeats: int,
-    out: Path,
+    options: argparse.Namespace,
 ) -> None:
-    """Print the table, and write ``out`` (JSON, with every cell) and its neighbour in markdown."""
+    """Print the table, and write ``options.out`` (JSON, with every cell) and its neighbour in markdown."""
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     facts: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "command": "python benchmarks/load.py " + shlex.join(public_arguments(sys.argv[1:])),
         "checkpoint": checkpoint.name,
         "checkpoint_bytes": size,
-        "ranks": ranks,
-        "repeats": repeats,
+        "ranks": options.ranks,
+        "repeats": options.repeats,
+        "cold": options.cold,
         "machine": machine(),
         "same_weights_as_peer": agreement,
     }
     table = markdown(summary)
     print("\n" + table)
     print(f"same weights as the peer on every rank: {agreement}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(facts | {"summary": summary, "cells": cells}, indent=1) + "\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(facts | {"summary": summary, "cells": cells}, indent=1) + "\n")
     packages = ", ".join(f"{name} {number}" for name, number in facts["machine"]["packages"].items())
-    out.with_suffix(".md").write_text(
-        f"# Loading {checkpoint.name}: {size / 1e9:.2f} GB on {ranks} ranks\n\n"
-        f"{facts['date']}, `{facts['command']}`. Medians of {repeats} fresh groups of processes, "
-        "alternating; slowest rank; files in the page cache.\n\n"
+    cache = (
+        "files dropped from the page cache of this (virtual) machine"
+        if options.cold
+        else ("files in the page cache")
+    )
+    options.out.with_suffix(".md").write_text(
+        f"# Loading {checkpoint.name}: {size / 1e9:.2f} GB on {options.ranks} ranks\n\n"
+        f"{facts['date']}, `{facts['command']}`. Medians of {options.repeats} fresh groups of processes, "
+        f"alternating; slowest rank; {cache}.\n\n"
         f"{facts['machine']['cores']} cores ({facts['machine']['processor']}), "
         f"{facts['machine']['memory_gib']} GiB, Linux {facts['machine']['kernel']}, transparent huge pages "
         f"{facts['machine']['transparent_hugepages']}, Python {facts['machine']['python']}, {packages}.\n\n"

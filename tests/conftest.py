@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # Read by DeepSpeed when it is first imported, here or in a child.
@@ -32,3 +33,13 @@ def deepspeed_op() -> None:
     """
     if not has_deepspeed_op():
         run_ranks(build_deepspeed_op, 1, process_group=False, timeout=280)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group_stays() -> Iterator[None]:
+    """A load in the tests' own process makes a process group of one; the next module starts without."""
+    yield
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -30,6 +30,7 @@ MODULES = (
     "zerostart.engines.deepspeed.flat",
     "zerostart.engines.fsdp2.engine",
     "zerostart.engines.fsdp2.parallel",
+    "zerostart.forecasting",
     "zerostart.integrations.adoption",
     "zerostart.loading",
 )

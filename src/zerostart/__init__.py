@@ -109,7 +109,8 @@ def load(
     Raises:
         ZerostartError: the same type and text on every rank; see ``zerostart.errors`` for the leaves.
     """
-    from zerostart.loading import Request, run
+    from zerostart.loading import run
+    from zerostart.request import Request
 
     request = Request(
         source=source,
@@ -153,7 +154,8 @@ def plan(
     exchanged, eight ranks are taken to be on one machine. ``rank`` plans that one alone, which is quicker.
     Raises the errors that ``load`` with ``strict=False`` would raise before reading weights.
     """
-    from zerostart.loading import Request, forecast
+    from zerostart.forecasting import forecast
+    from zerostart.request import Request
 
     request = Request(
         source=source,

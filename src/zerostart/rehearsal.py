@@ -12,20 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from zerostart.engines import DEVICE, Planned, Shard, contexts_aside, planned
+from zerostart.engines import DEVICE, Planned, Shard, planned
 from zerostart.errors import ConfigError
-from zerostart.loading import (
-    Request,
-    collector_paused,
-    initialise_missing,
-    place_buffers,
-    prepare,
-    reported,
-    transfer,
-    wanted_of,
-)
+from zerostart.filling import Filling
+from zerostart.loading import reported
 from zerostart.planning import PlanOptions, join
+from zerostart.preparing import prepare, undisturbed
 from zerostart.reporting import Clock, Report
+from zerostart.request import Request
 from zerostart.transfer import Arena, PeakMeter
 from zerostart.world import World, default_device
 
@@ -41,7 +35,7 @@ def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list
     """
     if request.exchange:
         raise ConfigError("exchange=True needs all ranks, and a rehearsal has one; leave it out")
-    with collector_paused(), contexts_aside():
+    with undisturbed():
         return _rehearse(request, world_size, rank)
 
 
@@ -53,21 +47,20 @@ def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, lis
         )
     clock, alone, device = Clock(), World(0, 1, None), default_device()
     with PeakMeter(device) as meter:
-        with clock.phase("plan"):
-            known = prepare(request, world_size, rank, request.strict)
-        settled = known.settled
+        request.check()
+        mesh = request.mesh(world_size, rank)
+        known = prepare(request, alone, mesh, clock, request.strict)
         with clock.phase("build"):
-            model = known.built.model
+            model, settled = known.built.model, known.settled
             placed = planned(request.engine, request.engine_config, model, known.parallelism)
             shards = _shards(model, list(settled.parameters), placed, rank)
-            buffers = place_buffers(model, settled, device)
+            filling = Filling.of(model, settled, shards, device)
         with clock.phase("plan"):
             tuning = request.tuning(known.catalog, device, bool(known.recipes.computed))
-            wanted = wanted_of(settled, shards, buffers)
-            plan = join(known.catalog, wanted, PlanOptions(tuning.chunk_size))
+            plan = join(known.catalog, filling.wanted(), PlanOptions(tuning.chunk_size))
         with clock.phase("read"):
-            moved = transfer(plan, settled, shards, buffers, tuning, None, request.progress, alone)
-            initialise_missing(alone, settled, shards)
+            moved = filling.read(plan, tuning, None, request.progress, alone)
+            filling.initialise_missing(alone)
     made = reported(known, request, (rank, world_size), clock, moved, meter)
     return made, shards
 

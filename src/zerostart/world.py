@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerostart.errors import PeerError, ZerostartError
+from zerostart.errors import ConfigError, PeerError, ZerostartError
 
-__all__ = ["World", "current_world", "default_device"]
+__all__ = ["World", "current_world", "default_device", "joined_world"]
 
 T = TypeVar("T")
 
@@ -40,6 +40,23 @@ def current_world() -> World:
     if not dist.is_available() or not dist.is_initialized():
         return World(0, 1, None)
     return World(dist.get_rank(), dist.get_world_size(), _control_group())
+
+
+def joined_world() -> World:
+    """The process group's world; a group of one is made for a process that is alone."""
+    if not dist.is_initialized():
+        launched = int(os.environ.get("WORLD_SIZE", "1") or 1)
+        if launched > 1:
+            raise ConfigError(
+                f"the launcher started {launched} ranks, but there is no process group: call "
+                "torch.distributed.init_process_group() before zerostart.load"
+            )
+        device = default_device().type
+        backend = (
+            "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+        )
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    return current_world()
 
 
 _control: dict[int, Any] = {}

@@ -15,8 +15,8 @@ from tiny import TinyCheckpoints
 from zerostart import engines
 from zerostart.cli import main
 from zerostart.errors import ConfigError
-from zerostart.loading import Request
 from zerostart.rehearsal import rehearse
+from zerostart.request import Request
 
 
 def loaded(path: Path, options: dict[str, object]) -> tuple[int, dict[str, torch.Tensor]]:

@@ -118,8 +118,8 @@ def _run(argv: list[str]) -> dict[str, Any]:
     import zerostart
     from zerostart import engines, models
     from zerostart.checkpoint.source import open_catalog
-    from zerostart.loading import Request
     from zerostart.rehearsal import rehearse
+    from zerostart.request import Request
 
     options = json_module.loads(argv[0])
     verify = options.pop("verify")

@@ -14,10 +14,11 @@ from zerostart import engines
 from zerostart.checkpoint.source import Files
 from zerostart.errors import ConfigError, PeerError, ZerostartError
 from zerostart.integrations.active import Active
-from zerostart.loading import Request, run
+from zerostart.loading import run
 from zerostart.models import Built
 from zerostart.models.oplog import OpLog
 from zerostart.reporting import report_of
+from zerostart.request import Request
 from zerostart.upstream.transformers_loading import Findings
 from zerostart.upstream.transformers_quantizers import dequantizer
 from zerostart.world import current_world

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerostart.errors import UnsupportedVersionError
+from zerostart.upstream.versions import demand
 
 __all__ = ["SUPPORTED", "FSDP2Plugin", "Override", "fsdp2_plugin", "join_ranks", "require"]
 
@@ -46,26 +46,18 @@ def require() -> None:
     from accelerate import accelerator, state, utils
     from transformers import TrainingArguments
 
-    version = tuple(int(part) for part in accelerate.__version__.split(".")[:2])
-    absent = [
-        f"{owner.__name__}.{name}"
-        for owner, names in (
+    demand(
+        accelerate,
+        SUPPORTED,
+        (
             (accelerator, ("fsdp2_prepare_model",)),
             (accelerator.Accelerator, ("_prepare_deepspeed", "get_state_dict")),
             (state.AcceleratorState, ("_shared_state", "is_fsdp2")),
             (state.PartialState, ("_prepare_backend",)),
             (utils.FullyShardedDataParallelPlugin, ("set_mixed_precision", "set_auto_wrap_policy")),
             (TrainingArguments, ("_process_fsdp_args",)),
-        )
-        for name in names
-        if not hasattr(owner, name)
-    ]
-    if not SUPPORTED[0] <= version < SUPPORTED[1] or absent:
-        low, high = (".".join(map(str, v)) for v in SUPPORTED)
-        raise UnsupportedVersionError(
-            f"accelerate {accelerate.__version__} is installed; zerostart.enabled() knows versions from "
-            f"{low} to before {high}" + (f", and misses {', '.join(absent)}" if absent else "")
-        )
+        ),
+    )
 
 
 def join_ranks(engine: str) -> None:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerostart.errors import ConfigError, EngineError, UnsupportedVersionError
+from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream import deepspeed_nvme as nvme
 from zerostart.upstream.deepspeed_nvme import check_swapping, swap_file, write_through
+from zerostart.upstream.versions import demand
 
 __all__ = [
     "SUPPORTED",
@@ -60,29 +61,15 @@ def _partition_parameters() -> Any:
             f"engine='deepspeed' needs DeepSpeed, which cannot be imported ({error}); "
             "install it with `pip install zerostart[deepspeed]`"
         ) from error
-    version = tuple(
-        int("".join(filter(str.isdigit, part)) or 0) for part in deepspeed.__version__.split(".")[:3]
+    demand(
+        deepspeed,
+        SUPPORTED,
+        (
+            (partition_parameters.Init, ("_convert_to_deepspeed_param", "_aligned_size", "param_id")),
+            (partition_parameters, ("free_param", "PartitionedParamStatus")),
+            (partition_parameters, ("shutdown_init_context", "restore_init_context")),
+        ),
     )
-    init = partition_parameters.Init
-    absent = [
-        name
-        for owner, name in (
-            (init, "_convert_to_deepspeed_param"),
-            (init, "_aligned_size"),
-            (init, "param_id"),
-            (partition_parameters, "free_param"),
-            (partition_parameters, "PartitionedParamStatus"),
-            (partition_parameters, "shutdown_init_context"),
-            (partition_parameters, "restore_init_context"),
-        )
-        if not hasattr(owner, name)
-    ]
-    if not SUPPORTED[0] <= version < SUPPORTED[1] or absent:
-        low, high = (".".join(map(str, v)) for v in SUPPORTED)
-        raise UnsupportedVersionError(
-            f"DeepSpeed {deepspeed.__version__} is installed; zerostart knows ZeRO-3 parameters of "
-            f"versions from {low} to before {high}" + (f", and misses {', '.join(absent)}" if absent else "")
-        )
     return partition_parameters
 
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed import SUPPORTED
+from zerostart.upstream.versions import misfit
 
 __all__ = ["Keeper", "Mark", "RunReader", "known", "mark", "marked", "offer", "remark", "require_engine"]
 
@@ -41,17 +42,8 @@ logger = logging.getLogger("zerostart")
 RunReader = Callable[[Sequence[tuple[str, int, torch.Tensor]]], None]
 
 _ATTRIBUTE = "_zerostart_flat"
-_PARTS = {
-    "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": (
-        "flatten_dense_tensors_aligned",
-        "_update_model_bit16_weights",
-    ),
-    "runtime.bf16_optimizer.BF16_Optimizer": (
-        "_flatten_dense_tensors_aligned",
-        "_update_storage_to_flattened_tensor",
-    ),
-    "runtime.engine.DeepSpeedEngine": ("_broadcast_model", "destroy"),
-}
+_OPTIMIZER = ("flatten_dense_tensors_aligned", "_update_model_bit16_weights")
+_BF16_OPTIMIZER = ("_flatten_dense_tensors_aligned", "_update_storage_to_flattened_tensor")
 
 
 class Keeper(Protocol):
@@ -114,28 +106,18 @@ def known() -> bool:
     from deepspeed.runtime import bf16_optimizer, engine
     from deepspeed.runtime.zero import stage_1_and_2
 
-    parts = (stage_1_and_2.DeepSpeedZeroOptimizer, bf16_optimizer.BF16_Optimizer, engine.DeepSpeedEngine)
-    absent = [
-        f"{where.rpartition('.')[2]}.{name}"
-        for part, (where, names) in zip(parts, _PARTS.items(), strict=True)
-        for name in names
-        if not hasattr(part, name)
-    ]
-    version = tuple(
-        int("".join(filter(str.isdigit, part)) or 0) for part in deepspeed.__version__.split(".")[:3]
+    wrong = misfit(
+        deepspeed,
+        SUPPORTED,
+        (
+            (stage_1_and_2.DeepSpeedZeroOptimizer, _OPTIMIZER),
+            (bf16_optimizer.BF16_Optimizer, _BF16_OPTIMIZER),
+            (engine.DeepSpeedEngine, ("_broadcast_model", "destroy")),
+        ),
     )
-    if SUPPORTED[0] <= version < SUPPORTED[1] and not absent:
-        return True
-    low, high = (".".join(map(str, v)) for v in SUPPORTED)
-    logger.warning(
-        "DeepSpeed %s is installed; zerostart knows ZeRO stages 1 and 2 of versions from %s to before %s%s. "
-        "deepspeed.initialize will flatten the parameters itself",
-        deepspeed.__version__,
-        low,
-        high,
-        f", and misses {', '.join(absent)}" if absent else "",
-    )
-    return False
+    if wrong:
+        logger.warning("%s. deepspeed.initialize will flatten the parameters of stages 1 and 2 itself", wrong)
+    return not wrong
 
 
 def mark(parameter: torch.Tensor, name: str, keeper: Keeper, first: int = 0) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
+from zerostart.upstream.versions import demand
 
 __all__ = [
     "SUPPORTED",
@@ -47,23 +48,15 @@ def require() -> None:
             f"the model is one of diffusers, which cannot be imported ({error}); install it: "
             "pip install zerostart[diffusers]"
         ) from error
-    version = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
-    absent = [
-        f"{owner.__name__}.{name}"
-        for owner, names in (
+    demand(
+        diffusers,
+        SUPPORTED,
+        (
             (single_file_model, ("SINGLE_FILE_LOADABLE_CLASSES",)),
             (single_file_utils, ("LDM_UNET_KEY", "LDM_VAE_KEYS")),
             (diffusers.ModelMixin, _MODEL),
-        )
-        for name in names
-        if not hasattr(owner, name)
-    ]
-    if not SUPPORTED[0] <= version < SUPPORTED[1] or absent:
-        low, high = (".".join(map(str, v)) for v in SUPPORTED)
-        raise UnsupportedVersionError(
-            f"diffusers {diffusers.__version__} is installed; zerostart knows versions from {low} to "
-            f"before {high}" + (f", and misses {', '.join(absent)}" if absent else "")
-        )
+        ),
+    )
 
 
 def is_diffusers(model: object) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerostart.errors import UnsupportedVersionError
+from zerostart.upstream.versions import demand
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -42,14 +42,15 @@ def require() -> None:
     """Raise UnsupportedVersionError unless everything that this file uses is there."""
     from torch.distributed.fsdp import FSDPModule
 
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    there = "_apply" in vars(FSDPModule) and hasattr(nn.init, "_no_grad_trunc_normal_")
-    there = there and hasattr(torch._C, "_storage_Use_Count")
-    if not SUPPORTED[0] <= version < SUPPORTED[1] or not there:
-        low, high = (".".join(map(str, v)) for v in SUPPORTED)
-        raise UnsupportedVersionError(
-            f"torch {torch.__version__} is installed; zerostart knows versions from {low} to before {high}"
-        )
+    demand(
+        torch,
+        SUPPORTED,
+        (
+            (FSDPModule, ("_apply",)),
+            (nn.init, ("_no_grad_trunc_normal_",)),
+            (torch._C, ("_storage_Use_Count",)),
+        ),
+    )
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from zerostart.errors import UnsupportedVersionError
+from zerostart.upstream.versions import demand
 
 __all__ = [
     "SUPPORTED",
@@ -66,24 +66,16 @@ def _check() -> None:
     import transformers
     from transformers import conversion_mapping, core_model_loading, initialization
 
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    absent = [
-        f"{owner.__name__}.{name}"
-        for owner, names in (
+    demand(
+        transformers,
+        SUPPORTED,
+        (
             (core_model_loading, _CORE),
             (initialization, _INITIALISATION),
             (conversion_mapping, ("get_model_conversion_mapping",)),
             (transformers.PreTrainedModel, _MODEL),
-        )
-        for name in names
-        if not hasattr(owner, name)
-    ]
-    if not SUPPORTED[0] <= version < SUPPORTED[1] or absent:
-        low, high = (".".join(map(str, v)) for v in SUPPORTED)
-        raise UnsupportedVersionError(
-            f"transformers {transformers.__version__} is installed; zerostart knows versions from {low} to "
-            f"before {high}" + (f", and misses {', '.join(absent)}" if absent else "")
-        )
+        ),
+    )
 
 
 def is_pretrained(model: object) -> bool:

@@ -1,0 +1,102 @@
+"""The arguments of a load, checked, and what follows from them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerostart import engines
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.engines.deepspeed.flat import check_stage
+from zerostart.errors import ConfigError
+from zerostart.layout import Mesh
+from zerostart.recipe import main_dtype
+from zerostart.transfer import MIN_CHUNK, Tuning, tune
+
+__all__ = ["Request"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of a load, as ``zerostart.load`` documents them."""
+
+    source: Any
+    model: Any = None
+    engine: str = "deepspeed"
+    zero_stage: int = 3
+    engine_config: Mapping[str, Any] | None = None
+    expert_parallel: int = 1
+    tensor_parallel: int = 1
+    dtype: torch.dtype | None = None
+    converter: Any = None
+    memory_limit: int | None = None
+    chunk_size: int | None = None
+    exchange: bool | None = None
+    strict: bool = True
+    progress: bool = False
+    fp32_masters: bool = True
+    #: Takes names and shapes of what has another shape in the checkpoint, which is then initialised as if it
+    #: were missing; None: a mismatch is an error.
+    reinitialised: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError for arguments that no load can serve."""
+        engines.check_choice(self.engine, self.zero_stage)
+        engines.settings_of(self.engine, self.engine_config)
+        if self.engine == "deepspeed":
+            check_stage(self.zero_stage, self.engine_config, self.expert_parallel > 1)
+        if self.dtype is not None and not (
+            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        ):
+            raise ConfigError(f"dtype={self.dtype!r} is not a floating torch.dtype")
+        if self.exchange not in (None, True, False):
+            raise ConfigError(f"exchange={self.exchange!r} must be True, False, or None to have it chosen")
+        for name in ("memory_limit", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < MIN_CHUNK):
+                raise ConfigError(f"{name}={value!r} must be a number of bytes, at least {MIN_CHUNK}")
+
+    @property
+    def flat(self) -> bool:
+        """Whether parameters stay whole, in flat buffers: ZeRO stages 1 and 2."""
+        return self.engine == "deepspeed" and self.zero_stage < 3
+
+    @property
+    def forced_exchange(self) -> bool | None:
+        """Whether bytes that several ranks want must be read once, as ``serving`` takes it.
+
+        In flat buffers an exchange that is asked for is the engine's: it has each rank want a share alone.
+        """
+        return None if self.flat and self.exchange else self.exchange
+
+    def mesh(self, world_size: int, rank: int | None = None) -> Mesh:
+        """The ranks as a mesh. Raises ConfigError where they do not fit, or the engine cannot train it so.
+
+        ``rank``, where given, must be one of them.
+        """
+        if world_size < 1:
+            raise ConfigError(f"world_size={world_size} must be at least 1")
+        if rank is not None and not 0 <= rank < world_size:
+            raise ConfigError(f"rank={rank} is not one of the {world_size} ranks")
+        mesh = Mesh(world_size, self.expert_parallel, self.tensor_parallel)
+        engines.settings_of(self.engine, self.engine_config).check_mesh(mesh)
+        return mesh
+
+    def tuning(
+        self, catalog: Catalog, device: torch.device, computes: bool, ranks: int | None = None
+    ) -> Tuning:
+        """How the catalog's bytes are read into memory of ``device``, with ``ranks`` ranks on the machine.
+
+        A thread that also ``computes`` has a chunk of scratch beside its staging buffers. DeepSpeed's own
+        ``stage3_partition_stream_chunk_size`` counts elements, and is followed where no chunk is given here.
+        """
+        files = catalog.files if catalog.memory is None else ()
+        chunk = self.chunk_size
+        elements = getattr(engines.settings_of(self.engine, self.engine_config), "stream_elements", 0)
+        if chunk is None and elements > 0:
+            stored = main_dtype(catalog.tensors.values())
+            chunk = max(MIN_CHUNK, elements * (stored.itemsize if stored is not None else 4))
+        return tune(files, device.type != "cpu", computes, self.memory_limit, chunk, ranks)
