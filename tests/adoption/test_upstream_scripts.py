@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import random
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,6 @@ import pytest
 import torch
 from launching import ANNOUNCED, CONFIGS, LINE, REHEARSAL, added, launch, tokenizer
 from safetensors.torch import load_file
-
-from tiny import TinyCheckpoints
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +54,7 @@ TRAINER = [
     *("--learning_rate", "1e-2", "--seed", "5", "--logging_steps", "1", "--report_to", "none"),
     *("--per_device_train_batch_size", "2", "--lr_scheduler_type", "constant"),
 ]
+TRL = ["--max_length", "12", "--dtype", "float32", "--bf16", "False", "--gradient_checkpointing", "False"]
 CLM = "examples/pytorch/language-modeling"
 SCRIPTS = {
     "run_clm": Script(
@@ -77,23 +75,41 @@ SCRIPTS = {
     "sft": Script(
         "TRL",
         "trl/scripts/sft.py",
-        [*TRAINER, "--dataset_name", "{data}/sft", "--max_length", "12", "--dtype", "float32"],
+        [*TRAINER, "--dataset_name", "{data}/sft", *TRL],
         True,
     ),
     "dpo": Script(
         "TRL",
         "trl/scripts/dpo.py",
-        [*TRAINER, "--dataset_name", "{data}/dpo", "--max_length", "12", "--dtype", "float32"],
+        [*TRAINER, "--dataset_name", "{data}/dpo", *TRL],
         True,
     ),
 }
 
 
+def save_model(path: Path) -> None:
+    """A tiny model with biases: the scripts give these a parameter group of their own, and DeepSpeed drops a
+    group that is empty, which torch's schedulers no longer take.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "vocab_size": 131}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen2", **sizes, **heads, **tokens, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.05)
+    model.save_pretrained(path)
+
+
 @pytest.fixture(scope="module")
-def data(checkpoints: TinyCheckpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer, texts, and tiny data sets for TRL."""
     made = tmp_path_factory.mktemp("upstream")
-    shutil.copytree(checkpoints("qwen3"), made / "model")
+    save_model(made / "model")
     tokenizer(made / "model")
     draw = random.Random(0)
 

@@ -14,6 +14,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+# An example script of transformers asks for it by the name that it had before accelerate 1.0.
+if not hasattr(DistributedType, "TPU"):
+    DistributedType.TPU = "TPU"  # type: ignore[attr-defined]
 
 _losses: list[float] = []
 _models: list[Any] = []
