@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -29,8 +30,12 @@ NEEDED = {
 }
 
 
+#: What fails with zerostart, and how: modules that a model keeps in fp32 stay so, which stock ZeRO-3 rounds.
+DIFFERENT = {"test_init_zero3_fp16": r"\.wo\.weight has dtype torch\.float32, expected torch\.float16"}
+
+
 def outcomes(checkout: Path, suite: str, how: str, folder: Path) -> dict[str, str]:
-    """What became of each test: passed, failed or skipped."""
+    """What became of each test: passed, skipped, or how it failed."""
     paths = [HERE / "suite", HERE.parents[1] / "src"]
     if importlib.util.find_spec("datasets") is None:
         paths.append(HERE / "shims")
@@ -52,9 +57,9 @@ def outcomes(checkout: Path, suite: str, how: str, folder: Path) -> dict[str, st
     assert report.exists(), done.stdout[-4000:] + done.stderr[-4000:]
     found = {}
     for case in ET.parse(report).getroot().iter("testcase"):
-        kinds = {child.tag for child in case}
-        bad = kinds & {"failure", "error"}
-        found[case.attrib["name"]] = "failed" if bad else "skipped" if "skipped" in kinds else "passed"
+        kinds = {child.tag: child.get("message", "") for child in case}
+        bad = [f"failed: {kinds[tag]}" for tag in ("failure", "error") if tag in kinds]
+        found[case.attrib["name"]] = bad[0] if bad else "skipped" if "skipped" in kinds else "passed"
     return found
 
 
@@ -70,4 +75,7 @@ def test_what_passes_without_zerostart_passes_with_it(suite: str, tmp_path: Path
         print(f"{name}: stock {stock[name]}, zerostart {ours.get(name)}")
     passed = {name for name, outcome in stock.items() if outcome == "passed"}
     assert passed >= NEEDED[suite]
-    assert [name for name in sorted(passed) if ours.get(name) != "passed"] == []
+    failed = {name: ours.get(name, "absent") for name in passed if ours.get(name) != "passed"}
+    assert failed.keys() <= DIFFERENT.keys()
+    for name, message in failed.items():
+        assert re.search(DIFFERENT[name], message)
