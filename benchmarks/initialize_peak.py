@@ -2,10 +2,10 @@
 
     python benchmarks/initialize_peak.py [--checkpoint DIR] [--ranks 2] [--placements ...] [--json FILE]
 
-Every cell is a fresh group of processes. Figures are anonymous memory above the level before the load, in MiB
-and in bytes for each element of the rank's share: at its highest in the load, at its highest through
-``initialize``, and what stays after it. The worst rank counts. The default checkpoint has 80 million bf16
-parameters.
+Every cell is a fresh group of processes, in which a small model has gone the same way before. Figures are
+anonymous memory above the level before the load, in MiB and in bytes for each element of a share: at its
+highest in the load, at its highest through ``initialize``, and what stays after it. The worst rank counts.
+The default checkpoint has 80 million bf16 parameters.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ def measure(arm: str, zero: dict[str, Any], checkpoint: Path, groups: str) -> di
         "zero_force_ds_cpu_optimizer": False,
     }
     device = torch.device("cpu")
+    warm_up(config, checkpoint)
     before = anonymous()
     with PeakMeter(device) as through:
         with PeakMeter(device) as load:
@@ -141,6 +142,23 @@ def measure(arm: str, zero: dict[str, Any], checkpoint: Path, groups: str) -> di
     stays = anonymous() - before
     assert engine is not None
     return {"load": load.host_bytes, "peak": through.host_bytes, "stays": stays, "elements": elements}
+
+
+def warm_up(config: dict[str, Any], checkpoint: Path) -> None:
+    """Import and make what a process has once, whatever the size of the model."""
+    import deepspeed
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import zerostart
+
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+        layer = torch.nn.Linear(8, 8, bias=False)
+    weights = {"weight": torch.zeros(8, 8, dtype=torch.bfloat16)}
+    model = zerostart.load(weights, model=layer, engine_config=config, progress=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
 
 def anonymous() -> int:

@@ -1,10 +1,17 @@
 """One parameter that is far bigger than what a rank may take beside its shard.
 
-    python benchmarks/oversized.py [--side 22528] [--ranks 1 2 3] [--memory-limit 33554432] [--out FILE]
+    python benchmarks/oversized.py [--side 22528] [--ranks 1 2 3] [--memory-limit 33554432] [--cases ...]
+                                   [--scratch DIR] [--no-gather] [--out FILE]
 
-A linear layer of ``side`` x ``side`` fp32 elements is loaded by local ranks on each engine and placement.
-For each rank: its partition, the peak of anonymous memory over the level before the load, and the difference,
-which is what the load takes beside the partition. The shard is then compared with the file, in pieces.
+A linear layer of ``side`` x ``side`` fp32 elements is loaded by local ranks on each engine and placement; an
+odd ``side`` makes the last partition a padded one. For each rank: its partition, the peak of anonymous memory
+over the level before the load, and the difference, which is what the load takes beside the partition. The
+shard is then compared with the file, in pieces, and so is the whole parameter after the engine's own
+all-gather (which takes the whole parameter on every rank, or more; ``--no-gather`` leaves it out).
+
+On NVMe the partition is in a swap file and what counts is memory: DeepSpeed's own buffer, of the size of one
+partition. Where its asynchronous input and output cannot be built, plain file operations stand in for it
+(``tests/file_aio.py``); the load does not use either.
 The same parameter is the case of DeepSpeed's pull request 8103 (2 ranks: 3.05 GB at the peak without
 streaming, 1.10 GB with it, for a partition of 1.02 GB).
 """
@@ -17,19 +24,21 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-#: Engine and configuration of each case.
+#: Engine and ``zero_optimization`` of each case; what depends on the number of ranks is filled in there.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ZeRO-3": ("deepspeed", {}),
-    "ZeRO-3, offload_param to cpu": (
-        "deepspeed",
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-    ),
+    "ZeRO-3, offload_param to cpu": ("deepspeed", {"offload_param": {"device": "cpu"}}),
+    "ZeRO-3, offload_param to nvme": ("deepspeed", {"offload_param": {"device": "nvme"}}),
+    "ZeRO-3, secondary partitions": ("deepspeed", {"zero_hpz_partition_size": 0}),
+    "ZeRO-3, prebuilt module": ("deepspeed", {}),
     "FSDP2": ("fsdp2", {}),
 }
 PIECE = 1 << 22
+TESTS = Path(__file__).parents[1] / "tests"
 
 
 def main() -> None:
@@ -41,16 +50,21 @@ def main() -> None:
     parser.add_argument("--memory-limit", type=int, default=32 << 20)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--scratch", type=Path, help="where the file is made")
+    parser.add_argument("--gather", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
-    here = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = [str(Path(__file__).parent), str(TESTS)]
+    here = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
     rows = []
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         path = Path(folder) / "model.safetensors"
         write(path, options.side)
         for case in options.cases:
             for nproc in options.ranks:
+                if nproc == 1 and "secondary" in case:
+                    continue
                 job = {"path": str(path), "side": options.side, "case": case, "limit": options.memory_limit}
+                job["gather"] = options.gather
                 found = run_local_ranks("oversized", [json.dumps(job)], nproc, env={"PYTHONPATH": here})
                 for rank, row in enumerate(found):
                     rows.append({"case": case, "ranks": nproc, "rank": rank, **row})
@@ -104,15 +118,29 @@ def run(argv: list[str]) -> dict[str, Any]:
     from zerostart.cli.worker import join_group, leave_group
 
     job = json.loads(argv[0])
-    engine, config = CASES[job["case"]]
+    engine, zero = CASES[job["case"]]
     torch.set_num_threads(1)
     join_group()
     engines.require(engine, 3)
+    config = {} if engine == "fsdp2" else {"zero_optimization": completed(zero, job)}
+
+    def layer() -> torch.nn.Module:
+        return torch.nn.Linear(job["side"], job["side"], bias=False)
+
     with torch.device("meta"):
-        layer = torch.nn.Linear(job["side"], job["side"], bias=False)
+        built = layer() if "prebuilt" in job["case"] else layer
+    small = {"weight": torch.zeros(3, 3)}  # Imports are no part of a load.
+    plain = {} if (config.get("zero_optimization") or {}).get("offload_param") else config
+    zerostart.load(
+        small,
+        model=lambda: torch.nn.Linear(3, 3, bias=False),
+        engine=engine,
+        engine_config=plain,
+        progress=False,
+    )
     model = zerostart.load(
         job["path"],
-        model=layer,
+        model=built,
         engine=engine,
         engine_config=config,
         memory_limit=job["limit"],
@@ -120,33 +148,73 @@ def run(argv: list[str]) -> dict[str, Any]:
     )
     made = zerostart.report(model)
     (shard,) = engines.local_shards(model, made.parallelism, engine, dist.get_rank()).values()
+    whole = all(gathered(model, job, engine)) if job["gather"] else None
     result = {
         "partition": shard.storage.numel() * shard.storage.element_size(),
         "peak": made.peak_host_bytes,
         "seconds": made.phases["total"],
-        "identical": identical(shard, Path(job["path"])),
+        "identical": identical(shard, Path(job["path"])) and whole is not False,
+        "gathered": whole,
     }
     leave_group()
     return result
 
 
+def completed(zero: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    """``zero_optimization`` with what depends on the number of ranks and on the host."""
+    import torch.distributed as dist
+
+    import file_aio
+
+    zero = {"stage": 3, **zero}
+    if "zero_hpz_partition_size" in zero:
+        zero["zero_hpz_partition_size"] = dist.get_world_size()
+    if (zero.get("offload_param") or {}).get("device") == "nvme":
+        room = -(-(job["side"] ** 2) // dist.get_world_size() // 4096) * 4096 + 4096
+        folder = str(Path(job["path"]).parent)
+        buffers = {"nvme_path": folder, "buffer_count": 1, "buffer_size": room, "pin_memory": False}
+        zero["offload_param"] = {"device": "nvme", **buffers}
+        if not file_aio.compiled():
+            file_aio.install()
+    return zero
+
+
+def gathered(model: Any, job: dict[str, Any], engine: str) -> Iterator[bool]:
+    """Whether the parameter is the file's after the engine's all-gather, and when it is gathered again."""
+    (parameter,) = model.parameters()
+    for _ in range(2):
+        if engine == "fsdp2":
+            yield equal(parameter.full_tensor().detach().reshape(-1).numpy(), 0, Path(job["path"]))
+            continue
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            yield equal(parameter.detach().reshape(-1).numpy(), 0, Path(job["path"]))
+
+
 def identical(shard: Any, path: Path) -> bool:
     """Whether the shard has the file's bytes where its layout says, and zeros for padding."""
+    own = shard.storage.reshape(-1).numpy()
+    owned = 0
+    for first, count, place in shard.layout.runs():
+        owned += count
+        if not equal(own[place : place + count], first, path):
+            return False
+    return owned == shard.layout.owned and not own[owned:].any()
+
+
+def equal(mine: Any, first: int, path: Path) -> bool:
+    """Whether ``mine`` is what the file has from element ``first`` on; in pieces."""
     import numpy as np
 
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
     stored = np.memmap(path, dtype=np.float32, mode="r", offset=start)
-    own = shard.storage.reshape(-1).numpy()
-    owned = 0
-    for first, count, place in shard.layout.runs():
-        owned += count
-        for at in range(0, count, PIECE):
-            size = min(PIECE, count - at)
-            mine, theirs = own[place + at : place + at + size], stored[first + at : first + at + size]
-            if not np.array_equal(mine, theirs):
-                return False
-    return owned == shard.layout.owned and not own[owned:].any()
+    for at in range(0, len(mine), PIECE):
+        piece = mine[at : at + PIECE]
+        if not np.array_equal(piece, stored[first + at : first + at + len(piece)]):
+            return False
+    return True
 
 
 if __name__ == "__main__":

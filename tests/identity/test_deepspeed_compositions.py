@@ -139,6 +139,11 @@ def load_twice(path: Path, reference: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "mics": ({"mics_shard_size": 2}, "EngineError", "MiCS"),
     "hierarchy-that-does-not-divide": ({"zero_hpz_partition_size": 2}, "ConfigError", "does not divide"),
+    "hierarchy-on-nvme": (
+        {"zero_hpz_partition_size": 3, "offload_param": {"device": "nvme", "nvme_path": "."}},
+        "ConfigError",
+        "secondary partitions",
+    ),
     "unknown-device": ({"offload_param": {"device": "tape"}}, "ConfigError", "tape"),
     "nvme-without-path": ({"offload_param": {"device": "nvme"}}, "ConfigError", "nvme_path"),
     "quantised-without-cuda": ({"zero_quantized_weights": True}, "EngineError", "quantising kernels"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ PLACEMENTS: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
 }
 
 
+#: What is combined with each of the others, on meshes with and without replicas.
+COMBINED: dict[str, Callable[[], dict[str, Any]]] = {
+    "cpu-offload": lambda: {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "mixed-precision": lambda: {"mp_policy": BF16},
+    "other-dimensions": lambda: {"shard_placement_fn": widest},
+}
+
+
 @pytest.fixture(scope="module")
 def path(checkpoints: TinyCheckpoints) -> Path:
     return checkpoints(KIND)
@@ -79,11 +88,36 @@ def test_placements_train_as_torchs_own(placement: str, path: Path, reference: P
         assert planned == read, f"rank {rank}"
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_combination_trains_as_torchs_own(replicas: int, path: Path, reference: Path) -> None:
+    for rank, found in enumerate(
+        run_ranks(compare_all, 2 * replicas, replicas, path, reference, timeout=280)
+    ):
+        for names, (ours, torchs, planned, read) in found.items():
+            assert ours == torchs, names
+            assert planned == read, (names, f"rank {rank}")
+
+
+def compare_all(replicas: int, path: Path, reference: Path) -> dict[str, tuple[Any, Any, int, int]]:
+    """Every set of two or more of COMBINED, and of one where there are replicas."""
+    found = {}
+    for count in range(2 if replicas == 1 else 1, len(COMBINED) + 1):
+        for names in itertools.combinations(COMBINED, count):
+            config = {"replicate": replicas} if replicas > 1 else {}
+            for name in names:
+                config |= COMBINED[name]()
+            found["+".join(names)] = compare_with(config, path, reference)
+    return found
+
+
 def compare(placement: str, path: Path, reference: Path) -> tuple[Any, Any, int, int]:
+    return compare_with(PLACEMENTS[placement][0](), path, reference)
+
+
+def compare_with(config: dict[str, Any], path: Path, reference: Path) -> tuple[Any, Any, int, int]:
     """On a rank: what the loaded model and torch's own do in two steps, and bytes planned and read."""
     from transformers import AutoModelForCausalLM
 
-    config = PLACEMENTS[placement][0]()
     model = zerostart.load(path, engine="fsdp2", engine_config=config, progress=False)
     expected = torch.load(reference)
     for name, tensor in zerostart.full_tensors(model, rank=None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import sys
@@ -13,6 +14,7 @@ import torch
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import deepspeed as ds
 from zerostart.upstream import deepspeed_stage3 as ds3
+from zerostart.upstream import deepspeed_start as start
 from zerostart.upstream import torch as pt
 from zerostart.upstream import transformers as hf
 
@@ -37,7 +39,7 @@ def test_an_unknown_deepspeed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     ds.require()
     ds._partition_parameters.cache_clear()
     monkeypatch.setattr(sys.modules["deepspeed"], "__version__", "0.21.0")
-    with pytest.raises(UnsupportedVersionError, match=r"DeepSpeed 0\.21\.0 is installed; zerostart knows"):
+    with pytest.raises(UnsupportedVersionError, match=r"deepspeed 0\.21\.0 is installed; zerostart knows"):
         ds.require()
     ds._partition_parameters.cache_clear()
 
@@ -103,3 +105,54 @@ def test_parameters_without_our_mark_are_left_to_the_optimizer() -> None:
     plain.dp_process_group = None
     assert wrapped(plain) == original(plain)
     assert type(plain) is optimizer
+
+
+def test_an_unknown_start_of_the_zero3_optimizer_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Known as installed; where a method has another source, one warning, and DeepSpeed's own way."""
+    assert start.known()
+    monkeypatch.setattr(ds3.require_stage3(), "initialize_optimizer_states", lambda self: None)
+    start.known.cache_clear()
+    assert not start.known()
+    assert not start.known()
+    assert caplog.text.count("initialize_optimizer_states of its ZeRO-3 optimizer is not as") == 1
+    start.known.cache_clear()
+
+
+@pytest.mark.parametrize("key", ["mics_shard_size", "mics_hierarchical_params_gather"])
+def test_deepspeed_has_no_mics_any_more(key: str) -> None:
+    """Why a load refuses it: the context and the optimizer are gone, and the configuration is refused.
+
+    ``runtime/config.py``, ``_reject_removed_config_keys``.
+    """
+    import deepspeed
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    assert not hasattr(deepspeed.zero, "MiCS_Init")
+    assert importlib.util.find_spec("deepspeed.runtime.zero.mics") is None
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, key: 2}}
+    with pytest.raises(DeepSpeedConfigError, match="MiCS ZeRO-3 sharding has been removed"):
+        DeepSpeedConfig(config)
+
+
+def test_deepspeed_quantises_weights_by_cuda_kernels_alone() -> None:
+    """Why a load refuses it elsewhere: ``CUDAQuantizer``, which ``zero.Init`` makes first, loads them."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
+
+    if get_accelerator().device_name() != "cpu":
+        pytest.skip("an accelerator may have the kernels")
+    with pytest.raises(ValueError, match="not been implemented on CPU"):
+        CUDAQuantizer()
+
+
+def test_deepspeed_has_no_secondary_partitions_on_nvme() -> None:
+    """Why a load refuses them: they are made on the parameters' device, and torch knows no nvme."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    source = inspect.getsource(partition_parameters)  # The method itself is wrapped.
+    making = source[source.index("def _partition_param_sec") :]
+    assert "device=self.remote_device)" in making[: making.index("def _param_status")]
+    with pytest.raises(RuntimeError, match="device"):
+        torch.empty(1, device="nvme")

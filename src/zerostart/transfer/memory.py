@@ -27,7 +27,7 @@ class Arena:
 
     def __init__(self, device: torch.device, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
         self.device = device
-        self._allocate = allocate or self._plain
+        self._allocate = allocate
         self._size = 0
         self._buffer: torch.Tensor | None = None
 
@@ -40,7 +40,8 @@ class Arena:
     def take(self, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The reserved tensor: 1-D, ``numel`` elements of ``dtype``, uninitialised."""
         if self._buffer is None:
-            self._buffer = self._allocate(self._size)
+            # Not kept as a bound method of its own: the buffer would outlive the arena, in a cycle.
+            self._buffer = (self._allocate or self._plain)(self._size)
         return self._buffer[place : place + numel * dtype.itemsize].view(dtype)
 
     def _plain(self, nbytes: int) -> torch.Tensor:

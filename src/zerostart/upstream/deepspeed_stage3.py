@@ -1,13 +1,14 @@
 """Private parts of DeepSpeed's ZeRO-3 optimizer: its flat buffers of one dtype, and its fp32 masters.
 
-Two things that the optimizer's constructor does for any model are done otherwise for parameters that carry
-a mark of zerostart, and for no others:
+What the optimizer's constructor does for any model is done otherwise for parameters that carry a mark of
+zerostart, and for no others:
 
 - Trainable partitions of several dtypes. ``defragment`` puts all partitions into one buffer and asserts one
   dtype. Here each parameter group is split by dtype, as it is split by process group already; the partitions
   of the main dtype take the stock way, and each sub-group of another dtype gets a flat buffer of its own.
 - Masters. ``_create_fp32_partitions`` makes them from the partitions. Here those of marked parameters are
   then read again from the checkpoint, and kept where they round to what the parameter holds.
+- Memory that it takes beside what it keeps (``deepspeed_start.py``).
 
 The way in is one method, ``_get_trainable_parameter_groups``, the first in which the constructor looks at the
 parameters. If one of them is marked, the optimizer becomes an instance of a subclass with our overrides.
@@ -16,23 +17,27 @@ Known for the versions in ``zerostart.upstream.deepspeed.SUPPORTED``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from zerostart.errors import EngineError, UnsupportedVersionError
+from zerostart.upstream import deepspeed_start as starting
 from zerostart.upstream.deepspeed import partition_available, require
 
-__all__ = ["Mark", "Reader", "mark", "require_stage3"]
+__all__ = ["Arrange", "Mark", "Reader", "mark", "require_stage3"]
 
 logger = logging.getLogger("zerostart")
 
 #: Fills 1-D fp32 tensors with this rank's shares of parameters, by name. Collective, in the same order.
 Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
+#: Brings the partitions of groups next to each other, in their buffer; others that may lie there come along.
+Arrange = Callable[[Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], None]
 
 _ATTRIBUTE = "_zerostart_mark"
 _METHODS = (
@@ -45,6 +50,7 @@ _METHODS = (
     "_optimizer_states_and_gradient_swap_in",
     "_optimizer_states_and_gradient_swap_out",
     "initialize_optimizer_states",
+    "create_reduce_and_remove_grad_hooks",
     "offload_states",
 )
 #: Elements that are compared at a time: some MiB of temporary memory.
@@ -53,10 +59,12 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Mark:
-    """What a parameter tells the optimizer: its name, and how its master is read, None if it is not."""
+    """What a parameter tells the optimizer: its name, how its master is read, None if it is not, and how
+    partitions are brought into the optimizer's order where they lie, None if they are not."""
 
     name: str
     reader: Reader | None
+    arrange: Arrange | None = None
 
 
 @functools.cache
@@ -75,10 +83,10 @@ def require_stage3() -> Any:
     return optimizer
 
 
-def mark(parameter: torch.Tensor, name: str, reader: Reader | None) -> None:
+def mark(parameter: torch.Tensor, name: str, reader: Reader | None, arrange: Arrange | None = None) -> None:
     """Have the optimizer that gets ``parameter`` take it by the rules of this module."""
     _enter()
-    setattr(parameter, _ATTRIBUTE, Mark(name, reader))
+    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange))
 
 
 @functools.cache
@@ -93,6 +101,7 @@ def _enter() -> None:
             base: Any = type(self)
             self.__class__ = _subclass(base)
             groups = self.split_by_dtype(groups)
+            self.arrange_partitions(groups)
         return groups
 
     optimizer._get_trainable_parameter_groups = get_groups
@@ -109,6 +118,12 @@ class _Overrides:
 
     # What is used of the optimizer.
     dtype: torch.dtype
+    module: torch.nn.Module
+    offload_param: bool
+    offload_optimizer: bool
+    params_in_nvme_and_cpu: bool
+    swap_optimizer: bool
+    zenflow: bool
     fp16_groups: list[list[Any]]
     fp16_partitioned_groups_flat: list[torch.Tensor | None]
     fp32_partitioned_groups_flat: list[torch.Tensor]
@@ -134,6 +149,23 @@ class _Overrides:
         self.dtype = max(elements, key=lambda dtype: elements[dtype])
         return split
 
+    def arrange_partitions(self, groups: list[dict[str, Any]]) -> None:
+        """Bring what is trained into the order of ``groups``, in the buffer of the load."""
+        marks = [_mark_of(p) for group in groups for p in group["params"]]
+        arrange = next((m.arrange for m in marks if m is not None and m.arrange is not None), None)
+        if arrange is None or self.params_in_nvme_and_cpu or not starting.known():
+            return
+        parts = [[p.ds_tensor for p in group["params"]] for group in groups]
+        parts.sort(key=lambda part: part[0].dtype != self.dtype)  # Those of one buffer without a gap.
+        largest = max((partition for part in parts for partition in part), key=torch.Tensor.numel)
+        if starting.takes(largest, self.offload_param):
+            every: Any = self.module.parameters()
+            arrange(parts, [p.ds_tensor for p in every if hasattr(p, "ds_tensor")])
+
+    def _create_fp16_partitions_with_defragmentation(self, groups: Any) -> None:
+        with starting.defragmenting() if starting.known() else contextlib.nullcontext():
+            super()._create_fp16_partitions_with_defragmentation(groups)  # type: ignore[misc]
+
     def _of_other_dtype(self) -> bool:
         return any(group[0].dtype != self.dtype for group in self.fp16_groups)
 
@@ -152,6 +184,12 @@ class _Overrides:
                 self.fp16_partitioned_groups_flat.append(_flattened([p.ds_tensor for p in group]))
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        if not self.params_in_nvme_and_cpu and starting.known():
+            parts = [[p.ds_tensor for p in group["params"]] for group in self.trainable_param_groups]
+            flats = [starting.joined(part) for part in parts]
+            if all(f is not None and starting.takes(f, True) for f in flats):
+                self.param_groups_fp16_flat_cpu_memory += [f for f in flats if f is not None]
+                return
         super()._create_param_groups_fp16_flat_cpu_memory()  # type: ignore[misc]
         for number, group in enumerate(self.trainable_param_groups):
             dtype = group["params"][0].dtype
@@ -168,17 +206,25 @@ class _Overrides:
         super().offload_states(*args, **kwargs)  # type: ignore[misc]
 
     def _create_fp32_partitions(self) -> None:
-        super()._create_fp32_partitions()  # type: ignore[misc]
+        with starting.Converted() if starting.known() else contextlib.nullcontext():
+            super()._create_fp32_partitions()  # type: ignore[misc]
         self._read_masters([n for n in range(len(self.fp16_groups)) if not self._is_swapped(n)])
 
     def initialize_optimizer_states(self) -> None:
-        super().initialize_optimizer_states()  # type: ignore[misc]
+        unread = starting.known() and not (self.swap_optimizer or self.zenflow)
+        with starting.Unread() if unread else contextlib.nullcontext():
+            super().initialize_optimizer_states()  # type: ignore[misc]
         # Masters on NVMe exist in memory a sub-group at a time, between these two calls, as in a step.
         for number in range(len(self.fp16_groups)):
             if self._is_swapped(number) and any(_reader(p) for p in self.fp16_groups[number]):
                 self._optimizer_states_and_gradient_swap_in(number)
                 self._read_masters([number])
                 self._optimizer_states_and_gradient_swap_out(number)
+
+    def create_reduce_and_remove_grad_hooks(self) -> None:
+        trained = [p for group in self.fp16_groups for p in group if _mark_of(p) is not None]
+        with starting.ungathered(trained) if starting.known() else contextlib.nullcontext():
+            super().create_reduce_and_remove_grad_hooks()  # type: ignore[misc]
 
     def _is_swapped(self, number: int) -> bool:
         swapped: bool = self._swappable_optimizer_subgroup(number)
@@ -203,7 +249,8 @@ class _Overrides:
         for reader, shares in wanted.items():
             reader(shares)
         for parameter, _ in pairs:
-            mark(parameter, _name(parameter), None)  # read once: what is behind the reader can go
+            # Read once: what is behind the reader can go.
+            setattr(parameter, _ATTRIBUTE, replace(getattr(parameter, _ATTRIBUTE), reader=None))
         changed = [_name(parameter) for parameter, share in pairs if _follow(share, parameter)]
         if changed:
             logger.info(
@@ -239,6 +286,9 @@ def _follow(master: torch.Tensor, parameter: Any) -> bool:
 
 def _flattened(partitions: list[torch.Tensor]) -> torch.Tensor:
     """One buffer of the partitions, which become views of it."""
+    found = starting.joined(partitions)
+    if found is not None:
+        return found
     flat = torch.cat([partition.data for partition in partitions])
     offset = 0
     for partition in partitions:
@@ -247,8 +297,13 @@ def _flattened(partitions: list[torch.Tensor]) -> torch.Tensor:
     return flat
 
 
-def _reader(parameter: Any) -> Reader | None:
+def _mark_of(parameter: Any) -> Mark | None:
     found: Mark | None = getattr(parameter, _ATTRIBUTE, None)
+    return found
+
+
+def _reader(parameter: Any) -> Reader | None:
+    found = _mark_of(parameter)
     return None if found is None else found.reader
 
 

@@ -27,6 +27,10 @@ from zerostart.world import World
 __all__ = ["DeepSpeedShards", "current_shards"]
 
 
+#: Name, parameter, this rank's layout, home of the partition and its place there.
+Placed = tuple[str, nn.Parameter, Layout, upstream.Home, int]
+
+
 class DeepSpeedShards:
     """Makes ZeRO-3 partitions over the whole world, wherever the configuration keeps them."""
 
@@ -51,7 +55,7 @@ class DeepSpeedShards:
         self._check_frozen(parameters)
         check_mixture(parameters, self._settings)
         arenas: dict[upstream.Home, Arena] = {}
-        placed: list[tuple[str, nn.Parameter, Layout, upstream.Home, int]] = []
+        placed: list[Placed] = []
         for name in names:
             layout = self._at(name, parameters[name])(self._world.rank)
             parameter = upstream.converted_parameter(self._init, parameters[name])
@@ -61,6 +65,8 @@ class DeepSpeedShards:
                 arena = arenas.setdefault(home, Arena(home.device, _pinned if home.pinned else None))
                 place = arena.reserve(layout.numel, parameter.dtype)
             placed.append((name, parameter, layout, home, place))
+        if self._settings.offload == "cpu":
+            _leave_room(arenas, placed)
         shards = []
         for name, parameter, layout, home, place in placed:
             if home.nvme:
@@ -91,6 +97,18 @@ class DeepSpeedShards:
                 "bits, which is not what the checkpoint holds; remove it from "
                 "engine_config['zero_optimization']"
             )
+
+
+def _leave_room(arenas: Mapping[upstream.Home, Arena], placed: Sequence[Placed]) -> None:
+    """Reserve room on the host for what an optimizer moves there: trained parameters that are persistent.
+
+    They start on the accelerator. ``deepspeed.initialize`` puts all that is trained into one host buffer, and
+    that is this one if it has the room.
+    """
+    hosts = [arena for home, arena in arenas.items() if home.device.type == "cpu"]
+    for _, parameter, layout, home, _ in placed:
+        if hosts and home.device.type != "cpu" and parameter.requires_grad:
+            hosts[0].reserve(layout.numel, parameter.dtype)
 
 
 def _layouts(shape: Sequence[int], world_size: int) -> Callable[[int], Layout]:

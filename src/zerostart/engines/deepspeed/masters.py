@@ -1,4 +1,4 @@
-"""What the ZeRO-3 optimizer has to know of parameters: their dtypes mix, or their masters are read."""
+"""What the ZeRO-3 optimizer has to know of parameters: where dtypes mix, and who reads their masters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
+from zerostart.engines.deepspeed.partitions import arrange
 from zerostart.engines.deepspeed.settings import ZeroSettings
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed_stage3 import Reader, mark, require_stage3
@@ -38,9 +39,6 @@ def check_mixture(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings
 
 
 def mark_parameters(model: nn.Module, rounded: Collection[str], reader: Reader | None) -> None:
-    """Mark the parameters named ``rounded`` with what reads their masters; all of them where dtypes mix."""
-    parameters = dict(model.named_parameters())
-    mixed = len(mixed_dtypes(parameters)) > 1
-    for name, parameter in parameters.items():
-        if name in rounded or mixed:
-            mark(parameter, name, reader if name in rounded else None)
+    """Mark all parameters, those named ``rounded`` with what reads their masters."""
+    for name, parameter in model.named_parameters():
+        mark(parameter, name, reader if name in rounded else None, arrange)

@@ -65,6 +65,12 @@ class ZeroSettings:
         _refuse_removed(zero)
         secondary = _number(zero, "zero_hpz_partition_size", 1)
         offload = _offload(zero)
+        if offload == "nvme" and secondary > 1:
+            raise ConfigError(
+                f"zero_hpz_partition_size={secondary} with offload_param to nvme: DeepSpeed keeps secondary "
+                "partitions where the parameters are, and has none on nvme; offload_param to cpu, or leave "
+                "zero_hpz_partition_size out"
+            )
         reducing = "stage3_use_all_reduce_for_fetch_params"
         one_dtype = {"offload_param to nvme": offload == "nvme", reducing: zero.get(reducing) is True}
         return cls(

@@ -1,0 +1,178 @@
+"""What ``deepspeed.initialize`` does to a load's partitions: the same values, in less memory.
+
+The expectation is DeepSpeed itself, with nothing of its constructor overridden.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from test_deepspeed_placements import BATCH, LENGTH, configuration
+from torch import nn
+
+import zerostart
+from ranks import run_ranks
+from tiny import TINY, TinyCheckpoints
+from zerostart.engines.deepspeed.partitions import arrange
+from zerostart.transfer import Arena, PeakMeter
+from zerostart.transfer.memory import anonymous_bytes
+from zerostart.upstream import deepspeed_start
+
+MIB = 1 << 20
+KIND = "qwen3_moe_aligned"
+GROUPS = ("one", "two", "frozen", "late", "mixed")
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("placement", ["accelerator", "offload-param", "offload-optimizer", "sub-groups"])
+def test_the_optimizer_starts_as_without_an_override(
+    placement: str, groups: str, checkpoints: TinyCheckpoints
+) -> None:
+    path = checkpoints("flint" if groups == "mixed" else KIND, torch.bfloat16)
+    results = run_ranks(with_and_without, 2, path, configuration(placement, torch.bfloat16), groups)
+    for (ours, in_place), (theirs, moved) in results:
+        assert ours == theirs
+        assert in_place
+        assert not moved
+
+
+def with_and_without(path: Path, config: dict[str, Any], groups: str) -> list[tuple[Any, bool]]:
+    found = []
+    known = deepspeed_start.known
+    for kept in (known, lambda: False):
+        deepspeed_start.known = kept  # type: ignore[assignment]
+        found.append(start(path, config, groups))
+    deepspeed_start.known = known
+    return found
+
+
+def start(path: Path, config: dict[str, Any], groups: str) -> tuple[Any, bool]:
+    """Masters, partitions, losses and norms; and whether the partitions stayed in the load's buffer."""
+    import deepspeed
+
+    model: Any = zerostart.load(path, engine_config=config, progress=False)
+    parameters = list(model.parameters())
+    if groups == "frozen":
+        for parameter in parameters[::3]:
+            parameter.requires_grad = False
+    if groups == "late":
+        parameters = parameters[7:]
+        for parameter in model.parameters():
+            parameter.requires_grad = any(parameter is p for p in parameters)
+    trained = [p for p in parameters if p.requires_grad]
+    parts: Any = trained
+    if groups in ("two", "mixed"):
+        parts = [{"params": trained[1::2], "weight_decay": 0.1}, {"params": trained[::2][::-1]}]
+    buffers = {p.ds_tensor.untyped_storage().data_ptr() for p in model.parameters()}
+    optimizer = torch.optim.AdamW(parts, lr=1e-3)
+    model.train()
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    after = {p.ds_tensor.untyped_storage().data_ptr() for p in model.parameters()}
+    made = [engine.optimizer.fp32_partitioned_groups_flat, [p.ds_tensor for p in model.parameters()]]
+    bits = [[flat.detach().clone().view(torch.uint8).tolist() for flat in flats] for flats in made]
+    numbers = []
+    vocabulary = int(TINY["flint" if groups == "mixed" else KIND][1]["vocab_size"])
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(3, vocabulary, (dist.get_world_size(), BATCH, LENGTH), generator=generator)
+    for _ in range(2):
+        batch = tokens[dist.get_rank()]
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        numbers += [loss.item(), float(engine.get_global_grad_norm())]
+    engine.destroy()
+    return (bits, numbers), buffers == after
+
+
+SIDE, LAYERS = 2048, 16
+#: Placement, and bytes that the optimizer keeps for each bf16 element: partition, master, gradients.
+KEPT = {"accelerator": 2 + 4 + 2, "offload-param": 2 + 4 + 2, "offload-both": 2 + 4 + 4 + 2}
+
+
+@pytest.mark.parametrize("placement", KEPT)
+def test_memory_through_initialize_is_what_is_kept(placement: str, tmp_path: Path) -> None:
+    """Gradients are accumulated in bf16: in fp32 they would be larger than what a second master takes."""
+    path = tmp_path / "model.safetensors"
+    names = [f"{number}.weight" for number in range(LAYERS)]
+    save_file({name: torch.randn(SIDE, SIDE).bfloat16() for name in names}, path)
+    config = configuration(placement, torch.bfloat16) | {"data_types": {"grad_accum_dtype": "bf16"}}
+    config["zero_optimization"] |= {"reduce_bucket_size": 1_000_000, "sub_group_size": 10**9}
+    share = LAYERS * SIDE * SIDE // 2
+    for peak, stays in run_ranks(through_initialize, 2, path, config):
+        assert stays <= KEPT[placement] * share + 32 * MIB, stays / share
+        assert peak <= stays + 32 * MIB, (peak / share, stays / share)
+
+
+def through_initialize(path: Path, config: dict[str, Any]) -> tuple[int, int]:
+    """Anonymous bytes above the level before the load: at their highest, and after ``initialize``."""
+    initialized(nn.Sequential(nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)), config)  # imports, groups
+    before = anonymous_bytes()
+    with PeakMeter(torch.device("cpu")) as meter:
+        with torch.device("meta"):
+            layers = [nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)]
+        model = zerostart.load(path, model=nn.Sequential(*layers), engine_config=config, progress=False)
+        engine = initialized(model, config)
+    stays = anonymous_bytes() - before
+    assert engine is not None
+    return meter.host_bytes, stays
+
+
+def initialized(model: nn.Module, config: dict[str, Any]) -> Any:
+    """The engine, with two parameter groups in another order than the model's."""
+    import deepspeed
+
+    halves = [list(model.parameters())[1::2], list(model.parameters())[::2]]
+    optimizer = torch.optim.AdamW([{"params": half} for half in halves if half])
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def buffer_of(*sizes: tuple[int, torch.dtype]) -> tuple[list[torch.Tensor], list[list[float]]]:
+    """Tensors of one buffer, and what they hold."""
+    arena = Arena(torch.device("cpu"))
+    places = [arena.reserve(*size) for size in sizes]
+    tensors = [arena.take(place, *size) for place, size in zip(places, sizes, strict=True)]
+    for tensor in tensors:
+        tensor.copy_(torch.randn(tensor.numel()))
+    return tensors, [tensor.tolist() for tensor in tensors]
+
+
+def test_partitions_are_brought_next_to_each_other_in_their_buffer() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    (a, b, c, d, e), values = buffer_of((5, bf16), (33, bf16), (7, fp32), (64, bf16), (3, bf16))
+    storage = a.untyped_storage().data_ptr()
+    arrange([[d, a], [e], [c]], [a, b, c, d, e])
+    assert [t.tolist() for t in (a, b, c, d, e)] == values
+    assert {t.untyped_storage().data_ptr() for t in (a, b, c, d, e)} == {storage}
+    whole = deepspeed_start.joined([d, a, e])
+    assert whole is not None
+    assert whole.tolist() == [*values[3], *values[0], *values[4]]
+    assert deepspeed_start.joined([a, d]) is None
+    assert deepspeed_start.joined([e, c]) is None
+
+
+def test_partitions_from_elsewhere_take_room_that_is_left() -> None:
+    (a, b, spare), values = buffer_of((64, torch.float32), (64, torch.float32), (64, torch.float32))
+    spare.data = torch.empty(0)
+    other = torch.arange(40.0)
+    arrange([[b, other, a]], [a, b])
+    whole = deepspeed_start.joined([b, other, a])
+    assert whole is not None
+    assert whole.tolist() == [*values[1], *range(40), *values[0]]
+
+
+def test_partitions_stay_where_they_are_if_they_cannot_be_moved(caplog: pytest.LogCaptureFixture) -> None:
+    (a, b), values = buffer_of((64, torch.float32), (64, torch.float32))
+    places = a.data_ptr(), b.data_ptr()
+    arrange([[b, torch.zeros(1000), a]], [a, b])  # no room
+    kept = a[:3]
+    with caplog.at_level(logging.WARNING, "zerostart"):
+        arrange([[b, a]], [a, b])
+    assert "share their memory" in caplog.text
+    assert (a.data_ptr(), b.data_ptr()) == places
+    assert [a.tolist(), b.tolist(), kept.tolist()] == [*values, values[0][:3]]
