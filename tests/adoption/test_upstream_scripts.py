@@ -96,8 +96,9 @@ def save_model(path: Path) -> None:
     sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "vocab_size": 131}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 64}
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    kind = {"attention_bias": True, "head_dim": 8, "tie_word_embeddings": True}
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen2", **sizes, **heads, **tokens, tie_word_embeddings=True)
+    config = AutoConfig.for_model("qwen3", **sizes, **heads, **tokens, **kind)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
