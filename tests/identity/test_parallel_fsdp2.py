@@ -120,3 +120,19 @@ def test_tensors_train_as_in_one_process(kind: str, world: int, accumulation: in
     wanted = run_ranks(alone, 1, path)[0]
     for found in run_ranks(train, world, path, accumulation, {"tensor_parallel": 2}):
         assert differences(found, wanted) == []
+
+
+@pytest.mark.parametrize(
+    ("world", "experts", "accumulation"),
+    [(2, 2, 1), (4, 2, 2), (4, 4, 1)],
+    ids=["tp2-ep2", "tp2-ep2-dp2", "tp2-ep4"],
+)
+@pytest.mark.parametrize("kind", MODELS)
+def test_experts_and_tensors_train_as_in_one_process(
+    kind: str, world: int, experts: int, accumulation: int, folder: Path
+) -> None:
+    path = checkpoint(kind, folder)
+    wanted = run_ranks(alone, 1, path)[0]
+    options = {"expert_parallel": experts, "tensor_parallel": 2}
+    for found in run_ranks(train, world, path, accumulation, options):
+        assert differences(found, wanted) == []

@@ -1,7 +1,8 @@
 """What stage 0 takes after a load: everything whole on every rank.
 
 DistributedDataParallel keeps its buckets beside the gradients (its default,
-``gradient_as_bucket_view=False``). DeepSpeed's ``BF16_Optimizer`` and ``FP16_Optimizer`` keep fp32 masters and an fp32 gradient of each element.
+``gradient_as_bucket_view=False``). DeepSpeed's ``BF16_Optimizer`` and ``FP16_Optimizer`` keep fp32 masters
+and an fp32 gradient of each element.
 Not compared with measurements yet.
 """
 
