@@ -79,6 +79,13 @@ def test_a_model_of_another_stage_is_refused(checkpoints: TinyCheckpoints, tmp_p
     )
 
 
+def test_a_model_that_is_whole_on_every_rank_is_refused(checkpoints: TinyCheckpoints) -> None:
+    path, adopt = checkpoints("qwen3"), {"engine": "fsdp2", "zero_stage": 0, "engine_config": {}}
+    outcomes = rank_outcomes(accelerate_script, 2, path, fsdp2(), adopt, "no", process_group=False)
+    assert {o.error for o in outcomes} == {"zerostart.errors.ConfigError"}
+    assert "was loaded with zero_stage=0, whole on every rank" in outcomes[0].message
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [

@@ -122,12 +122,19 @@ def test_tensors_train_as_in_one_process(kind: str, world: int, accumulation: in
         assert differences(found, wanted) == []
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("world", "experts", "accumulation"),
-    [(2, 2, 1), (4, 2, 2), (4, 4, 1)],
-    ids=["tp2-ep2", "tp2-ep2-dp2", "tp2-ep4"],
+    ("kind", "world", "experts", "accumulation"),
+    [
+        *((kind, 2, 2, 1) for kind in MODELS),
+        ("gpt_oss", 4, 2, 2),
+        ("deepseek_v3", 4, 4, 1),
+        *(pytest.param(kind, 4, 2, 2, marks=SLOW) for kind in MODELS if kind != "gpt_oss"),
+        *(pytest.param(kind, 4, 4, 1, marks=SLOW) for kind in MODELS if kind != "deepseek_v3"),
+    ],
 )
-@pytest.mark.parametrize("kind", MODELS)
 def test_experts_and_tensors_train_as_in_one_process(
     kind: str, world: int, experts: int, accumulation: int, folder: Path
 ) -> None:
