@@ -92,27 +92,37 @@ def prepare_native_fsdp2(checkpoint: Path) -> Prepared:
     )
 
 
-def prepare_zerostart_deepspeed(checkpoint: Path) -> Prepared:
+def prepare_zerostart_deepspeed(checkpoint: Path, expert_parallel: int = 1) -> Prepared:
     import deepspeed
 
     import zerostart
-    import zerostart.engines.deepspeed.engine
+    import zerostart.engines.deepspeed.experts
     import zerostart.loading  # imported by the first load otherwise
 
     model_class(checkpoint)
     deepspeed.init_distributed(dist_backend="gloo")
-    config = deepspeed_config()
-    return lambda: zerostart.load(checkpoint, engine="deepspeed", engine_config=config, progress=False)
+    return lambda: zerostart.load(
+        checkpoint,
+        engine="deepspeed",
+        engine_config=deepspeed_config(),
+        expert_parallel=expert_parallel,
+        progress=False,
+    )
 
 
-def prepare_zerostart_fsdp2(checkpoint: Path) -> Prepared:
+def prepare_zerostart_fsdp2(checkpoint: Path, expert_parallel: int = 1) -> Prepared:
     import zerostart
-    import zerostart.engines.fsdp2.engine
+    import zerostart.engines.fsdp2.parallel
     import zerostart.loading  # imported by the first load otherwise
 
     model_class(checkpoint)
     start_gloo()
-    return lambda: zerostart.load(checkpoint, engine="fsdp2", progress=False)
+    return lambda: zerostart.load(checkpoint, engine="fsdp2", expert_parallel=expert_parallel, progress=False)
+
+
+def with_experts(prepare: Callable[[Path, int], Prepared]) -> Callable[[Path], Prepared]:
+    """The same with the experts shared out over all ranks."""
+    return lambda checkpoint: prepare(checkpoint, int(os.environ["WORLD_SIZE"]))
 
 
 ARMS: dict[str, Callable[[Path], Prepared]] = {
@@ -122,7 +132,11 @@ ARMS: dict[str, Callable[[Path], Prepared]] = {
     "zerostart-fsdp2": prepare_zerostart_fsdp2,
     "native-fsdp2": prepare_native_fsdp2,
     **PEER_ARMS,
+    "zerostart-deepspeed-ep": with_experts(prepare_zerostart_deepspeed),
+    "zerostart-fsdp2-ep": with_experts(prepare_zerostart_fsdp2),
 }
+#: What load.py compares if it is not told otherwise.
+USUAL = [arm for arm in ARMS if not arm.endswith("-ep")]
 
 
 def model_class(checkpoint: Path) -> Any:

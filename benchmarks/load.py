@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS
+from arms import ARMS, USUAL
 from cells import ROOT, Samples, evict, made_checkpoint, run_cell, warm
 from table import summarise, write_results
 
@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of the default checkpoint: 16 are 3.4 GB")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=USUAL)
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a cell may take")
     parser.add_argument("--as-found", action="store_true", help="do not touch free memory before a cell")

@@ -240,7 +240,7 @@ def gathered(
 
 def enabled(
     engine: str | None = None,
-    zero_stage: int = 3,
+    zero_stage: int | None = None,
     engine_config: Mapping[str, Any] | None = None,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
@@ -251,7 +251,7 @@ def enabled(
 ) -> AbstractContextManager[None]:
     """Inside, transformers' ``from_pretrained`` loads through zerostart where ranks are to share the model.
 
-    That is wherever a DeepSpeed ZeRO-3 or accelerate FSDP2 configuration is active when it is called (of the
+    That is wherever a DeepSpeed ZeRO or accelerate FSDP2 configuration is active when it is called (of the
     launcher, an ``Accelerator``, ``TrainingArguments``, ``HfDeepSpeedConfig`` or ``zero.Init``), or where
     ``engine`` is named; any other call is left alone. All ranks must call it. What ``from_pretrained`` does
     otherwise (files, dtype, generation configuration, adapters, warnings of missing and unexpected weights)
@@ -261,7 +261,7 @@ def enabled(
     Args:
         engine: None for the active configuration's, ``"deepspeed"`` or ``"fsdp2"``.
         engine_config: with ``engine``, as in ``load``, in the place of the active configuration's.
-        zero_stage: with ``engine``: as in ``load``.
+        zero_stage: with ``engine``, as in ``load``; None for the configuration's own, or 3.
         expert_parallel: as in ``load``, and so are the arguments that follow.
 
     Raises:

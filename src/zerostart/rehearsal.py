@@ -18,7 +18,7 @@ from zerostart.errors import ConfigError
 from zerostart.filling import Filling
 from zerostart.loading import reported
 from zerostart.planning import PlanOptions, join
-from zerostart.preparing import prepare, undisturbed
+from zerostart.preparing import Prepared, prepare, undisturbed
 from zerostart.reporting import Clock, Report
 from zerostart.request import Request
 from zerostart.transfer import Arena, PeakMeter
@@ -50,7 +50,7 @@ def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, lis
             model, settled = known.built.model, known.settled
             names, tier = list(settled.parameters), None
             if request.flat:
-                shards, tier = _whole(request, model, names, world_size, rank)
+                shards, tier = _whole(request, known, names, world_size, rank)
             else:
                 placed = planned(request.engine, request.engine_config, model, known.parallelism)
                 shards = _shards(model, names, placed, rank)
@@ -66,14 +66,15 @@ def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, lis
 
 
 def _whole(
-    request: Request, model: nn.Module, names: Sequence[str], world_size: int, rank: int
+    request: Request, known: Prepared, names: Sequence[str], world_size: int, rank: int
 ) -> tuple[list[Shard], Tier | None]:
     """Flat buffers as large as they will be, in the memory of this one process.
 
     Where the ranks are to exchange what they read, the rest of the buffers stays as it is.
     """
     rules = rules_of(request.engine, request.engine_config, request.zero_stage, world_size)
-    engine = WholeShards(World(rank, world_size, None), request.zero_stage, rules, request.exchange)
+    world, model = World(rank, world_size, None), known.built.model
+    engine = WholeShards(world, request.zero_stage, rules, request.exchange, known.parallelism)
     tier = engine.settle(model, names, alone=True)
     return engine.shard(model, names), tier
 

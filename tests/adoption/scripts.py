@@ -31,6 +31,7 @@ def zero3(folder: Path, **more: Any) -> dict[str, str]:
         "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
         **more,
     }
+    folder.mkdir(exist_ok=True)
     path = folder / "ds_config.json"
     path.write_text(json.dumps(config))
     return {

@@ -12,14 +12,17 @@ from scripts import accelerate_script, fsdp2, zero3
 from ranks import rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
 
-ENGINES = ("deepspeed", "fsdp2")
+ENGINES = ("deepspeed", "zero2", "fsdp2")
 
 
 def environment_of(engine: str, folder: Path) -> dict[str, str]:
     if engine == "fsdp2":
         return fsdp2()
     # accelerate's optimizer is the script's own, and its batches are told nowhere else.
-    return zero3(folder, train_micro_batch_size_per_gpu=2, gradient_clipping=1.0, bf16={"enabled": "auto"})
+    more = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "bf16": {"enabled": "auto"}}
+    if engine == "zero2":
+        more["zero_optimization"] = {"stage": 2}
+    return zero3(folder, **more)
 
 
 def run(path: Path, environment: dict[str, str], adopt: Any, *options: Any) -> dict[str, Any]:
@@ -56,10 +59,36 @@ def test_adapters_on_top(engine: str, checkpoints: TinyCheckpoints, tmp_path: Pa
     agree(run(path, environment, {}, "no", False, True), stock, 1e-5)
 
 
+def test_shards_on_the_host(checkpoints: TinyCheckpoints) -> None:
+    """On CPU ranks accelerate itself cannot offload: it asks for pinned memory."""
+    path = checkpoints("qwen3")
+    stock = run(path, fsdp2(), None, "no")
+    for adapter in (False, True):
+        expected = run(path, fsdp2(), None, "no", False, True) if adapter else stock
+        agree(run(path, fsdp2(FSDP_OFFLOAD_PARAMS="true"), {}, "no", False, adapter), expected, 1e-5)
+
+
+def test_a_model_of_another_stage_is_refused(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path, adopt = checkpoints("qwen3"), {"engine": "deepspeed", "engine_config": {}}
+    outcomes = rank_outcomes(
+        accelerate_script, 2, path, environment_of("zero2", tmp_path), adopt, "no", process_group=False
+    )
+    assert {o.error for o in outcomes} == {"zerostart.errors.ConfigError"}
+    assert "was loaded for DeepSpeed ZeRO-3, and accelerate prepares it for DeepSpeed ZeRO-2" in (
+        outcomes[0].message
+    )
+
+
+def test_a_model_that_is_whole_on_every_rank_is_refused(checkpoints: TinyCheckpoints) -> None:
+    path, adopt = checkpoints("qwen3"), {"engine": "fsdp2", "zero_stage": 0, "engine_config": {}}
+    outcomes = rank_outcomes(accelerate_script, 2, path, fsdp2(), adopt, "no", process_group=False)
+    assert {o.error for o in outcomes} == {"zerostart.errors.ConfigError"}
+    assert "was loaded with zero_stage=0, whole on every rank" in outcomes[0].message
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("cpu_offload", True),
         ("ignored_modules", ["a"]),
         ("activation_checkpointing", True),
         ("auto_wrap_policy", "SIZE_BASED_WRAP"),

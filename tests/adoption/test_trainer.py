@@ -30,9 +30,13 @@ def saved(out: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe_aligned"])
-def test_trainer_on_deepspeed(name: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    path, environment = checkpoints(name), zero3(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "stage"), [("qwen3", 3), ("qwen3_moe_aligned", 3), ("qwen3_moe_aligned", 2)]
+)
+def test_trainer_on_deepspeed(name: str, stage: int, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    gathered = {"stage3_gather_16bit_weights_on_model_save": True}
+    zero = {"stage": stage, **(gathered if stage == 3 else {})}
+    path, environment = checkpoints(name), zero3(tmp_path, zero_optimization=zero)
     stock = run(path, tmp_path / "stock", environment, None)
     ours = run(path, tmp_path / "ours", environment, {})
     assert ours["losses"] == stock["losses"]
@@ -57,11 +61,16 @@ def test_trainer_on_fsdp2(name: str, checkpoints: TinyCheckpoints, tmp_path: Pat
         torch.testing.assert_close(weights[key], expected[key], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize("engine", ["zero3", "zero2", "fsdp2"])
 def test_trainer_with_experts_shared_out(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path = checkpoints("qwen3_moe_aligned")
-    environment = zero3(tmp_path) if engine == "deepspeed" else fsdp2()
-    options = {} if engine == "deepspeed" else {"use_cpu": True}
+    environments = {
+        "zero3": zero3(tmp_path),
+        "zero2": zero3(tmp_path / "zero2", zero_optimization={"stage": 2}),
+        "fsdp2": fsdp2(),
+    }
+    environment = environments[engine]
+    options = {"use_cpu": True} if engine == "fsdp2" else {}
     stock = run(path, tmp_path / "stock", environment, None, **options)
     ours = run(path, tmp_path / "ours", environment, {"expert_parallel": 2}, **options)
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-4)

@@ -22,7 +22,17 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("deepspeed", {"expert_parallel": 3}, "expert_parallel=3 does not divide the 2 ranks"),
     ("deepspeed", {"tensor_parallel": 2}, "tensor_parallel=2 is not available on deepspeed"),
     ("fsdp2", {"tensor_parallel": 2}, "does not divide the 3 of num_attention_heads"),
-    ("fsdp2", {"expert_parallel": 2, "tensor_parallel": 2}, "expert_parallel=2 with tensor_parallel=2"),
+    ("fsdp2", {"expert_parallel": 2, "tensor_parallel": 2}, "does not divide the 3 of num_attention_heads"),
+    ("deepspeed", {"expert_parallel": 2, "zero_stage": 1}, "expert_parallel with zero_stage=1 is not"),
+    (
+        "deepspeed",
+        {
+            "expert_parallel": 2,
+            "zero_stage": 2,
+            "engine_config": {"zero_optimization": {"stage": 2, "reduce_scatter": False}},
+        },
+        "experts at stage 2 with reduce_scatter alone",
+    ),
     (
         "deepspeed",
         {"expert_parallel": 2, "engine_config": zero(offload_param={"device": "nvme", "nvme_path": "."})},

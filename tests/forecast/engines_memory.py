@@ -40,16 +40,22 @@ def states_of(optimizer: Any) -> int:
     return nbytes(t for s in states for k, t in s.items() if isinstance(t, torch.Tensor) and k != "step")
 
 
-def deepspeed_holds(path: Path, cases: Sequence[tuple[int, dict[str, Any], str]]) -> list[dict[str, int]]:
+def deepspeed_holds(
+    path: Path, cases: Sequence[tuple[int, dict[str, Any], str]], experts: int = 1
+) -> list[dict[str, int]]:
     """What an engine holds in each case: a stage, a configuration and an optimizer."""
-    return [_deepspeed_holds(path, *case) for case in cases]
+    return [_deepspeed_holds(path, *case, experts) for case in cases]
 
 
-def _deepspeed_holds(path: Path, stage: int, config: dict[str, Any], name: str) -> dict[str, int]:
+def _deepspeed_holds(
+    path: Path, stage: int, config: dict[str, Any], name: str, experts: int
+) -> dict[str, int]:
     """Masters, states and kept gradients of a DeepSpeed engine after a step, and its parameters."""
     import deepspeed
 
-    model = zerostart.load(path, zero_stage=stage, engine_config=config, progress=False)
+    model = zerostart.load(
+        path, zero_stage=stage, engine_config=config, expert_parallel=experts, progress=False
+    )
     optimizer = OPTIMIZERS[name](model.parameters(), lr=1e-3)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     model.train()

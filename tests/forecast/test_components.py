@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from forecast.engines_memory import BASE, deepspeed_holds, fsdp2_holds
+from parity import checkpoint
 from ranks import run_ranks
 from tiny import TinyCheckpoints
 from zerostart.forecast import Job
@@ -89,6 +90,20 @@ def test_zero12(checkpoints: TinyCheckpoints, half: bool) -> None:
                 assert told["step"]["gradients"] == holds["gradients"]
             # The load leaves room for other paddings at the end of a flat buffer.
             assert 0 <= told["step"]["parameters"] - holds["parameters"] <= 8192
+
+
+@pytest.mark.parametrize("experts", [2, 4])
+def test_experts_over_several_ranks_at_stage_2(tmp_path: Path, experts: int) -> None:
+    """Their masters are shared by the ranks that have the same ones, and not by all."""
+    path = checkpoint("qwen3_moe", tmp_path)
+    config = {**BASE, **BF16, "zero_optimization": {"stage": 2}}
+    found = run_ranks(deepspeed_holds, 4, path, [(2, config, "adamw")], experts)
+    made = foreseen(path, 4, "adamw", zero_stage=2, engine_config=config, expert_parallel=experts)
+    for told, (holds,) in zip(made, found, strict=True):
+        assert told["step"]["master weights"] == holds["master weights"]
+        assert told["step"]["optimizer state"] == holds["optimizer state"]
+        # Room for other paddings at the end of each of two flat buffers.
+        assert 0 <= told["step"]["parameters"] - holds["parameters"] <= 2 * 8192
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])

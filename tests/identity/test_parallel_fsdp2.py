@@ -120,3 +120,26 @@ def test_tensors_train_as_in_one_process(kind: str, world: int, accumulation: in
     wanted = run_ranks(alone, 1, path)[0]
     for found in run_ranks(train, world, path, accumulation, {"tensor_parallel": 2}):
         assert differences(found, wanted) == []
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "experts", "accumulation"),
+    [
+        *((kind, 2, 2, 1) for kind in MODELS),
+        ("gpt_oss", 4, 2, 2),
+        ("deepseek_v3", 4, 4, 1),
+        *(pytest.param(kind, 4, 2, 2, marks=SLOW) for kind in MODELS if kind != "gpt_oss"),
+        *(pytest.param(kind, 4, 4, 1, marks=SLOW) for kind in MODELS if kind != "deepseek_v3"),
+    ],
+)
+def test_experts_and_tensors_train_as_in_one_process(
+    kind: str, world: int, experts: int, accumulation: int, folder: Path
+) -> None:
+    path = checkpoint(kind, folder)
+    wanted = run_ranks(alone, 1, path)[0]
+    options = {"expert_parallel": experts, "tensor_parallel": 2}
+    for found in run_ranks(train, world, path, accumulation, options):
+        assert differences(found, wanted) == []

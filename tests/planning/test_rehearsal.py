@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,30 @@ def test_a_rank_of_other_stages_played_alone(
 def loaded_whole(path: Path, options: dict[str, object]) -> tuple[int, dict[str, torch.Tensor]]:
     model = zerostart.load(path, progress=False, **options)  # type: ignore[arg-type]
     return zerostart.report(model).read_bytes, {n: p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("exchange", [None, True])
+def test_experts_at_stage_2_planned_and_played_alone(exchange: bool | None, tmp_path: Path) -> None:
+    path = checkpoint("qwen3_moe", tmp_path)
+    options: dict[str, Any] = {"zero_stage": 2, "expert_parallel": 2, "exchange": exchange}
+    plan = zerostart.plan(path, world_size=4, engine="deepspeed", **options)
+    parts: dict[str, list[torch.Tensor]] = {}
+    outcomes = run_ranks(loaded_whole, 4, path, {"engine": "deepspeed", **options})
+    for rank, (read_bytes, parameters) in enumerate(outcomes):
+        assert plan.ranks[rank].read_bytes == read_bytes
+        made, played = rehearse(Request(path, **options), 4, rank)
+        assert made.read_bytes == made.planned_bytes == read_bytes
+        assert made.tier is not None
+        assert plan.tier is not None
+        assert made.tier.buffer_bytes == plan.tier.buffer_bytes <= plan.ranks[rank].device_bytes
+        assert {shard.name for shard in played} == parameters.keys()
+        for shard in played:
+            if ".experts." in shard.name or not exchange:
+                assert torch.equal(shard.storage, parameters[shard.name].reshape(-1)), shard.name
+            else:
+                parts.setdefault(shard.name, []).append(shard.storage.clone())
+    for name, part in parts.items():
+        assert torch.equal(torch.cat(part), outcomes[0][1][name].reshape(-1)), name
 
 
 def test_a_rank_that_is_not_there(checkpoints: TinyCheckpoints) -> None:

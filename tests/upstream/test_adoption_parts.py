@@ -92,3 +92,33 @@ def sharded_class() -> str:
     from torch.distributed.fsdp import fully_shard
 
     return type(fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))).__name__
+
+
+def test_diffusers_builds_and_reads_through_the_seams() -> None:
+    from diffusers import ModelMixin
+    from diffusers.models import modeling_utils
+
+    from zerostart.upstream import diffusers_loading
+
+    diffusers_loading.require(modeling_utils)
+    source = inspect.getsource(ModelMixin.from_pretrained.__func__)
+    calls = (
+        "cls._set_default_torch_dtype(torch_dtype)",
+        "with ContextManagers(init_contexts):",
+        "model = cls.from_config(config",
+        "state_dict = load_state_dict(resolved_model_file[0]",
+        "cls._load_pretrained_model(",
+        "model.register_to_config(_name_or_path=",
+        "# Set model in evaluation mode",
+    )
+    places = [source.find(call) for call in calls]
+    assert places == sorted(places)
+    assert -1 not in places
+
+
+def test_accelerate_has_no_backend_for_ranks_without_an_accelerator() -> None:
+    from accelerate.state import PartialState
+
+    source = inspect.getsource(PartialState._prepare_backend)
+    assert "return backend, distributed_type" in source
+    assert "self._prepare_backend(" in inspect.getsource(PartialState.__init__)

@@ -87,12 +87,17 @@ def make_engine(
     exchange: bool | None = None,
 ) -> Engine:
     """The engine's shard maker for this rank; imports the engine."""
+    if engine == "deepspeed" and zero_stage < 3 and parallelism.mesh.parallel:
+        from zerostart.engines.deepspeed.flat_experts import FlatExpertShards
+
+        return FlatExpertShards(world, zero_stage, engine_config, exchange, parallelism)
     if engine == "deepspeed" and zero_stage < 3:
         from zerostart.engines.deepspeed.flat import FlatShards
 
-        return FlatShards(world, zero_stage, engine_config, exchange)
+        return FlatShards(world, zero_stage, engine_config, exchange, parallelism)
     if zero_stage == 0:
-        return WholeShards(world, 0, rules_of(engine, engine_config, 0, world.size), exchange)
+        rules = rules_of(engine, engine_config, 0, world.size)
+        return WholeShards(world, 0, rules, exchange, parallelism)
     if parallelism.mesh.parallel and engine == "fsdp2":
         from zerostart.engines.fsdp2.parallel import FSDP2ParallelShards
 
@@ -183,8 +188,10 @@ def local_shards(
         return parallel_shards(model, parallelism, rank)
     if parallelism.mesh.parallel:
         from zerostart.engines.deepspeed.experts import expert_shards
+        from zerostart.engines.deepspeed.flat_experts import flat_expert_shards
 
-        return expert_shards(model, parallelism, rank)
+        # Partitions are there at stage 3 alone.
+        return expert_shards(model, parallelism, rank) or flat_expert_shards(model, parallelism, rank)
     from zerostart.engines.deepspeed.engine import current_shards as deepspeed_shards
     from zerostart.engines.fsdp2.engine import current_shards as fsdp2_shards
 

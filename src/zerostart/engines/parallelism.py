@@ -35,6 +35,7 @@ def resolve(
         experts = _experts(model, mesh, shapes, settings.ep_plan)
     if mesh.tensor_parallel > 1:
         tensors = _tensors(model, mesh, shapes, settings.tp_plan, settings.tensor_parallel)
+        tensors = _without_experts(tensors, experts)
     return Parallelism(mesh, experts, tensors, shapes)
 
 
@@ -94,6 +95,15 @@ def _tensors(
         except (ValueError, IndexError) as error:
             raise ConfigError(f"the tensor-parallel plan does not fit {name}: {error}") from error
     return plan
+
+
+def _without_experts(tensors: ParallelPlan, experts: ParallelPlan) -> ParallelPlan:
+    """The tensor-parallel plan of what is not cut by experts already."""
+    owners = {name.rpartition(".")[0] for name in experts.cuts}
+    return ParallelPlan(
+        {name: cut for name, cut in tensors.cuts.items() if name not in experts.cuts},
+        {name: style for name, style in tensors.modules.items() if name not in owners},
+    )
 
 
 def _partitioned(model: nn.Module, size: int, section: Mapping[str, Any]) -> ParallelPlan:

@@ -60,7 +60,7 @@ def planned(
     parameters = dict(model.named_parameters())
     if zero_stage == 0 or (engine == "deepspeed" and zero_stage < 3):
         rules = rules_of(engine, config, zero_stage, parallelism.mesh.world_size)
-        return _of_whole(parameters, rules, engine, zero_stage, exchange)
+        return _of_whole(parameters, parallelism, rules, engine, zero_stage, exchange)
     if engine == "deepspeed":
         return _of_deepspeed(config, parameters, parallelism)
     if parallelism.mesh.parallel:
@@ -113,24 +113,38 @@ def rules_of(engine: str, config: Mapping[str, Any] | None, zero_stage: int, par
 
 
 def _of_whole(
-    parameters: Parameters, rules: FlatRules, engine: str, zero_stage: int, exchange: bool | None
+    parameters: Parameters,
+    parallelism: Parallelism,
+    rules: FlatRules,
+    engine: str,
+    zero_stage: int,
+    exchange: bool | None,
 ) -> Planned:
     from zerostart.engines.whole import buffers_of, exchanges, families_of
 
     size = rules.partitions
-    buffers = buffers_of(families_of(parameters, rules, exchanges(exchange, size)))
+    # Of rank 0, which has as many experts as any.
+    families = families_of(parameters, rules, exchanges(exchange, size), parallelism, 0)
+    buffers = buffers_of(families)
     held = sum(buffer.nbytes for buffer in buffers)
     here = Room.here(default_device())
     rooms = [here] * (min(size, RANKS_OF_A_MACHINE) if here.on_host else 1)
-    runs: dict[str, Callable[[int], Layout]] = {}
+    parts: dict[str, Callable[[int], Layout]] = {}
     exchanged = [buffer for buffer in buffers if buffer.family.exchange]
     for buffer in exchanged:
         for place, name in enumerate(buffer.names):
-            runs[name] = buffer.group.share(place, parameters[name].shape, size)
+            parts[name] = buffer.group.share(place, parameters[name].shape, size)
+    experts = {name: held for family in families for name, (held, _) in family.held.items()}
+    runs = {**parts, **experts}
+
+    def alike(name: str) -> Hashable:
+        return ("expert", parallelism.cut(name)) if name in experts else name if name in parts else None
+
     return Planned(
         layout=lambda name, rank: runs[name](rank) if name in runs else replicated(parameters[name].shape),
-        alike=lambda name: name if name in runs else None,
-        twin=lambda rank: rank if runs else 0,
+        alike=alike,
+        # With an exchange each rank wants a share of its own; without, ranks differ in their experts alone.
+        twin=lambda rank: rank if parts else parallelism.mesh.expert(rank)[0] if experts else 0,
         homes=dict.fromkeys(parameters, DEVICE),
         held=held,
         gathered=sum(buffer.received for buffer in exchanged),

@@ -6,8 +6,9 @@ buffer and they exchange the parts in place, or each reads all of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from zerostart.engines.room import HOST, Tier, agree_on_tier
 from zerostart.engines.shard import Shard, replace_everywhere
-from zerostart.layout import Layout, replicated
+from zerostart.layout import Layout, Parallelism, replicated
 from zerostart.layout.flat import FlatGroup, FlatRules
 from zerostart.world import World, default_device
 
@@ -29,6 +30,7 @@ __all__ = [
     "exchanges",
     "families_of",
     "gather_in_place",
+    "held_layouts",
 ]
 
 #: Bytes that a group, and a parameter, may begin at a multiple of.
@@ -97,14 +99,55 @@ class Buffer:
         return (self.group.numel - self.group.numel // self.family.rules.partitions) * self.dtype.itemsize
 
 
-def families_of(parameters: Mapping[str, nn.Parameter], rules: FlatRules, exchange: bool) -> list[Family]:
-    """Experts of DeepSpeed's ``MoE`` (``param.allreduce`` is False) apart from the rest.
+def families_of(
+    parameters: Mapping[str, nn.Parameter],
+    rules: FlatRules,
+    exchange: bool,
+    parallelism: Parallelism,
+    rank: int,
+) -> list[Family]:
+    """What lies together on ``rank``: experts that ranks share out, and those of DeepSpeed's ``MoE``, apart.
 
-    Other ranks may hold other values of them, so that they are never exchanged.
+    The latter (``param.allreduce`` is False) may have other values on other ranks. Neither are exchanged.
+    Experts that are not cut yet are in the family as parameters on meta of what the rank will have of them.
     """
-    own = {name: p for name, p in parameters.items() if not getattr(p, "allreduce", True)}
-    rest = {name: p for name, p in parameters.items() if name not in own}
-    return [Family(rest, rules, exchange), Family(own, rules, False)]
+    cut = {
+        name: _cut(name, p, parallelism, rank)
+        for name, p in parameters.items()
+        if parallelism.is_expert(name)
+    }
+    own = {name: p for name, p in parameters.items() if name not in cut and not getattr(p, "allreduce", True)}
+    rest = {name: p for name, p in parameters.items() if name not in own and name not in cut}
+    found = [Family(rest, rules, exchange), Family(own, rules, False)]
+    if cut:
+        held = {name: (held_layouts(parallelism, name), _first(parallelism, name, rank)) for name in cut}
+        owners = parallelism.mesh.expert_data(rank)[1]
+        found.append(Family(cut, replace(rules, partitions=owners), False, held))
+    return found
+
+
+def _cut(name: str, parameter: nn.Parameter, parallelism: Parallelism, rank: int) -> nn.Parameter:
+    shape = parallelism.section(name, parallelism.shapes[name], rank).shape
+    if tuple(parameter.shape) == shape:
+        return parameter
+    data = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def held_layouts(parallelism: Parallelism, name: str) -> Callable[[int], Layout]:
+    """What each rank holds of the experts' parameter ``name``: all of its experts."""
+    return functools.partial(_held, parallelism, name)
+
+
+def _held(parallelism: Parallelism, name: str, rank: int) -> Layout:
+    section = parallelism.section(name, parallelism.shapes[name], rank)
+    return section.holds(replicated(section.shape))
+
+
+def _first(parallelism: Parallelism, name: str, rank: int) -> int:
+    """The element of the whole parameter with which the rank's experts begin; they are cut along dim 0."""
+    box, _ = parallelism.section(name, parallelism.shapes[name], rank).boxes[0]
+    return box.origin[0] * prod(parallelism.shapes[name][1:])
 
 
 def buffers_of(families: Sequence[Family]) -> list[Buffer]:
@@ -128,11 +171,19 @@ class WholeShards:
 
     waits = False
 
-    def __init__(self, world: World, zero_stage: int, rules: FlatRules, exchange: bool | None) -> None:
+    def __init__(
+        self,
+        world: World,
+        zero_stage: int,
+        rules: FlatRules,
+        exchange: bool | None,
+        parallelism: Parallelism,
+    ) -> None:
         self.device = default_device()
         self._world = world
         self._stage = zero_stage
         self._rules = rules
+        self._parallelism = parallelism
         self._exchange = exchanges(exchange, world.size)
         self._gathered: list[torch.Tensor] = []
 
@@ -149,13 +200,11 @@ class WholeShards:
             self.device, self._exchange = torch.device("cpu"), False
         return tier
 
-    def families(self, parameters: Mapping[str, nn.Parameter]) -> list[Family]:
-        """Which parameters lie together."""
-        return families_of(parameters, self._rules, self._exchange)
-
     def _buffers(self, model: nn.Module, names: Sequence[str]) -> list[Buffer]:
         wanted = set(names)
-        return buffers_of(self.families({n: p for n, p in model.named_parameters() if n in wanted}))
+        parameters = {n: p for n, p in model.named_parameters() if n in wanted}
+        rank = self._world.rank
+        return buffers_of(families_of(parameters, self._rules, self._exchange, self._parallelism, rank))
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Give each parameter its place in a buffer; its shard is what this rank reads of it."""

@@ -26,13 +26,15 @@ class Gathers:
 
     ``largest``: of the largest parameter; ``module``: of the parameters of one module that holds some itself;
     ``total``: of all that train. ``elements`` are those of each parameter. An expert counts with what one
-    rank has of it before it is sharded.
+    rank has of it before it is sharded. ``shared`` are the bytes of ``total`` by the number of ranks that
+    share them: those that have the same experts, or all.
     """
 
     largest: int
     module: int
     total: int
     elements: Mapping[str, int]
+    shared: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def held_of(
     storage, frozen, trained, largest = zeros.copy(), zeros.copy(), zeros.copy(), zeros.copy()
     elements: dict[torch.dtype, int] = {}
     whole: dict[str, int] = {}
-    total = 0
+    shared: dict[int, int] = {}
     for name, parameter in model.named_parameters():
         numel = numels[name]
         nbytes = numel * parameter.dtype.itemsize
@@ -86,7 +88,8 @@ def held_of(
         if parameter.requires_grad:
             trained += numel
             elements[parameter.dtype] = elements.get(parameter.dtype, 0) + whole[name]
-            total += whole[name] * parameter.dtype.itemsize
+            sharers = parallelism.owners(name, 0)[1]
+            shared[sharers] = shared.get(sharers, 0) + whole[name] * parameter.dtype.itemsize
         else:
             frozen += nbytes
     sizes = {name: whole[name] * p.dtype.itemsize for name, p in model.named_parameters()}
@@ -104,5 +107,11 @@ def held_of(
         largest=largest,
         buffers=sum(b.numel() * b.dtype.itemsize for b in model.buffers()),
         dtype=max(elements, key=lambda d: elements[d]) if elements else torch.float32,
-        gathers=Gathers(max(sizes.values(), default=0), max(modules.values(), default=0), total, whole),
+        gathers=Gathers(
+            max(sizes.values(), default=0),
+            max(modules.values(), default=0),
+            sum(shared.values()),
+            whole,
+            shared,
+        ),
     )

@@ -1,6 +1,7 @@
 """What DeepSpeed's ZeRO stages 1 and 2 take after a load: ``stage_1_and_2.py`` of version 0.19.8.
 
-With N elements of the flat buffers and n = N / ranks of them updated here, p bytes each:
+With N elements of the flat buffers and n = N / ranks of them updated here (of experts, N / their owners), p
+bytes each:
 
 - masters, 4 n: cloned from the partition and converted. With offload a buffer of p n beside them, and one
   of the largest parameter on the host and on the device.
@@ -50,8 +51,11 @@ class _Stage12:
         self.itemsize, self.kept = held.dtype.itemsize, costs.accumulates or held.dtype
         self.aside = costs.offloaded
         self.trained = held.gathers.total // self.itemsize
-        step = ALIGNED * target.world_size
-        self.n = -(-self.trained // step) * ALIGNED
+        # Groups of experts are partitioned over the ranks that have the same ones.
+        self.n = sum(
+            -(-(nbytes // self.itemsize) // (ALIGNED * ranks)) * ALIGNED
+            for ranks, nbytes in held.gathers.shared.items()
+        )
         self.part = self.itemsize * self.n
         self.states = FP32 * optimizer.states * self.n
         fused = self.aside and costs.fused

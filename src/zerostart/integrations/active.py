@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zerostart.engines.deepspeed.settings import configured_dtype
-from zerostart.errors import ConfigError, EngineError
+from zerostart.errors import ConfigError
 from zerostart.upstream.accelerate import FSDP2Plugin, fsdp2_plugin
-from zerostart.upstream.deepspeed_active import active_config, open_init_dtype
+from zerostart.upstream.deepspeed_active import active_config, config_stage, open_init_dtype
 
-__all__ = ["STAGES", "Active", "find_active", "fsdp2_config"]
+__all__ = ["STAGES", "Active", "deepspeed_dtype", "find_active", "fsdp2_config"]
 
 #: ZeRO stages whose configuration makes ``from_pretrained`` a sharded load.
-STAGES = (3,)
+STAGES = (1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class Active:
 def find_active(model: type) -> Active | None:
     """What a model of the class ``model`` is to be loaded for, None where no sharding is set up.
 
-    Raises ConfigError or EngineError for settings that a load cannot honour.
+    Raises ConfigError for settings that a load cannot honour.
     """
     opened = open_init_dtype()
     config = active_config()
-    stage = _stage(config)
+    stage = config_stage(config)
     if config is not None and stage in STAGES:
-        return Active("deepspeed", stage, config, opened or configured_dtype(config) or torch.float32)
+        return Active("deepspeed", stage, config, opened or deepspeed_dtype(config, stage))
     if opened is not None:
         return Active("deepspeed", 3, {}, opened)
     plugin = None if config is not None else fsdp2_plugin()
@@ -49,19 +50,17 @@ def find_active(model: type) -> Active | None:
     return Active("fsdp2", 3, fsdp2_config(plugin, model), dtype)
 
 
-def _stage(config: Mapping[str, Any] | None) -> int:
-    stage = ((config or {}).get("zero_optimization") or {}).get("stage", 0)
-    return stage if isinstance(stage, int) else 0
+def deepspeed_dtype(config: Mapping[str, Any] | None, stage: int) -> torch.dtype | None:
+    """The dtype of parameters for a DeepSpeed configuration.
+
+    At stage 3 that is fp32 where none is enabled; at stages 1 and 2 the engine then takes them as they are.
+    """
+    return configured_dtype(config) or (torch.float32 if stage == 3 else None)
 
 
 def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, Any]:
-    """accelerate's FSDP2 settings as ``engine_config``. Raises ConfigError or EngineError, by the setting."""
+    """accelerate's FSDP2 settings as ``engine_config``. Raises ConfigError, by the setting."""
     plugin = found.plugin
-    if "CPU" in type(plugin.cpu_offload).__name__:
-        raise EngineError(
-            "fsdp_offload_params (FSDP2 with CPU offload) is not available under zerostart.enabled(); set it "
-            "to false, or load without zerostart"
-        )
     if plugin.ignored_modules is not None:
         raise ConfigError(
             "fsdp_ignored_modules is not available under zerostart.enabled(); remove it, or load without "
@@ -81,6 +80,10 @@ def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, Any]:
     config: dict[str, Any] = {"reshard_after_forward": plugin.reshard_after_forward}
     if found.policy is not None:
         config["mp_policy"] = found.policy
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        # Without an accelerator there is nothing to pin memory for.
+        pinned = plugin.cpu_offload.pin_memory and torch.accelerator.is_available()
+        config["offload_policy"] = replace(plugin.cpu_offload, pin_memory=pinned)
     if found.units == "none":
         config["wrap"] = [model.__name__]  # The root alone.
     elif found.wrapped:

@@ -21,17 +21,23 @@ from zerostart.engines.deepspeed.settings import configured_dtype
 from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
 from zerostart.gather import full_tensors
-from zerostart.integrations.active import STAGES, Active, find_active, fsdp2_config
+from zerostart.integrations.active import Active, find_active, fsdp2_config
+from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.pretrained import Call, Settings
 from zerostart.reporting import report_of
 from zerostart.upstream import accelerate as accelerate_parts
+from zerostart.upstream import diffusers_loading as diffusers_parts
 from zerostart.upstream import transformers_loading as loading_parts
 from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
+from zerostart.upstream.deepspeed_active import config_stage
 from zerostart.upstream.deepspeed_saving import replace_consolidation
+from zerostart.upstream.diffusers import is_diffusers
 from zerostart.world import current_world
 
 __all__ = ["Settings", "disable", "enable", "enabled"]
 
+#: Settings of FSDP2 that the parameters of a model have, and which cannot be left to the engine's default.
+POLICIES = ("mp_policy", "offload_policy")
 #: Settings that are in force, the innermost last.
 _stack: list[Settings] = []
 #: Models that every rank read whole while zerostart was enabled, for no sharding was set up then.
@@ -45,6 +51,7 @@ def enable(settings: Settings) -> None:
     _check(settings)
     if not _stack:
         _transformers.install()
+        _diffusers.install()
         if not _accelerate.installed:
             _accelerate.install()
     _stack.append(settings)
@@ -57,6 +64,7 @@ def disable() -> None:
     _stack.pop()
     if not _stack:
         _transformers.remove()
+        _diffusers.remove()
 
 
 @contextlib.contextmanager
@@ -70,19 +78,16 @@ def enabled(settings: Settings) -> Iterator[None]:
 
 
 def _check(settings: Settings) -> None:
-    if settings.zero_stage not in STAGES:
-        raise ConfigError(
-            f"zero_stage={settings.zero_stage} is not available under zerostart.enabled() in this version; "
-            f"use {', '.join(map(str, STAGES))}, or zerostart.load"
-        )
     if settings.engine is not None:
-        engines.check_choice(settings.engine, settings.zero_stage)
-    elif settings.engine_config is not None:
-        raise ConfigError("engine_config is given, but no engine; name it: enabled(engine=..., ...)")
+        engines.check_choice(settings.engine, 3 if settings.zero_stage is None else settings.zero_stage)
+        return
+    for name in ("zero_stage", "engine_config"):
+        if getattr(settings, name) is not None:
+            raise ConfigError(f"{name} is given, but no engine; name it: enabled(engine=..., {name}=...)")
 
 
 def _choose(kind: type, arguments: dict[str, Any]) -> Call | None:
-    """What serves a call of ``kind.from_pretrained``; None where it is transformers' own affair."""
+    """What serves a call of ``kind.from_pretrained``; None where it is the library's own affair."""
     settings = _stack[-1]
     active = _resolved(settings, kind)
     if active is None:
@@ -95,7 +100,7 @@ def _choose(kind: type, arguments: dict[str, Any]) -> Call | None:
             )
         return None
     join_ranks(active.engine)
-    call = _Watched(settings, active, arguments)
+    call: Call = (_WatchedDiffusion if is_diffusers(kind) else _Watched)(settings, active, arguments)
     call.check()
     return call
 
@@ -107,12 +112,14 @@ def _resolved(settings: Settings, kind: type) -> Active | None:
         return found
     if settings.engine_config is not None or found is None or found.engine != settings.engine:
         config = dict(settings.engine_config or {})
+        configured = config_stage(config) if "stage" in (config.get("zero_optimization") or {}) else 3
+        stage = configured if settings.zero_stage is None else settings.zero_stage
         dtype = configured_dtype(config) if settings.engine == "deepspeed" else None
-        return Active(settings.engine, settings.zero_stage, config, dtype)
-    return replace(found, zero_stage=settings.zero_stage)
+        return Active(settings.engine, stage, config, dtype)
+    return found if settings.zero_stage is None else replace(found, zero_stage=settings.zero_stage)
 
 
-class _Watched(Call):
+class _Noting(Call):
     """A call that leaves a note of what the model was loaded for."""
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
@@ -121,6 +128,14 @@ class _Watched(Call):
         if self._active.engine == "deepspeed" and self._settings.expert_parallel > 1:
             replace_consolidation(_whole_state)
         return found
+
+
+class _Watched(_Noting):
+    """Of transformers."""
+
+
+class _WatchedDiffusion(_Noting, DiffusionCall):
+    """Of diffusers."""
 
 
 def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
@@ -145,6 +160,13 @@ def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
     return state if current_world().rank == 0 else None
 
 
+def _whole_of_flat(model: nn.Module) -> Any:
+    """The state dict of a model whose experts are shared out at ZeRO-2, where they look like the whole."""
+    inner = next((m for m in model.modules() if m in _loaded), None)
+    flat = inner is not None and _loaded[inner].engine == "deepspeed" and _loaded[inner].zero_stage < 3
+    return _whole_state(model, False) if flat else NotImplemented
+
+
 def _sharded(accelerator: Any, model: nn.Module) -> bool:
     """Whether accelerate's FSDP2 preparation is to leave ``model`` as it is.
 
@@ -155,29 +177,55 @@ def _sharded(accelerator: Any, model: nn.Module) -> bool:
     if inner is None:
         return False
     loaded = _loaded[inner]
+    tensor_parallel = report_of(inner).parallelism.mesh.tensor_parallel
+    if tensor_parallel > 1:
+        raise ConfigError(
+            f"{type(inner).__name__} was loaded with tensor_parallel={tensor_parallel}, whose ranks must see "
+            "one batch, and accelerate gives each rank a batch of its own; use tensor_parallel=1, or a loop "
+            "of your own"
+        )
     plugin = fsdp2_plugin()
     if loaded.engine != "fsdp2" or plugin is None:
         raise ConfigError(
             f"{type(inner).__name__} was loaded for {loaded.engine}, and accelerate prepares it for FSDP2"
         )
+    if loaded.zero_stage == 0:
+        raise ConfigError(
+            f"{type(inner).__name__} was loaded with zero_stage=0, whole on every rank, and accelerate "
+            "prepares it for FSDP2; leave zero_stage out, or use DistributedDataParallel"
+        )
     wanted = fsdp2_config(plugin, type(inner))
     # What the caller's own engine_config leaves open is no contradiction.
-    chosen = {**wanted, **loaded.config, "mp_policy": loaded.config.get("mp_policy")}
-    differing = [key for key in ("mp_policy", "reshard_after_forward") if wanted.get(key) != chosen.get(key)]
+    chosen = {**wanted, **{key: loaded.config.get(key) for key in POLICIES}, **loaded.config}
+    compared = ("reshard_after_forward", *POLICIES)
+    differing = [key for key in compared if wanted.get(key) != chosen.get(key)]
     if differing:
         raise ConfigError(
             f"{type(inner).__name__} was loaded with other FSDP2 settings than accelerate has now "
             f"({', '.join(differing)}); make the Accelerator or TrainingArguments before the model, or pass "
             "zerostart.enabled(engine='fsdp2', engine_config=...) what they will have"
         )
-    shard_added(model, {"mp_policy": plugin.policy} if plugin.policy else {}, plugin.mixed_precision != "no")
+    policies = {key: wanted[key] for key in POLICIES if key in wanted}
+    shard_added(model, policies, plugin.mixed_precision != "no")
     return True
 
 
 def _partitioned(accelerator: Any, model: nn.Module) -> None:
+    """Raise ConfigError for a model that was not loaded for the stage that accelerate has."""
     plugin = accelerator.state.deepspeed_plugin
-    if plugin.zero3_init_flag and plugin.hf_ds_config.is_zero3():
-        _refuse_whole(model, "DeepSpeed ZeRO-3")
+    if plugin.hf_ds_config.is_zero3():
+        if plugin.zero3_init_flag:
+            _refuse_whole(model, "DeepSpeed ZeRO-3")
+        return
+    inner = next((m for m in model.modules() if m in _loaded), None)
+    if inner is not None and (_loaded[inner].engine != "deepspeed" or _loaded[inner].zero_stage == 3):
+        loaded = _loaded[inner]
+        what = "FSDP2" if loaded.engine == "fsdp2" else "DeepSpeed ZeRO-3"
+        raise ConfigError(
+            f"{type(inner).__name__} was loaded for {what}, and accelerate prepares it for DeepSpeed ZeRO-"
+            f"{config_stage(plugin.deepspeed_config)}; make the Accelerator or TrainingArguments before the "
+            "model"
+        )
 
 
 def _refuse_whole(model: nn.Module, engine: str) -> None:
@@ -208,4 +256,5 @@ def _left(model: nn.Module) -> None:
 
 
 _transformers = loading_parts.Override(_choose, _left)
-_accelerate = _Accelerate(_sharded, _partitioned)
+_diffusers = diffusers_parts.Override(_choose, _left)
+_accelerate = _Accelerate(_sharded, _partitioned, _whole_of_flat)

@@ -25,8 +25,8 @@ from zerostart.world import current_world
 
 __all__ = ["Call", "Settings"]
 
-#: Arguments of ``from_pretrained`` that a sharded load cannot honour, and why.
-REFUSED = {
+#: Arguments of transformers' ``from_pretrained`` that a sharded load cannot honour, and why.
+REFUSED: Mapping[str, str] = {
     "device_map": "the ranks share the model out by themselves",
     "distributed_config": "the mesh is the engine's; use expert_parallel= and tensor_parallel= of enabled()",
     "tp_plan": "use tensor_parallel= of enabled()",
@@ -44,7 +44,7 @@ class Settings:
     """The arguments of ``zerostart.enabled``, as documented there."""
 
     engine: str | None = None
-    zero_stage: int = 3
+    zero_stage: int | None = None
     engine_config: Mapping[str, Any] | None = None
     expert_parallel: int = 1
     tensor_parallel: int = 1
@@ -57,6 +57,9 @@ class Settings:
 class Call:
     """Builds, loads, and agrees with the other ranks; see ``transformers_loading.Served``."""
 
+    #: Arguments that cannot be honoured, and why.
+    refused: Mapping[str, str] = REFUSED
+
     def __init__(self, settings: Settings, active: Active, arguments: Mapping[str, Any]) -> None:
         self._settings = settings
         self._active = active
@@ -66,9 +69,14 @@ class Call:
         self._agreed = False
         self.model: Any = None
 
+    @property
+    def setup(self) -> str:
+        """What the model is loaded for, in words."""
+        return f"DeepSpeed ZeRO-{self._active.zero_stage}" if self._active.engine == "deepspeed" else "FSDP2"
+
     def check(self) -> None:
         """Raise ConfigError, by its name, for an argument that a sharded load cannot honour."""
-        for name, reason in REFUSED.items():
+        for name, reason in self.refused.items():
             if self._arguments.get(name):
                 raise ConfigError(
                     f"from_pretrained({name}=...) is not available under zerostart.enabled(): {reason}. "
@@ -83,10 +91,11 @@ class Call:
             )
 
     def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[Any]]:
-        """Buffers are computed in the dtype of the model: DeepSpeed's, or the one asked for."""
+        """Buffers are computed in the dtype of the model: that of ``zero.Init``, or the one asked for."""
         self._dtype = dtype
-        if self._active.engine == "deepspeed" and self._active.dtype is not None:
-            self._dtype = self._active.dtype
+        active = self._active
+        if active.engine == "deepspeed" and active.zero_stage == 3 and active.dtype is not None:
+            self._dtype = active.dtype
         return self._dtype, self._logged()
 
     @contextlib.contextmanager
@@ -106,32 +115,39 @@ class Call:
                 )
             quantizer = self._quantizer(config)
         named = model.config.dtype
-        mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        settings, active = self._settings, self._active
         source = (
             state_dict if state_dict is not None else Files(tuple(files or ()), model.config.name_or_path)
         )
+        built = Built(model, self._log, self._active.dtype or self._dtype, True, quantizer)
+        converter = None if quantizer is not None else config.weight_mapping
+        found = self._run(source, built, converter, config.ignore_mismatched_sizes)
+        # The configuration names the dtype that was asked for, whatever the engine trains in.
+        model.config.dtype = named
+        return found
+
+    def _run(self, source: Any, built: Built, converter: Any, ignore_mismatched: bool) -> Findings:
+        """Load; what has another shape is mismatched where that is to be ignored, and else an error."""
+        mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        settings, active = self._settings, self._active
         run(
             Request(
                 source=source,
-                model=Built(model, self._log, active.dtype or self._dtype, True, quantizer),
+                model=built,
                 engine=active.engine,
                 zero_stage=active.zero_stage,
                 engine_config=active.config,
                 expert_parallel=settings.expert_parallel,
                 tensor_parallel=settings.tensor_parallel,
-                converter=None if quantizer is not None else config.weight_mapping,
+                converter=converter,
                 memory_limit=settings.memory_limit,
                 chunk_size=settings.chunk_size,
                 strict=False,
                 progress=settings.progress,
                 fp32_masters=settings.fp32_masters,
-                reinitialised=mismatched if config.ignore_mismatched_sizes else None,
+                reinitialised=mismatched if ignore_mismatched else None,
             )
         )
-        # The configuration names the dtype that was asked for, whatever the engine trains in.
-        model.config.dtype = named
-        made = report_of(model)
+        made = report_of(built.model)
         return (
             set(made.missing) - mismatched.keys(),
             set(made.unexpected),

@@ -5,6 +5,9 @@ sees a batch of its own. The ranks that hold the same section of a parameter sha
 
     world 8, tensor 2, expert 1:  owners of a cut weight  {0 2 4 6} {1 3 5 7}
     world 8, expert 4:            owners of an expert     {0 4} {1 5} {2 6} {3 7}
+
+With both, each divides the world in its own way: experts are cut by experts alone, over all ranks, and the
+rest by tensors. Tensor-parallel ranks send the same tokens to the experts, each for itself.
 """
 
 from __future__ import annotations
@@ -35,11 +38,6 @@ class Mesh:
                     f"{name}={size} does not divide the {self.world_size} ranks; use one of "
                     f"{', '.join(map(str, fitting[-8:]))}, or another number of ranks"
                 )
-        if self.expert_parallel > 1 and self.tensor_parallel > 1:
-            raise ConfigError(
-                f"expert_parallel={self.expert_parallel} with tensor_parallel={self.tensor_parallel} "
-                "is not available in this version; use 1 for one of them"
-            )
 
     @property
     def parallel(self) -> bool:

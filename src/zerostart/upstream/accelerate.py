@@ -7,12 +7,14 @@ Known for the versions in ``SUPPORTED``. Used of it: of ``AcceleratorState`` ``_
 
 Replaced while ``Override`` is installed:
 
-- ``accelerator.fsdp2_prepare_model`` and ``Accelerator._prepare_deepspeed``: the functions given to
-  ``Override`` look at the model first;
+- ``accelerator.fsdp2_prepare_model``, ``Accelerator._prepare_deepspeed``, ``get_state_dict``: the functions
+  given to ``Override`` look at the model first;
 - ``FullyShardedDataParallelPlugin.set_auto_wrap_policy``: finds classes by their names, which ``fully_shard``
   changes;
-- ``AcceleratorState.__init__``: accelerate ignores FSDP on hosts without an accelerator and wraps models in
-  DDP; where FSDP2 is asked for, the state says so there too, so that scripts can be rehearsed;
+- ``PartialState._prepare_backend`` and ``AcceleratorState.__init__``: on hosts without an accelerator
+  accelerate has no backend for ranks of DeepSpeed or FSDP, so that each would train by itself, and where it
+  is told ``cpu=True``, it wraps models in DDP. Where the launcher asks for DeepSpeed or FSDP2, the ranks
+  use gloo there, and the state says what was asked for, so that scripts can be rehearsed;
 - ``TrainingArguments._process_fsdp_args`` of transformers: the arguments are remembered for as long as they
   live, since a ``Trainer`` makes its Accelerator after the model.
 """
@@ -49,8 +51,9 @@ def require() -> None:
         SUPPORTED,
         (
             (accelerator, ("fsdp2_prepare_model",)),
-            (accelerator.Accelerator, ("_prepare_deepspeed",)),
+            (accelerator.Accelerator, ("_prepare_deepspeed", "get_state_dict")),
             (state.AcceleratorState, ("_shared_state", "is_fsdp2")),
+            (state.PartialState, ("_prepare_backend",)),
             (utils.FullyShardedDataParallelPlugin, ("set_mixed_precision", "set_auto_wrap_policy")),
             (TrainingArguments, ("_process_fsdp_args",)),
         ),
@@ -121,7 +124,7 @@ def fsdp2_plugin() -> FSDP2Plugin | None:
     if arguments is not None:
         plugin = FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)
         precision = arguments.mixed_precision
-    elif os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    elif _is_set("ACCELERATE_USE_FSDP"):
         plugin = FullyShardedDataParallelPlugin()
     if plugin is None or plugin.fsdp_version != 2:
         return None
@@ -134,25 +137,35 @@ class Override:
     """Replaces the functions named above from ``install`` to ``remove``.
 
     ``sharded(accelerator, model)`` is asked for a model to prepare for FSDP2: True where it is ready as it
-    is. ``partitioned(accelerator, model)`` sees each module that is prepared for DeepSpeed. Both may raise.
+    is. ``partitioned(accelerator, model)`` sees each module that is prepared for DeepSpeed. ``whole(model)``
+    gives the state dict of a model that accelerate would save in part (None on other ranks than 0), and
+    NotImplemented for others. All may raise.
     """
 
-    def __init__(self, sharded: Callable[[Any, Any], bool], partitioned: Callable[[Any, Any], None]) -> None:
+    def __init__(
+        self,
+        sharded: Callable[[Any, Any], bool],
+        partitioned: Callable[[Any, Any], None],
+        whole: Callable[[Any], Any] | None = None,
+    ) -> None:
         self._sharded = sharded
         self._partitioned = partitioned
+        self._whole = whole
         self._kept: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
         """Replace them."""
         require()
         from accelerate import accelerator
-        from accelerate.state import AcceleratorState
+        from accelerate.state import AcceleratorState, PartialState
         from accelerate.utils import FullyShardedDataParallelPlugin
         from transformers import TrainingArguments
 
         self._replace(accelerator, "fsdp2_prepare_model", self._fsdp2_prepare_model)
         self._replace(accelerator.Accelerator, "_prepare_deepspeed", self._prepare_deepspeed)
+        self._replace(accelerator.Accelerator, "get_state_dict", self._get_state_dict)
         self._replace(FullyShardedDataParallelPlugin, "set_auto_wrap_policy", _finds_sharded_classes)
+        self._replace(PartialState, "_prepare_backend", _has_a_backend_everywhere)
         self._replace(AcceleratorState, "__init__", _knows_fsdp2_everywhere)
         self._replace(TrainingArguments, "_process_fsdp_args", _remembers_fsdp)
 
@@ -184,6 +197,15 @@ class Override:
 
         return prepare_deepspeed
 
+    def _get_state_dict(self, original: Any) -> Any:
+        def get_state_dict(accelerator: Any, model: Any, unwrap: bool = True) -> Any:
+            found = NotImplemented
+            if self._whole is not None:
+                found = self._whole(accelerator.unwrap_model(model))
+            return original(accelerator, model, unwrap) if found is NotImplemented else found
+
+        return get_state_dict
+
 
 #: What ``fully_shard`` puts before the name of a module's class.
 _SHARDED = "FSDP"
@@ -203,6 +225,26 @@ def _finds_sharded_classes(original: Any) -> Any:
         original(plugin, model)
 
     return set_auto_wrap_policy
+
+
+def _has_a_backend_everywhere(original: Any) -> Any:
+    def prepare_backend(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        from accelerate.utils import DistributedType
+
+        backend, kind = original(state, *args, **kwargs)
+        if backend is not None or int(os.environ.get("LOCAL_RANK", "-1")) == -1:
+            return backend, kind
+        if _is_set("ACCELERATE_USE_DEEPSPEED"):
+            return "gloo", kind
+        if _is_set("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") == "2":
+            return "gloo", DistributedType.MULTI_CPU
+        return backend, kind
+
+    return prepare_backend
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "false").lower() == "true"
 
 
 def _knows_fsdp2_everywhere(original: Any) -> Any:

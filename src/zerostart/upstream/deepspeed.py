@@ -33,6 +33,7 @@ __all__ = [
     "converted_parameter",
     "give_partition",
     "home_of",
+    "join_group",
     "parameter_device",
     "partition_available",
     "partition_of",
@@ -78,8 +79,17 @@ def require() -> None:
     _partition_parameters()
 
 
+def join_group() -> None:
+    """Set up DeepSpeed's layer over the process group, unless it is."""
+    import deepspeed
+
+    os.environ.setdefault("LOCAL_RANK", str(_local_rank()))
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
+
+
 def partitioner(world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None) -> Any:
-    """A ``zero.Init`` that converts nothing by itself; sets up ``deepspeed.comm`` where needed.
+    """A ``zero.Init`` that converts nothing by itself; joins the process group where needed.
 
     It is given a whole configuration, and not ``dtype=``, which is ignored for fp32 on a host without fp16.
     Raises ConfigError for a configuration that DeepSpeed refuses.
@@ -89,9 +99,7 @@ def partitioner(world_size: int, dtype: torch.dtype | None, config: Mapping[str,
     from deepspeed.runtime.config import DeepSpeedConfigError
     from pydantic import ValidationError
 
-    os.environ.setdefault("LOCAL_RANK", str(_local_rank()))
-    if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
+    join_group()
     # A group of hierarchical partitions is made once in a process, and found again by a second load.
     hierarchical = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
     try:

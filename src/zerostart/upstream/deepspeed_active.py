@@ -19,7 +19,7 @@ import torch
 
 from zerostart.errors import UnsupportedVersionError
 
-__all__ = ["active_config", "open_init_dtype", "require"]
+__all__ = ["active_config", "config_stage", "open_init_dtype", "require"]
 
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
@@ -47,25 +47,30 @@ def open_init_dtype() -> torch.dtype | None:
 def active_config() -> Mapping[str, Any] | None:
     """The DeepSpeed configuration that models are to be built for, None where there is none.
 
-    That is the one that transformers knows, unless accelerate's plugin says ``zero3_init_flag=False``; before
-    an ``Accelerator`` exists, the one of ``accelerate launch``.
+    That is the one that transformers knows; before an ``Accelerator`` exists, that of ``accelerate launch``.
+    A configuration of stage 3 is none where accelerate's plugin or launcher says ``zero3_init_flag=False``.
     """
-    plugin = _plugin()
-    if plugin is not None and not plugin.zero3_init_flag:
-        return None
-    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    if (
-        plugin is None
-        and launched
-        and os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "").lower() == "false"
-    ):
-        return None
     from transformers.integrations.deepspeed import deepspeed_config
 
-    known: Mapping[str, Any] | None = deepspeed_config()
-    if known is not None:
-        return known
-    return plugin.deepspeed_config if plugin is not None else None
+    plugin = _plugin()
+    config: Mapping[str, Any] | None = deepspeed_config()
+    if config is None and plugin is not None:
+        config = plugin.deepspeed_config
+    return None if config_stage(config) == 3 and not _wanted(plugin) else config
+
+
+def config_stage(config: Mapping[str, Any] | None) -> int:
+    """The ZeRO stage that a configuration asks for, 0 where it asks for none."""
+    stage = ((config or {}).get("zero_optimization") or {}).get("stage", 0)
+    return stage if isinstance(stage, int) else 0
+
+
+def _wanted(plugin: Any) -> bool:
+    """Whether a model is to be partitioned as it is built, by accelerate's ``zero3_init_flag``."""
+    if plugin is not None:
+        return bool(plugin.zero3_init_flag)
+    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    return not (launched and os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "").lower() == "false")
 
 
 def _plugin() -> Any:

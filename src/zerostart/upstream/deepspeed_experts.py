@@ -34,6 +34,7 @@ class ExpertGroups:
 
     def __init__(self, expert_parallel: int) -> None:
         upstream.require()
+        upstream.join_group()
         from deepspeed.utils import groups
 
         private: Any = groups

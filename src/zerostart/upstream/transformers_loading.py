@@ -25,7 +25,7 @@ import torch
 from zerostart.errors import BuildError, UnsupportedVersionError
 from zerostart.upstream.transformers import loading_core
 
-__all__ = ["Override", "Served", "require"]
+__all__ = ["Findings", "Override", "Served", "current_call", "require", "serving"]
 
 _REPLACED = ("from_pretrained", "get_init_context", "_load_pretrained_model", "_finalize_model_loading")
 _LOAD_ARGUMENTS = ("model", "state_dict", "checkpoint_files", "load_config", "expected_keys")
@@ -37,6 +37,11 @@ class Served(Protocol):
 
     #: The model, once it has its weights.
     model: Any
+
+    @property
+    def setup(self) -> str:
+        """What the model is loaded for, in the words of transformers' own message of ZeRO-3."""
+        ...
 
     def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[Any]]:
         """The dtype to build in, and a context for building; ``dtype`` is the one that the call has found."""
@@ -123,7 +128,7 @@ class Override:
 
         @functools.wraps(original)
         def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
-            if (outer := _current()) is not None and outer.model is None:
+            if (outer := current_call()) is not None and outer.model is None:
                 raise BuildError(
                     f"{cls.__name__}.from_pretrained is called while another model is built, which "
                     "zerostart.enabled() does not serve; load that model with zerostart.load"
@@ -133,7 +138,7 @@ class Override:
                 result = original(cls, *args, **kwargs)
                 self._left(result[0] if isinstance(result, tuple) else result)
                 return result
-            with _serving(served):
+            with serving(served):
                 try:
                     return original(cls, *args, **kwargs)
                 except Exception as error:
@@ -147,12 +152,13 @@ class Override:
 
         @functools.wraps(original)
         def get_init_context(cls: type, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-            served = _current()
+            served = current_call()
             if served is None or served.model is not None:
                 return original(cls, dtype, *args, **kwargs)
             from transformers import modeling_utils
 
             chosen, context = served.building(dtype)
+            modeling_utils.logger.info(f"Detected {served.setup}: zerostart loads the weights in shards")
             with _no_zero3(modeling_utils):
                 contexts = original(cls, chosen, *args, **kwargs)
             # What the constructor builds by from_config must not be partitioned either.
@@ -167,7 +173,7 @@ class Override:
         def load(
             model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
         ) -> Any:
-            served = _current()
+            served = current_call()
             if served is None or served.model is not None:  # The latter: an adapter for the loaded model.
                 return original(model, state_dict, checkpoint_files, load_config, expected_keys)
             from transformers.utils.loading_report import LoadStateDictInfo
@@ -191,7 +197,7 @@ class Override:
 
         @functools.wraps(original)
         def finalize(model: Any, load_config: Any, loading_info: Any) -> Any:
-            served = _current()
+            served = current_call()
             if served is None or served.model is not model:
                 return original(model, load_config, loading_info)
             from transformers import modeling_utils
@@ -208,14 +214,15 @@ class Override:
         return staticmethod(finalize)
 
 
-def _current() -> Served | None:
+def current_call() -> Served | None:
     """The call that this thread is in."""
     stack = getattr(_calls, "stack", None)
     return stack[-1] if stack else None
 
 
 @contextlib.contextmanager
-def _serving(served: Served) -> Iterator[None]:
+def serving(served: Served) -> Iterator[None]:
+    """Inside, ``served`` is the call that this thread is in."""
     if not hasattr(_calls, "stack"):
         _calls.stack = []
     _calls.stack.append(served)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostart.engines.deepspeed.cutting import cut_experts
 from zerostart.engines.deepspeed.engine import DeepSpeedShards, current_shards
-from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.placement import parallel_layout
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, Parallelism
@@ -36,23 +36,9 @@ class DeepSpeedExpertShards(DeepSpeedShards):
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Cut the experts and make them serve all ranks' tokens; then partition everything."""
-        for module, own in expert_modules(model, self._parallelism).items():
-            counts: list[int] = []
-            for leaf, name in own.items():
-                sections = self._parallelism.expert_sections(name)
-                counts = [section.shape[0] for section in sections]
-                here = sections[self._parallelism.mesh.expert(self._world.rank)[0]]
-                module._parameters[leaf] = self._local(module._parameters[leaf], here.shape)
-            exchange_tokens(module, self._groups.experts, counts)
+        groups = self._groups
+        cut_experts(model, self._parallelism, self._world.rank, groups, lambda p: mark_expert(p, groups))
         return super().shard(model, names)
-
-    def _local(self, old: nn.Parameter | None, shape: tuple[int, ...]) -> nn.Parameter:
-        assert old is not None, "a cut names a parameter that is there"
-        data = torch.empty(shape, dtype=old.dtype, device="meta")
-        new = nn.Parameter(data, requires_grad=old.requires_grad)
-        new.__dict__.update(old.__dict__)
-        mark_expert(new, self._groups)
-        return new
 
     def _at(self, name: str, parameter: nn.Parameter) -> Callable[[int], Layout]:
         return _layouts(self._parallelism, name)

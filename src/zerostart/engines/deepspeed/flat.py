@@ -19,6 +19,7 @@ from torch import nn
 from zerostart.engines.room import HOST, Tier
 from zerostart.engines.whole import ALIGNMENT, Family, WholeShards
 from zerostart.errors import ConfigError, EngineError, InsufficientMemoryError
+from zerostart.layout import Parallelism
 from zerostart.layout.flat import FlatGroup, FlatRules
 from zerostart.transfer.memory import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
@@ -33,12 +34,19 @@ logger = logging.getLogger("zerostart")
 
 def check_stage(zero_stage: int, config: Mapping[str, Any] | None, parallel: bool) -> None:
     """Raise for a configuration of another stage, and for what stages 1 and 2 do not serve."""
-    if parallel and zero_stage < 3:
+    if parallel and zero_stage < 2:
         raise ConfigError(
-            f"expert_parallel with zero_stage={zero_stage} is not available on deepspeed in this version; "
-            "use zero_stage=3, or engine='fsdp2'"
+            f"expert_parallel with zero_stage={zero_stage} is not available: DeepSpeed reduces gradients of "
+            "experts at stages 2 and 3; use one of these, or engine='fsdp2'"
         )
-    stage = ((config or {}).get("zero_optimization") or {}).get("stage", zero_stage)
+    zero = (config or {}).get("zero_optimization") or {}
+    for key in ("contiguous_gradients", "reduce_scatter"):
+        if parallel and zero_stage < 3 and zero.get(key, True) is False:
+            raise ConfigError(
+                f"DeepSpeed reduces gradients of experts at stage 2 with {key} alone; leave it out of "
+                "engine_config['zero_optimization'], or use zero_stage=3"
+            )
+    stage = zero.get("stage", zero_stage)
     if stage != zero_stage:
         raise EngineError(f"engine_config asks for ZeRO stage {stage}, and the load for stage {zero_stage}")
 
@@ -192,11 +200,13 @@ class FlatShards(WholeShards):
         world: World,
         zero_stage: int,
         engine_config: Mapping[str, Any] | None,
-        exchange: bool | None = None,
+        exchange: bool | None,
+        parallelism: Parallelism,
     ) -> None:
         check_stage(zero_stage, engine_config, False)
         upstream.require_engine()
-        super().__init__(world, zero_stage, flat_rules(engine_config, zero_stage, world.size), exchange)
+        rules = flat_rules(engine_config, zero_stage, world.size)
+        super().__init__(world, zero_stage, rules, exchange, parallelism)
         self._keeper = FlatKeeper(self.device)
 
     def settle(self, model: nn.Module, names: Sequence[str], alone: bool = False) -> Tier:

@@ -1,0 +1,114 @@
+"""Scripts under ``accelerate launch``, on local CPU ranks, with and without the one added line."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = [
+    "ANNOUNCED",
+    "CONFIGS",
+    "EXAMPLES",
+    "LINE",
+    "REHEARSAL",
+    "added",
+    "launch",
+    "losses_of",
+    "removed",
+    "tokenizer",
+]
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "adoption"
+CONFIGS = {name: EXAMPLES / f"accelerate_config_{name}.yaml" for name in ("zero3", "zero2", "fsdp2")}
+#: What a user adds to a script.
+LINE = "import zerostart; zerostart.enable()"
+#: What transformers' log then has of each load.
+ANNOUNCED = "zerostart loads the weights in shards"
+#: accelerate's own route on a host without accelerators, where it would let each rank train by itself.
+REHEARSAL = (
+    "from zerostart.upstream.accelerate import Override; "
+    "Override(lambda accelerator, model: False, lambda accelerator, model: None).install()"
+)
+
+
+def added(script: str, line: str) -> str:
+    """``script`` with ``line`` before its first statement that is no docstring and no future import."""
+    lines = script.splitlines(keepends=True)
+    for node in ast.parse(script).body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        if not docstring and not future:
+            return "".join([*lines[: node.lineno - 1], line + "\n", *lines[node.lineno - 1 :]])
+    raise AssertionError("the script does nothing")
+
+
+def removed(script: str) -> str:
+    """One of our examples without zerostart."""
+    found, count = re.subn(r"^import zerostart\n\nzerostart\.enable\(\).*\n", "", script, flags=re.MULTILINE)
+    assert count == 1
+    return found
+
+
+def launch(
+    script: str,
+    folder: Path,
+    config: Path,
+    arguments: Sequence[str],
+    paths: Sequence[Path] = (),
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 240,
+) -> str:
+    """Run ``script`` on two ranks in ``folder``; returns its output. Raises AssertionError if it fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "script.py").write_text(script)
+    root = Path(__file__).parents[2] / "src"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"]
+    process = subprocess.Popen(
+        [*command, str(folder / "script.py"), *arguments],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, [*paths, root])),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "info",
+            **(environment or {}),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"not done after {timeout} s\n{output[-6000:]}") from None
+    assert process.returncode == 0, f"exit code {process.returncode}\n{output[-8000:]}"
+    return output
+
+
+def losses_of(output: str) -> list[float]:
+    """What our accelerate example prints."""
+    return [float(found) for found in re.findall(r"^step \d+ loss (\S+)$", output, flags=re.MULTILINE)]
+
+
+def tokenizer(folder: Path, words: int = 80) -> None:
+    """Leave a tokenizer of ``words`` words, w0 and so on, beside a tiny model."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{n}": n for n in range(3, words)}}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=64
+    ).save_pretrained(folder)

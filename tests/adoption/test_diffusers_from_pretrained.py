@@ -1,0 +1,131 @@
+"""diffusers' ``from_pretrained`` gives, while zerostart is enabled, what it gives without, in shards."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerostart
+from ranks import rank_outcomes, run_ranks
+
+CONFIG = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 8,
+    "ffn_dim": 24,
+    "num_layers": 2,
+    "rope_max_seq_len": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small transformer, as one file, as several, in another directory, and with weights missing."""
+    import diffusers
+    from safetensors.torch import load_file, save_file
+
+    root = tmp_path_factory.mktemp("diffusers")
+    torch.manual_seed(0)
+    model = diffusers.WanTransformer3DModel(**CONFIG)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(root / "one")
+    model.save_pretrained(root / "several", max_shard_size="8KB")
+    model.save_pretrained(root / "pipeline" / "transformer")
+    model.save_pretrained(root / "missing")
+    file = root / "missing" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["surplus"] = tensors.pop("proj_out.bias")
+    save_file(tensors, file, metadata={"format": "pt"})
+    return root
+
+
+def loaded(path: Path, settings: dict[str, Any], loading: dict[str, Any]) -> dict[str, Any]:
+    # The line comes before the imports, and does not pay for diffusers.
+    zerostart.enable(**settings)
+    assert "diffusers" not in sys.modules
+    from diffusers import WanTransformer3DModel
+
+    model, info = WanTransformer3DModel.from_pretrained(path, output_loading_info=True, **loading)
+    zerostart.disable()
+    assert zerostart.report(model).engine == settings["engine"]
+    found = facts(model, info)
+    found["tensors"] = dict(zerostart.full_tensors(model, rank=None))
+    alone = WanTransformer3DModel.from_pretrained(path, **loading)
+    assert type(next(alone.parameters()).data) is torch.Tensor
+    return found
+
+
+def facts(model: Any, info: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "config": dict(model.config),
+        "training": model.training,
+        "dtype": model.dtype,
+        "buffers": {n: b.clone() for n, b in model.named_buffers()},
+        "info": {key: sorted(value) for key, value in info.items()},
+    }
+
+
+def stock(path: Path, loading: dict[str, Any]) -> dict[str, Any]:
+    from diffusers import WanTransformer3DModel
+
+    model, info = WanTransformer3DModel.from_pretrained(path, output_loading_info=True, **loading)
+    return {**facts(model, info), "tensors": dict(model.state_dict())}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one": ("one", {}),
+    "several": ("several", {"torch_dtype": torch.bfloat16}),
+    "subfolder": ("pipeline", {"subfolder": "transformer"}),
+    "missing": ("missing", {}),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "zero3": {"engine": "deepspeed"},
+    "zero2": {"engine": "deepspeed", "zero_stage": 2},
+    "fsdp2": {"engine": "fsdp2"},
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "case"),
+    [("zero3", "several"), ("zero2", "one"), ("fsdp2", "subfolder"), ("fsdp2", "missing")],
+)
+def test_as_without_zerostart(setting: str, case: str, folder: Path) -> None:
+    name, loading = CASES[case]
+    expected = stock(folder / name, loading)
+    found = run_ranks(loaded, 2, folder / name, SETTINGS[setting], loading)
+    for ours in found:
+        missing = set(ours["info"]["missing_keys"])
+        assert missing == ({"proj_out.bias"} if case == "missing" else set())
+        assert ours["tensors"].keys() == expected["tensors"].keys()
+        for part in ("tensors", "buffers"):
+            assert [
+                key
+                for key, tensor in expected[part].items()
+                if key not in missing
+                and (tensor.dtype != ours[part][key].dtype or not torch.equal(tensor, ours[part][key]))
+            ] == []
+        for fact in ("config", "training", "dtype", "info"):
+            assert ours[fact] == expected[fact]
+
+
+def refused(path: Path) -> None:
+    from diffusers import WanTransformer3DModel
+
+    with zerostart.enabled(engine="fsdp2"):
+        WanTransformer3DModel.from_pretrained(path, device_map="auto")
+
+
+def test_arguments_that_cannot_be_honoured_are_refused_by_name(folder: Path) -> None:
+    outcomes = rank_outcomes(refused, 2, folder / "one")
+    assert {o.error for o in outcomes} == {"zerostart.errors.ConfigError"}
+    assert {o.message for o in outcomes} == {outcomes[0].message}
+    assert "from_pretrained(device_map=...) is not available" in outcomes[0].message

@@ -1,0 +1,177 @@
+"""Example scripts of transformers, accelerate and TRL, unmodified but for the one added line.
+
+They are run from checkouts that the environment names; nothing of them is kept here:
+
+    ZEROSTART_TRANSFORMERS, ZEROSTART_ACCELERATE, ZEROSTART_TRL
+
+`datasets` and `evaluate` are the installed ones, or the stand-ins of `shims` where they are not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from launching import ANNOUNCED, CONFIGS, LINE, REHEARSAL, added, launch, tokenizer
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script of a checkout; with ``trainer``, one that uses the HF Trainer, which saves what it did."""
+
+    checkout: str
+    path: str
+    arguments: Sequence[str]
+    trainer: bool
+
+
+STEPS = [
+    "--max_train_steps",
+    "3",
+    "--learning_rate",
+    "1e-2",
+    "--seed",
+    "5",
+    "--per_device_eval_batch_size",
+    "2",
+]
+TEXT = ["--train_file", "{data}/text.txt", "--validation_file", "{data}/more.txt", "--block_size", "12"]
+LOOP = ["--model_name_or_path", "{model}", *TEXT, "--output_dir", "{out}", *STEPS]
+TRAINER = [
+    *("--model_name_or_path", "{model}", "--output_dir", "{out}", "--max_steps", "3"),
+    *("--learning_rate", "1e-2", "--seed", "5", "--logging_steps", "1", "--report_to", "none"),
+    *("--per_device_train_batch_size", "2", "--lr_scheduler_type", "constant"),
+]
+TRL = ["--max_length", "12", "--dtype", "float32", "--bf16", "False", "--gradient_checkpointing", "False"]
+CLM = "examples/pytorch/language-modeling"
+SCRIPTS = {
+    "run_clm": Script(
+        "TRANSFORMERS", f"{CLM}/run_clm.py", [*TRAINER, *TEXT, "--do_train", "--do_eval"], True
+    ),
+    "run_clm_no_trainer": Script(
+        "TRANSFORMERS",
+        f"{CLM}/run_clm_no_trainer.py",
+        [*LOOP, "--per_device_train_batch_size", "2"],
+        False,
+    ),
+    "deepspeed_with_config_support": Script(
+        "ACCELERATE",
+        "examples/by_feature/deepspeed_with_config_support.py",
+        [*LOOP, "--per_device_train_batch_size", "2"],
+        False,
+    ),
+    "sft": Script(
+        "TRL",
+        "trl/scripts/sft.py",
+        [*TRAINER, "--dataset_name", "{data}/sft", *TRL],
+        True,
+    ),
+    "dpo": Script(
+        "TRL",
+        "trl/scripts/dpo.py",
+        [*TRAINER, "--dataset_name", "{data}/dpo", *TRL],
+        True,
+    ),
+}
+
+
+def save_model(path: Path) -> None:
+    """A tiny model with biases: the scripts give these a parameter group of their own, and DeepSpeed drops a
+    group that is empty, which torch's schedulers no longer take.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "vocab_size": 131}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    kind = {"attention_bias": True, "head_dim": 8, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3", **sizes, **heads, **tokens, **kind)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.05)
+    model.save_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer, texts, and tiny data sets for TRL."""
+    made = tmp_path_factory.mktemp("upstream")
+    save_model(made / "model")
+    tokenizer(made / "model")
+    draw = random.Random(0)
+
+    def words(count: int) -> str:
+        return " ".join(f"w{n}" for n in draw.choices(range(3, 80), k=count))
+
+    (made / "text.txt").write_text("\n".join(words(30) for _ in range(30)))
+    (made / "more.txt").write_text("\n".join(words(30) for _ in range(6)))
+    for name in ("sft", "dpo"):
+        (made / name).mkdir()
+    rows = [{"text": words(10)} for _ in range(16)]
+    (made / "sft" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pairs = [{"prompt": words(4), "chosen": words(5), "rejected": words(5)} for _ in range(16)]
+    (made / "dpo" / "train.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    return made
+
+
+def absent_libraries() -> list[Path]:
+    """The stand-ins, where they are needed."""
+    needed = [name for name in ("datasets", "evaluate") if importlib.util.find_spec(name) is None]
+    assert len(needed) in (0, 2), f"{needed[0]} is not installed, but the other is: install both, or none"
+    return [HERE / "shims"] if needed else []
+
+
+def run(
+    script: Script, config: str, data: Path, out: Path, line: str
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    checkout = Path(os.environ[f"ZEROSTART_{script.checkout}"])
+    text = (checkout / script.path).read_text()
+    arguments = [part.format(model=data / "model", data=data, out=out / "out") for part in script.arguments]
+    paths = [*absent_libraries(), HERE / "recorder", *([checkout] if script.checkout == "TRL" else [])]
+    if not script.trainer:
+        line = f"import zerostart_recorder; {line}"
+    record = {"ZEROSTART_RECORD": str(out / "record")}
+    output = launch(added(text, line), out, CONFIGS[config], arguments, paths, record, 280)
+    assert (ANNOUNCED in output) == (LINE in line)
+    if script.trainer:
+        states = sorted((out / "out").glob("**/trainer_state.json"))
+        log = json.loads(states[-1].read_text())["log_history"]
+        return [entry["loss"] for entry in log if "loss" in entry], load_file(
+            out / "out" / "model.safetensors"
+        )
+    losses = [json.loads((out / "record" / f"losses-{rank}.json").read_text()) for rank in range(2)]
+    return [*losses[0], *losses[1]], torch.load(out / "record" / "state.pt")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_with_and_without_the_line(name: str, config: str, data: Path, tmp_path: Path) -> None:
+    script = SCRIPTS[name]
+    if f"ZEROSTART_{script.checkout}" not in os.environ:
+        pytest.skip(f"ZEROSTART_{script.checkout} names no checkout")
+    losses, found = run(script, config, data, tmp_path / "ours", LINE)
+    expected_losses, expected = run(script, config, data, tmp_path / "stock", REHEARSAL)
+    assert len(losses) >= 3
+    assert found.keys() == expected.keys()
+    if config == "fsdp2":
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
+    else:
+        assert losses == expected_losses
+        assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
