@@ -54,7 +54,7 @@ SLOW = pytest.mark.slow
     ("script", "config"),
     [
         ("accelerate", "zero2"),
-        ("trainer", "fsdp2"),
+        pytest.param("trainer", "fsdp2", marks=SLOW),
         pytest.param("accelerate", "zero3", marks=SLOW),
         pytest.param("accelerate", "fsdp2", marks=SLOW),
         pytest.param("trainer", "zero3", marks=SLOW),
