@@ -56,7 +56,7 @@ bench: $(STAMP) build/peers
 
 # Readers of others, apart from the environment, which they must not change.
 build/peers: constraints.txt
-	@$(PIP) --no-deps --upgrade --target $@ fastsafetensors runai-model-streamer
+	@$(PIP) --no-deps --upgrade --target $@ fastsafetensors runai-model-streamer humanize
 	@touch $@
 
 gpu-check: $(STAMP)
