@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from zerostart.upstream import deepspeed_stage12 as ds12
+from zerostart.upstream.deepspeed import import_deepspeed
 
 
 def in_order(source: str, *calls: str) -> bool:
@@ -18,7 +19,7 @@ def in_order(source: str, *calls: str) -> bool:
 
 @pytest.fixture
 def parts() -> tuple[type, type, type]:
-    ds12.require_engine()
+    import_deepspeed()
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

@@ -25,6 +25,7 @@ from zerostart.upstream.deepspeed_nvme import check_swapping, swap_file, write_t
 from zerostart.upstream.versions import demand
 
 __all__ = [
+    "import_deepspeed",
     "SUPPORTED",
     "Home",
     "check_quantising",
@@ -48,20 +49,27 @@ __all__ = [
 SUPPORTED = ((0, 19, 8), (0, 20))
 
 
-@functools.cache
-def _partition_parameters() -> Any:
-    """The module ``deepspeed.runtime.zero.partition_parameters``, checked for what is used of it."""
+def import_deepspeed() -> Any:
+    """The package ``deepspeed``, of any version; raises EngineError if it is absent."""
     if not torch.accelerator.is_available():
         # DeepSpeed looks for CUDA tools otherwise, and its import fails or warns on a machine without.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         import deepspeed
-        from deepspeed.runtime.zero import partition_parameters
     except ImportError as error:
         raise EngineError(
             f"engine='deepspeed' needs DeepSpeed, which cannot be imported ({error}); "
             "install it with `pip install zerostart[deepspeed]`"
         ) from error
+    return deepspeed
+
+
+@functools.cache
+def _partition_parameters() -> Any:
+    """The module ``deepspeed.runtime.zero.partition_parameters``, checked for what is used of it."""
+    deepspeed = import_deepspeed()
+    from deepspeed.runtime.zero import partition_parameters
+
     demand(
         deepspeed,
         SUPPORTED,

@@ -21,19 +21,17 @@ import contextlib
 import functools
 import inspect
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from zerostart.errors import EngineError
-from zerostart.upstream.deepspeed import SUPPORTED
+from zerostart.upstream.deepspeed import SUPPORTED, import_deepspeed
 from zerostart.upstream.deepspeed_stage12_alike import alike
 from zerostart.upstream.versions import misfit
 
-__all__ = ["Keeper", "Mark", "RunReader", "known", "mark", "marked", "offer", "remark", "require_engine"]
+__all__ = ["Keeper", "Mark", "RunReader", "known", "mark", "marked", "offer", "remark"]
 
 logger = logging.getLogger("zerostart")
 
@@ -88,25 +86,10 @@ def _nothing() -> None:
     return None
 
 
-def require_engine() -> None:
-    """Import DeepSpeed, of any version; raises EngineError if it is absent."""
-    if not torch.accelerator.is_available():
-        # DeepSpeed looks for CUDA tools otherwise, and its import fails or warns on a machine without.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    try:
-        import deepspeed  # noqa: F401
-    except ImportError as error:
-        raise EngineError(
-            f"engine='deepspeed' needs DeepSpeed, which cannot be imported ({error}); "
-            "install it with `pip install zerostart[deepspeed]`"
-        ) from error
-
-
 @functools.cache
 def known() -> bool:
     """Whether the installed DeepSpeed is as this module knows it; warns once if it is not."""
-    require_engine()
-    import deepspeed
+    deepspeed = import_deepspeed()
     from deepspeed.runtime import bf16_optimizer, engine
     from deepspeed.runtime.zero import stage_1_and_2
 

@@ -24,6 +24,7 @@ from zerostart.layout.flat import FlatGroup, FlatRules
 from zerostart.transfer.memory import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream import deepspeed_stage12 as upstream
+from zerostart.upstream.deepspeed import import_deepspeed
 from zerostart.upstream.torch import storage_users
 from zerostart.world import World, current_world
 
@@ -204,7 +205,7 @@ class FlatShards(WholeShards):
         parallelism: Parallelism,
     ) -> None:
         check_stage(zero_stage, engine_config, False)
-        upstream.require_engine()
+        import_deepspeed()
         rules = flat_rules(engine_config, zero_stage, world.size)
         super().__init__(world, zero_stage, rules, exchange, parallelism)
         self._keeper = FlatKeeper(self.device)
