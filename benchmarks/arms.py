@@ -203,15 +203,13 @@ def shard_bytes(result: Any) -> int:
     return sum(p.to_local().numel() * p.element_size() for p in result.parameters())
 
 
-def back_free_memory(checkpoint: Path) -> None:
-    """Touch and free 1.25 times this rank's share of the checkpoint, in small pages and in huge ones.
+def back_free_memory(size: int) -> None:
+    """Touch and free ``size`` bytes, in small pages and in huge ones.
 
     A virtual machine's free pages may have no memory of the host behind them; the first touch then costs
     several times the read. This is of the machine and of no arm, so every arm starts from backed pages, of
     either size: free blocks of the two sizes are not the same ones.
     """
-    share = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-    size = share * 5 // 4 // int(os.environ["WORLD_SIZE"])
     for advice in (mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE):
         with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
             pages.madvise(advice)
@@ -228,7 +226,8 @@ def measure(arm: str, checkpoint: Path, digest: bool, as_found: bool) -> dict[st
     start_gloo()
     gc.collect()
     if not as_found:
-        back_free_memory(checkpoint)
+        total = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+        back_free_memory(total * 5 // 4 // int(os.environ["WORLD_SIZE"]))
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before, io_before = memory(), io_counters()

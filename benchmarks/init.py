@@ -60,6 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--busy", action="store_true", help="keep every core busy with another process")
+    parser.add_argument("--as-found", action="store_true", help="do not touch free memory before a cell")
     parser.add_argument("--limit", type=float, default=900, help="seconds that a cell may take")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "init.json")
     return parser.parse_args()
@@ -69,6 +70,7 @@ def one_cell(arm: str, checkpoint: Path, options: argparse.Namespace, digest: bo
     """One record a rank, with the peaks of its memory."""
     warm(checkpoint)
     flags = ["--checkpoint", checkpoint, "--stage", str(options.stage), *["--digest"] * digest]
+    flags += ["--as-found"] * options.as_found
     told = run_cell("init_arms.py", [arm, *flags], options.ranks, options.limit)
     for cell, samples in told:
         cell["peak"] = peaks(cell, samples)

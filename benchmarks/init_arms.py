@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from arms import CHUNK, io_counters, memory, model_class
+from arms import CHUNK, back_free_memory, io_counters, memory, model_class
 
 Marks = dict[str, float]
 Prepared = Callable[[], Any]
@@ -156,7 +156,13 @@ def model_bytes(engine: Any) -> int:
     return sum(p.numel() * p.element_size() for p in engine.module.parameters())
 
 
-def measure(arm: str, checkpoint: Path, stage: int, with_digest: bool) -> dict[str, Any]:
+def kept_bytes(checkpoint: Path) -> int:
+    """What a rank has at the end of the start: all parameters in bf16, and its share of fp32 masters."""
+    total = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    return total + 2 * total // int(os.environ["WORLD_SIZE"])
+
+
+def measure(arm: str, checkpoint: Path, stage: int, with_digest: bool, as_found: bool) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
@@ -164,6 +170,8 @@ def measure(arm: str, checkpoint: Path, stage: int, with_digest: bool) -> dict[s
     marks: Marks = {}
     start = ARMS[arm](checkpoint, stage, marks)
     gc.collect()
+    if not as_found:
+        back_free_memory(kept_bytes(checkpoint))
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before, io_before, cpu_before = memory(), io_counters(), time.process_time()
@@ -199,8 +207,9 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--digest", action="store_true")
+    parser.add_argument("--as-found", action="store_true")
     options = parser.parse_args()
-    cell = measure(options.arm, options.checkpoint, options.stage, options.digest)
+    cell = measure(options.arm, options.checkpoint, options.stage, options.digest, options.as_found)
     options.result.write_text(json.dumps(cell))
     os._exit(0)  # The engines' own teardown takes seconds and is not what is measured.
 

@@ -43,9 +43,22 @@ def test_the_zero_optimizer_flattens_as_we_know_it(parts: tuple[type, type, type
         "self.flatten_dense_tensors_aligned(self.round_robin_bit16_groups[i]",
         "self.bit16_groups_flat.append(flattened_buffer)",
         "self._update_model_bit16_weights(i)",
+        "data_parallel_partitions = self.get_data_parallel_partitions(self.bit16_groups_flat[i], i)",
+        "weights_partition = self.parallel_partitioned_bit16_groups[i][partition_id].detach().clone().to(",
         "self.single_partition_of_fp32_groups.append(weights_partition)",
         "self._grad_acc_hooks = []",
         "self.initialize_optimizer_states()",
+    )
+    assert constructor.count(".detach().clone()") == 1
+    states = inspect.getsource(parts[0].initialize_optimizer_states)  # type: ignore[attr-defined]
+    assert in_order(
+        states,
+        "single_grad_partition = torch.zeros(",
+        "self.single_partition_of_fp32_groups[i].grad = ",
+        "if isinstance(self.optimizer, torch.optim.Adagrad):",
+        "if not self.cpu_offload:",
+        "group.grad = None",
+        "return",
     )
     names = inspect.signature(parts[0].__init__).parameters
     assert {

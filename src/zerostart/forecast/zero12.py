@@ -3,9 +3,8 @@
 With N elements of the flat buffers and n = N / ranks of them updated here (of experts, N / their owners), p
 bytes each:
 
-- masters, 4 n: cloned from the partition and converted. With offload a buffer of p n beside them, and one
-  of the largest parameter on the host and on the device.
-- ``initialize_optimizer_states``: an fp32 gradient of the partition, which stays with offload.
+- masters, 4 n, converted from the partition. With offload a buffer of p n beside them, and one of the
+  largest parameter on the host and on the device, and an fp32 gradient of the partition.
 - backward: at stage 1 all gradients until the last micro-batch, then (at stage 2 at once) the bucket, the
   copy of it that is reduced, and the gradients of this rank's partition. ``BF16_Optimizer`` (stage 1 with
   fp32 accumulation, ``bf16_optimizer.py``) has fp32 gradients of all from the start instead.
@@ -66,15 +65,14 @@ class _Stage12:
 
     def moments(self) -> list[Moment]:
         """In the order in which they come."""
-        converted = 0 if self.held.dtype == torch.float32 else self.part
+        copied = self.part if self.all_fp32 else 0  # by BF16_Optimizer
         begun = {**self._masters, "gradients": FP32 * self.trained if self.all_fp32 else 0}
-        unread = 0 if self.all_fp32 or self.aside else FP32 * self.n
         ready = {**begun, **({"gradients": FP32 * self.n} if self.aside else {})}
         full = {**ready, "optimizer state": self.states}
         sent = self.held.gathers.total * self.target.copies
         return [
-            self._moment("initialize", {**self._masters, "scratch": converted}),
-            self._moment("initialize", {**ready, "scratch": unread}),
+            self._moment("initialize", {**self._masters, "scratch": copied}),
+            self._moment("initialize", ready),
             self._moment("step", ready, self._reducing()),
             self._moment("step", {**ready, "scratch": self._flattened + self._fp32}),
             self._moment("step", {**full, "scratch": self._fp32 + self.update}),

@@ -7,7 +7,8 @@ Three things are done otherwise for parameters that carry a mark of zerostart, a
   buffer of the load is brought into the optimizer's order in place, and that buffer is taken as its own.
 - The broadcast of the model. ``DeepSpeedEngine._broadcast_model`` sends every tensor from rank 0. Here the
   ranks compare hashes of what they loaded, and only what differs is sent.
-- Masters. They are made from the partitions; those of rounded parameters are then read from the checkpoint.
+- Masters. They are made from the partitions, without the copy between that the constructor makes; those of
+  rounded parameters are then read from the checkpoint. Gradients that it makes to drop are left out.
 
 The way in is the constructors of both optimizers (``deepspeed_stage12_optimizers``) and of the engine, and
 that one method of it, replaced at the first load for these stages. Where a construction fails, the hooks that
@@ -40,7 +41,12 @@ logger = logging.getLogger("zerostart")
 RunReader = Callable[[Sequence[tuple[str, int, torch.Tensor]]], None]
 
 _ATTRIBUTE = "_zerostart_flat"
-_OPTIMIZER = ("flatten_dense_tensors_aligned", "_update_model_bit16_weights")
+_OPTIMIZER = (
+    "flatten_dense_tensors_aligned",
+    "_update_model_bit16_weights",
+    "get_data_parallel_partitions",
+    "initialize_optimizer_states",
+)
 _BF16_OPTIMIZER = ("_flatten_dense_tensors_aligned", "_update_storage_to_flattened_tensor")
 
 

@@ -220,7 +220,7 @@ class _Zero(_Adoption):
 
     @contextlib.contextmanager
     def overrides(self) -> Iterator[None]:
-        """A group that is flat already needs no memory: it does not go by way of the CPU."""
+        """A group that is flat already does not go by way of the CPU, and nothing is made to be dropped."""
         from deepspeed.accelerator import get_accelerator
 
         accelerator = get_accelerator()
@@ -231,10 +231,67 @@ class _Zero(_Adoption):
 
         accelerator.available_memory = available_memory
         try:
-            with super().overrides():
+            with super().overrides(), self._uncopied(), self._without_gradients():
                 yield
         finally:
             del accelerator.available_memory
+
+    @contextlib.contextmanager
+    def _uncopied(self) -> Iterator[None]:
+        """Make masters of another dtype from the partition itself.
+
+        The constructor takes ``partition.detach().clone().to(...)``, and the clone matters only where ``to``
+        returns it: it is half as big as the masters of bf16 parameters, and lives beside them.
+        """
+        original = self.optimizer.get_data_parallel_partitions
+        replaced: list[torch.Tensor] = []
+
+        def partitions(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+            found: list[torch.Tensor] = original(tensor, *args, **kwargs)
+            if tensor.dtype != self.optimizer.master_weights_and_grads_dtype:
+                for partition in found:
+                    partition.detach = functools.partial(  # type: ignore[method-assign, assignment]
+                        _Uncopied, partition
+                    )
+                replaced.extend(found)
+            return found
+
+        self.optimizer.get_data_parallel_partitions = partitions
+        try:
+            yield
+        finally:
+            self.optimizer.__dict__.pop("get_data_parallel_partitions", None)
+            for partition in replaced:
+                partition.__dict__.pop("detach", None)
+
+    @contextlib.contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Leave out gradients of zero that are dropped at once.
+
+        ``initialize_optimizer_states`` gives the masters gradients for the sake of Adagrad, whose states
+        come with its construction; without offload they go when it ends.
+        """
+        optimizer, original = self.optimizer, self.optimizer.initialize_optimizer_states
+
+        def initialize() -> None:
+            if optimizer.cpu_offload or isinstance(optimizer.optimizer, torch.optim.Adagrad):
+                original()
+
+        optimizer.initialize_optimizer_states = initialize
+        try:
+            yield
+        finally:
+            optimizer.__dict__.pop("initialize_optimizer_states", None)
+
+
+class _Uncopied:
+    """What ``partition.detach()`` gives for the time of the constructor: its ``clone()`` copies nothing."""
+
+    def __init__(self, partition: torch.Tensor) -> None:
+        self._partition = partition
+
+    def clone(self) -> torch.Tensor:
+        return torch.Tensor.detach(self._partition)
 
 
 class _BF16(_Adoption):
