@@ -68,6 +68,7 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "script.py").write_text(script)
     root = Path(__file__).parents[2] / "src"
+    given = os.environ.get("PYTHONPATH")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"]
     process = subprocess.Popen(
@@ -75,7 +76,7 @@ def launch(
         cwd=folder,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, [*paths, root])),
+            "PYTHONPATH": os.pathsep.join(map(str, [*paths, root, *([given] if given else [])])),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "info",

@@ -254,3 +254,21 @@ def test_methods_are_put_back() -> None:
         zerostart.disable()
     with pytest.raises(zerostart.ZerostartError, match="engine='jax' is unknown"):
         zerostart.enable(engine="jax")
+
+
+def resized(path: Path) -> tuple[bool, str]:
+    import transformers
+
+    with zerostart.enabled(engine="fsdp2"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    embeddings = model.get_input_embeddings()
+    kept = model.resize_token_embeddings(len(embeddings.weight)) is embeddings
+    with pytest.raises(zerostart.ZerostartError) as caught:
+        model.resize_token_embeddings(len(embeddings.weight) - 8)
+    return kept, str(caught.value)
+
+
+def test_embeddings_that_fsdp2_has_sharded_are_not_resized(checkpoints: TinyCheckpoints) -> None:
+    for kept, told in run_ranks(resized, 2, checkpoints("qwen3")):
+        assert kept
+        assert "resize them in the checkpoint first" in told

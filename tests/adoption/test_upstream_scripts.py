@@ -87,6 +87,18 @@ SCRIPTS = {
 }
 
 
+#: Scripts that do not get to their end on FSDP2, by what stops them.
+FSDP2_STOPS = {
+    # It saves the sharded model itself, which transformers does not gather: the same without zerostart.
+    "run_clm_no_trainer": r"_end_ptr",
+    # It is for DeepSpeed; it resizes the embeddings of the model that it got, which is sharded already.
+    "deepspeed_with_config_support": r"FSDP2 has sharded",
+    # TRL asks for device_map="auto" where accelerate counts no GPUs, and that is refused.
+    "sft": r"from_pretrained\(device_map=\.\.\.\) is not available",
+    "dpo": r"from_pretrained\(device_map=\.\.\.\) is not available",
+}
+
+
 def save_model(path: Path) -> None:
     """A tiny model with biases: the scripts give these a parameter group of their own, and DeepSpeed drops a
     group that is empty, which torch's schedulers no longer take.
@@ -135,13 +147,24 @@ def absent_libraries() -> list[Path]:
     return [HERE / "shims"] if needed else []
 
 
+def metadata(checkout: Path, out: Path) -> Path:
+    """A folder that tells the version of TRL, which its trainers ask for, as its installation would."""
+    version = (checkout / "VERSION").read_text().strip()
+    made = out / "metadata" / f"trl-{version}.dist-info"
+    made.mkdir(parents=True)
+    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: trl\nVersion: {version}\n")
+    return made.parent
+
+
 def run(
     script: Script, config: str, data: Path, out: Path, line: str
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     checkout = Path(os.environ[f"ZEROSTART_{script.checkout}"])
     text = (checkout / script.path).read_text()
     arguments = [part.format(model=data / "model", data=data, out=out / "out") for part in script.arguments]
-    paths = [*absent_libraries(), HERE / "recorder", *([checkout] if script.checkout == "TRL" else [])]
+    paths = [*absent_libraries(), HERE / "recorder"]
+    if script.checkout == "TRL":
+        paths += [checkout, metadata(checkout, out)]
     if not script.trainer:
         line = f"import zerostart_recorder; {line}"
     record = {"ZEROSTART_RECORD": str(out / "record")}
@@ -164,6 +187,10 @@ def test_with_and_without_the_line(name: str, config: str, data: Path, tmp_path:
     script = SCRIPTS[name]
     if f"ZEROSTART_{script.checkout}" not in os.environ:
         pytest.skip(f"ZEROSTART_{script.checkout} names no checkout")
+    if config == "fsdp2" and name in FSDP2_STOPS:
+        with pytest.raises(AssertionError, match=FSDP2_STOPS[name]):
+            run(script, config, data, tmp_path / "ours", LINE)
+        return
     losses, found = run(script, config, data, tmp_path / "ours", LINE)
     expected_losses, expected = run(script, config, data, tmp_path / "stock", REHEARSAL)
     assert len(losses) >= 3

@@ -44,7 +44,7 @@ def outcomes(checkout: Path, suite: str, how: str, folder: Path) -> dict[str, st
     command += ["--rootdir", str(checkout), "-c", os.devnull, f"--junit-xml={report}", SUITES[suite]]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, [*paths, checkout])),
+        "PYTHONPATH": os.pathsep.join([*map(str, [*paths, checkout]), os.environ.get("PYTHONPATH", "")]),
         "ZEROSTART_SUITE": how,
         "HF_HOME": str(folder / "home"),
         "HF_HUB_OFFLINE": "1",
