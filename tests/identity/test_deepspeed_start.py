@@ -29,8 +29,17 @@ KIND = "qwen3_moe_aligned"
 GROUPS = ("one", "two", "frozen", "late", "mixed")
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("placement", ["accelerator", "offload-param", "offload-optimizer", "sub-groups"])
+@pytest.mark.parametrize(
+    ("placement", "groups"),
+    [
+        *(("accelerator", groups) for groups in GROUPS),
+        *(
+            pytest.param(placement, groups, marks=() if groups in ("one", "mixed") else pytest.mark.slow)
+            for placement in ("offload-param", "offload-optimizer", "sub-groups")
+            for groups in GROUPS
+        ),
+    ],
+)
 def test_the_optimizer_starts_as_without_an_override(
     placement: str, groups: str, checkpoints: TinyCheckpoints
 ) -> None:

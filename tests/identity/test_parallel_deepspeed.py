@@ -23,7 +23,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("experts", "world", "accumulation"),
-    [(2, 2, 1), (2, 2, 2), (1, 2, 1), (2, 4, 1), (4, 4, 1)],
+    [
+        (2, 2, 1),
+        (2, 2, 2),
+        pytest.param(1, 2, 1, marks=pytest.mark.slow),
+        (2, 4, 1),
+        pytest.param(4, 4, 1, marks=pytest.mark.slow),
+    ],
     ids=["ep2xdp1", "ep2xdp1-accumulated", "ep1xdp2", "ep2xdp2", "ep4xdp1"],
 )
 @pytest.mark.parametrize("kind", MODELS)
