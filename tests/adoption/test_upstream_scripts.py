@@ -89,7 +89,7 @@ SCRIPTS = {
 
 #: Scripts that do not get to their end on FSDP2, by what stops them.
 FSDP2_STOPS = {
-    # It saves the sharded model itself, which transformers does not gather: the same without zerostart.
+    # It saves the sharded model itself, which transformers does not gather.
     "run_clm_no_trainer": r"_end_ptr",
     # It is for DeepSpeed; it resizes the embeddings of the model that it got, which is sharded already.
     "deepspeed_with_config_support": r"FSDP2 has sharded",
