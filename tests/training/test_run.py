@@ -107,6 +107,31 @@ def test_engines_and_world_sizes_train_alike(checkpoints, values):
         assert all(result == results[0] for result in results)
 
 
+def wrappers_at_the_end(values):
+    """How many DDP modules are alive when the process group is destroyed."""
+    import gc
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    alive = []
+    destroy = torch.distributed.destroy_process_group
+
+    def counting(*arguments):
+        alive.append(sum(type(one) is DistributedDataParallel for one in gc.get_objects()))
+        destroy(*arguments)
+
+    torch.distributed.destroy_process_group = counting
+    run(values)
+    return alive
+
+
+def test_reducer_goes_before_the_process_group(checkpoints, values):
+    """A reducer that holds the group last joins gloo's threads under the GIL, which they may wait for."""
+    given = values(checkpoints("qwen3"))
+    given["engine"] |= {"zero_stage": 0}
+    assert run_ranks(wrappers_at_the_end, 2, given) == [[0], [0]]
+
+
 def load_and_export(path, engine, out):
     from transformers import AutoTokenizer
 

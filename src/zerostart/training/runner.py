@@ -94,7 +94,7 @@ def train(config: TrainConfig) -> TrainResult:
         export_model(model, tokenizer, directory, config.output.max_shard_size)
         result = run.result(directory)
         display.say(str(result))
-    session.accelerator.end_training()
+    session.end()
     return result
 
 

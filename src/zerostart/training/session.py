@@ -86,6 +86,17 @@ class Session:
         summed: list[float] = totals.tolist()
         return summed
 
+    def end(self) -> None:
+        """End the trackers and the process group; the session can't be used afterwards.
+
+        What the engine has wrapped goes first. The reducer of DistributedDataParallel must not be the last to
+        hold the group: its destructor keeps the GIL while it joins gloo's threads (torch 2.13), and one of
+        these may be waiting for the GIL to release a tensor.
+        """
+        self.model = self.optimizer = self.scheduler = self.loader = None  # type: ignore[assignment]
+        self.accelerator.free_memory()
+        self.accelerator.end_training()
+
 
 def check_surroundings(config: TrainConfig) -> None:
     """Find out before the load whether accelerate will be able to do its part.
