@@ -125,7 +125,7 @@ def test_subfolder_key_mapping_and_attention(checkpoints: TinyCheckpoints, tmp_p
 
 
 REFUSED = {
-    "device_map": "auto",
+    "device_map": {"": 0},
     "tp_plan": "auto",
     "gguf_file": "weights.gguf",
     "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
@@ -256,19 +256,9 @@ def test_methods_are_put_back() -> None:
         zerostart.enable(engine="jax")
 
 
-def resized(path: Path) -> tuple[bool, str]:
-    import transformers
-
-    with zerostart.enabled(engine="fsdp2"):
-        model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    embeddings = model.get_input_embeddings()
-    kept = model.resize_token_embeddings(len(embeddings.weight)) is embeddings
-    with pytest.raises(zerostart.ZerostartError) as caught:
-        model.resize_token_embeddings(len(embeddings.weight) - 8)
-    return kept, str(caught.value)
-
-
-def test_embeddings_that_fsdp2_has_sharded_are_not_resized(checkpoints: TinyCheckpoints) -> None:
-    for kept, told in run_ranks(resized, 2, checkpoints("qwen3")):
-        assert kept
-        assert "resize them in the checkpoint first" in told
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the host is not all there is")
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}], ids=["auto", "cpu"])
+def test_a_device_map_of_the_host_is_none_where_there_is_nothing_else(
+    device_map: Any, checkpoints: TinyCheckpoints
+) -> None:
+    compare("fsdp2", "Qwen3ForCausalLM", checkpoints("qwen3"), device_map=device_map)

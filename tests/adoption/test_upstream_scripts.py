@@ -91,11 +91,6 @@ SCRIPTS = {
 FSDP2_STOPS = {
     # It saves the sharded model itself, which transformers does not gather.
     "run_clm_no_trainer": r"_end_ptr",
-    # It is for DeepSpeed; it resizes the embeddings of the model that it got, which is sharded already.
-    "deepspeed_with_config_support": r"FSDP2 has sharded",
-    # TRL asks for device_map="auto" where accelerate counts no GPUs, and that is refused.
-    "sft": r"from_pretrained\(device_map=\.\.\.\) is not available",
-    "dpo": r"from_pretrained\(device_map=\.\.\.\) is not available",
 }
 
 

@@ -16,6 +16,7 @@ from zerostart.upstream import deepspeed as ds
 from zerostart.upstream import deepspeed_stage3 as ds3
 from zerostart.upstream import deepspeed_start as start
 from zerostart.upstream import torch as pt
+from zerostart.upstream import torch_fsdp2
 from zerostart.upstream import transformers as hf
 
 
@@ -23,6 +24,16 @@ def test_installed_versions_are_known() -> None:
     hf._check()
     ds.require()
     pt.require()
+    torch_fsdp2.require()
+
+
+def test_fsdp2_makes_a_shard_of_what_we_give_it() -> None:
+    """The arguments that ``torch_fsdp2`` passes; what becomes of them is in tests/adoption/test_resizing.py."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    arguments = ["param", "module_info", "mesh_info", "post_forward_mesh_info", "device"]
+    arguments += ["shard_placement_fn", "mp_policy", "offload_policy"]
+    assert list(inspect.signature(FSDPParam).parameters) == arguments
 
 
 def test_an_unknown_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,12 @@ from torch import nn
 from zerostart import engines
 from zerostart.engines.deepspeed.settings import configured_dtype
 from zerostart.engines.fsdp2.added import shard_added
-from zerostart.errors import ConfigError, EngineError
+from zerostart.errors import ConfigError
 from zerostart.gather import full_tensors
 from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.pretrained import Call, Settings
+from zerostart.integrations.resizing import resize_token_embeddings
 from zerostart.reporting import report_of
 from zerostart.upstream import accelerate as accelerate_parts
 from zerostart.upstream import diffusers_loading as diffusers_parts
@@ -136,29 +137,9 @@ class _Watched(_Noting):
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
-        if self._active.engine == "fsdp2":
-            model.resize_token_embeddings = functools.partial(_resize, model)
+        if self._active.engine == "fsdp2" and self._active.zero_stage > 0:
+            model.resize_token_embeddings = functools.partial(resize_token_embeddings, model)
         return found
-
-
-def _resize(
-    model: Any,
-    new_num_tokens: int | None = None,
-    pad_to_multiple_of: int | None = None,
-    mean_resizing: bool = True,
-) -> Any:
-    """``resize_token_embeddings`` where nothing is to change; else an error.
-
-    transformers copies rows from the old weight to the new one, and gathers them for DeepSpeed alone.
-    """
-    have = model.get_input_embeddings().weight.shape[0]
-    if new_num_tokens not in (None, have) or pad_to_multiple_of is not None:
-        raise EngineError(
-            f"FSDP2 has sharded {type(model).__name__} already, whose embeddings cannot be resized from "
-            f"{have} to {new_num_tokens}; resize them in the checkpoint first (load it outside "
-            "zerostart.enabled(), resize, save_pretrained), or train with DeepSpeed ZeRO-3"
-        )
-    return type(model).resize_token_embeddings(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
 
 
 class _WatchedDiffusion(_Noting, DiffusionCall):

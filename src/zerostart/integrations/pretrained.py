@@ -63,7 +63,9 @@ class Call:
     def __init__(self, settings: Settings, active: Active, arguments: Mapping[str, Any]) -> None:
         self._settings = settings
         self._active = active
-        self._arguments = dict(arguments)
+        self.arguments = dict(arguments)
+        if _names_the_host(self.arguments.get("device_map")):
+            del self.arguments["device_map"]
         self._log = OpLog()
         self._dtype = torch.get_default_dtype()
         self._agreed = False
@@ -77,12 +79,12 @@ class Call:
     def check(self) -> None:
         """Raise ConfigError, by its name, for an argument that a sharded load cannot honour."""
         for name, reason in self.refused.items():
-            if self._arguments.get(name):
+            if self.arguments.get(name):
                 raise ConfigError(
                     f"from_pretrained({name}=...) is not available under zerostart.enabled(): {reason}. "
                     "Leave it out, or call it outside"
                 )
-        quantization = self._arguments.get("quantization_config")
+        quantization = self.arguments.get("quantization_config")
         if quantization is not None and not _dequantises(quantization):
             raise ConfigError(
                 "from_pretrained(quantization_config=...) is not available under zerostart.enabled(): "
@@ -178,9 +180,18 @@ class Call:
                 "pass from_pretrained(quantization_config=...) with dequantize=True, or use zerostart.load, "
                 "which dequantises"
             )
-        if self._arguments.get("key_mapping"):
+        if self.arguments.get("key_mapping"):
             raise ConfigError("key_mapping with a quantised checkpoint is not available; use zerostart.load")
         return dequantizer(quantization.to_dict(), str(name))
+
+
+def _names_the_host(device_map: Any) -> bool:
+    """Whether a device map puts all of a model on the host, where there is nothing else: no map at all."""
+    if torch.accelerator.is_available() or device_map is None:
+        return False
+    if isinstance(device_map, Mapping):
+        return bool(device_map) and all(str(place) == "cpu" for place in device_map.values())
+    return str(device_map) in ("auto", "balanced", "balanced_low_0", "sequential", "cpu")
 
 
 def _dequantises(quantization: Any) -> bool:

@@ -117,7 +117,7 @@ class Override:
             default = torch.get_default_dtype()
             with serving(served):
                 try:
-                    return original(cls, *args, **kwargs)
+                    return original(cls, *args, **served.arguments)
                 except Exception as error:
                     torch.set_default_dtype(default)  # diffusers sets it, and back where nothing fails
                     served.failed(error)

@@ -37,6 +37,8 @@ class Served(Protocol):
 
     #: The model, once it has its weights.
     model: Any
+    #: Keyword arguments with which the library goes on.
+    arguments: dict[str, Any]
 
     @property
     def setup(self) -> str:
@@ -140,7 +142,7 @@ class Override:
                 return result
             with serving(served):
                 try:
-                    return original(cls, *args, **kwargs)
+                    return original(cls, *args, **served.arguments)
                 except Exception as error:
                     served.failed(error)
                     raise

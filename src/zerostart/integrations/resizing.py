@@ -1,0 +1,73 @@
+"""``resize_token_embeddings`` of a model that FSDP2 has sharded already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zerostart.errors import EngineError
+from zerostart.reporting import report_of
+from zerostart.upstream.torch_fsdp2 import has_run, whole_for_a_while
+
+__all__ = ["resize_token_embeddings"]
+
+#: What a layer says of its own size.
+_SIZES = ("num_embeddings", "in_features", "out_features")
+
+
+def resize_token_embeddings(
+    model: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> Any:
+    """The method of transformers, of whose arguments these are, for a model in FSDP2 shards; collective.
+
+    transformers copies rows from the old weight to the new one. So the embeddings, and the head, are whole on
+    every rank while it does; then they are shards again, with the rows that rank 0 drew for new tokens.
+    Raises EngineError once the model has run, and where tensor parallel has cut the embeddings.
+    """
+    original = type(model).resize_token_embeddings
+    embeddings = model.get_input_embeddings()
+    have = embeddings.weight.shape[0]
+    if new_num_tokens in (None, have) and pad_to_multiple_of is None:
+        return original(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
+    _check(model, have, new_num_tokens)
+    head = model.get_output_embeddings()
+    layers = [layer for layer in (embeddings, head) if layer is not None]
+    with whole_for_a_while(model, layers):
+        try:
+            resized = original(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        finally:
+            # The layers themselves stay: the engine's hooks are on them.
+            if model.get_input_embeddings() is not embeddings:
+                resized = _take_over(embeddings, model.get_input_embeddings())
+                model.set_input_embeddings(embeddings)
+            if model.get_output_embeddings() is not head:
+                _take_over(head, model.get_output_embeddings())
+                model.set_output_embeddings(head)
+    return resized
+
+
+def _check(model: Any, have: int, wanted: int | None) -> None:
+    what = f"the embeddings of {type(model).__name__} cannot be resized from {have} to {wanted}"
+    if has_run(model):
+        raise EngineError(f"{what} once FSDP2 has run a forward; resize them right after from_pretrained")
+    if report_of(model).parallelism.mesh.tensor_parallel > 1 or not isinstance(
+        model.get_input_embeddings().weight, DTensor
+    ):
+        raise EngineError(
+            f"{what}, since tensor parallel has cut them; use tensor_parallel=1, or resize them in the "
+            "checkpoint first (load it outside zerostart.enabled(), resize, save_pretrained)"
+        )
+
+
+def _take_over(layer: nn.Module, new: nn.Module) -> nn.Module:
+    """Give ``layer`` the parameters and sizes of ``new``."""
+    layer._parameters.update(new._parameters)
+    for name in _SIZES:
+        if hasattr(new, name):
+            setattr(layer, name, getattr(new, name))
+    return layer

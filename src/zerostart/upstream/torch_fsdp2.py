@@ -1,0 +1,140 @@
+"""Private parts of torch's FSDP2: which unit keeps a parameter, and how it makes a shard of it.
+
+Known for the versions in ``SUPPORTED``. Used: the state of an ``FSDPModule`` with its parameter groups
+(``_fsdp_param_groups``; in 2.11 one, ``_fsdp_param_group``) and ``_is_root``, which the first forward sets;
+of a group ``fsdp_params``, ``modules``, ``mp_policy`` and ``offload_policy``; ``FSDPParam``, its constructor
+and what it keeps of the arguments; and ``_get_param_module_infos``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from zerostart.upstream.torch import over
+from zerostart.upstream.versions import demand
+
+__all__ = ["SUPPORTED", "has_run", "require", "whole_for_a_while"]
+
+#: First known and first unknown version.
+SUPPORTED = ((2, 11), (2, 14))
+
+
+@functools.cache
+def require() -> None:
+    """Raise UnsupportedVersionError unless everything that this file uses is there."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+
+    demand(
+        torch,
+        SUPPORTED,
+        (
+            (FSDPModule, ("_get_fsdp_state",)),
+            (_fsdp_param.FSDPParam, ("_init_sharded_param", "_setattr_on_modules")),
+            (_fsdp_param_group, ("_get_param_module_infos",)),
+        ),
+    )
+
+
+def has_run(model: nn.Module) -> bool:
+    """Whether a forward has been through ``model``, whose units have settled on their parameters then."""
+    require()
+    states = (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
+    return any(state._is_root is not None for state in states)
+
+
+@contextlib.contextmanager
+def whole_for_a_while(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, each own parameter of ``modules`` is whole and plain on every rank; collective.
+
+    They may be replaced, by ones of another shape too. Afterwards what the modules then have are shards of
+    the units that they belonged to, with the values of rank 0. ``model`` must not have run, its parameters
+    be sharded over all ranks, and over nothing else.
+    """
+    require()
+    kept = _kept(model, modules)
+    for group, parameter in {id(one): (group, one) for group, one in kept.values()}.values():
+        whole = nn.Parameter(_gathered(parameter.sharded_param), parameter.sharded_param.requires_grad)
+        parameter._setattr_on_modules(whole)
+        parameter._post_load_hook_handle.remove()
+        group.fsdp_params.remove(parameter)
+    try:
+        yield
+    finally:
+        _shard(modules, kept)
+
+
+def _kept(model: nn.Module, modules: Sequence[nn.Module]) -> dict[tuple[int, str], tuple[Any, Any]]:
+    """The group and the ``FSDPParam`` of each parameter of ``modules``, by the module's id and its name."""
+    wanted = {id(module) for module in modules}
+    found = {}
+    for unit in model.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        for group in _groups(unit._get_fsdp_state()):
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                owners = (info.module, *info.shared_modules)
+                names = (info.param_name, *info.shared_param_names)
+                for owner, name in zip(owners, names, strict=True):
+                    if id(owner) in wanted:
+                        found[id(owner), name] = (group, parameter)
+    return found
+
+
+def _groups(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is None:
+        several = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(several)
+
+
+def _gathered(sharded: DTensor) -> torch.Tensor:
+    """The whole of a sharded parameter, on the mesh's device, though its shards may lie on the host."""
+    local = sharded.to_local().detach()
+    kind = sharded.device_mesh.device_type
+    if local.device.type != kind:
+        sharded = over(sharded, local.to(kind))
+    with torch.no_grad():
+        whole: torch.Tensor = sharded.full_tensor()
+    return whole
+
+
+def _shard(modules: Sequence[nn.Module], kept: dict[tuple[int, str], tuple[Any, Any]]) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_module_infos
+
+    plain = {}
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in plain:
+                plain[id(parameter)] = (parameter, *kept[id(module), name])
+    for parameter, group, old in plain.values():
+        with torch.no_grad():
+            dist.broadcast(parameter.data, src=0)
+        (info,) = _get_param_module_infos([parameter], group.modules)
+        group.fsdp_params.append(
+            FSDPParam(
+                parameter,
+                info,
+                old.mesh_info,
+                old.post_forward_mesh_info,
+                old.device,
+                functools.partial(_placement, old),
+                group.mp_policy,
+                group.offload_policy,
+            )
+        )
+
+
+def _placement(old: Any, parameter: nn.Parameter) -> Any:
+    """The ``shard_placement_fn`` that gives ``parameter`` the dimension of the one in whose place it is."""
+    return old.fsdp_placement

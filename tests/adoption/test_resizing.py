@@ -1,0 +1,123 @@
+"""Embeddings of a model that FSDP2 has sharded, resized by transformers' method, train as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerostart
+from parity import checkpoint
+from ranks import run_ranks
+from tiny import TinyCheckpoints, minilm_path
+
+MODELS = {
+    "qwen3": "AutoModelForCausalLM",
+    "qwen3_moe_aligned": "AutoModelForCausalLM",
+    "minilm": "AutoModelForMaskedLM",
+}
+#: New number of tokens, relative to the old one; multiple; and whether new rows have the mean of the old.
+CHANGES = {"more": (9, None, True), "fewer": (-8, None, True), "padded": (3, 64, False)}
+
+
+def change(model: Any, more: int, multiple: int | None, mean: bool, seed: int) -> Any:
+    torch.manual_seed(seed)
+    count = model.get_input_embeddings().weight.shape[0] + more
+    return model.resize_token_embeddings(count, pad_to_multiple_of=multiple, mean_resizing=mean)
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> list[float]:
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def batch_of(model: Any) -> torch.Tensor:
+    """Tokens up to the last one, which is new where some were added."""
+    count = model.config.get_text_config().vocab_size
+    return torch.arange(count - 32, count).reshape(4, 8)
+
+
+def ours(path: Path, kind: str, edit: tuple[Any, ...], config: dict[str, Any]) -> dict[str, Any]:
+    import transformers
+
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(3)  # for the head that a checkpoint may lack
+    with zerostart.enabled(engine="fsdp2", engine_config=config):
+        model = getattr(transformers, MODELS[kind]).from_pretrained(path)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    resized = change(model, *edit, seed=7 + rank)  # What rank 0 draws is everyone's.
+    assert resized is model.get_input_embeddings() is embeddings
+    assert model.get_output_embeddings() is head
+    start = {name: tensor.clone() for name, tensor in zerostart.full_tensors(model, rank=None)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.eval()
+    losses = trained(model, optimizer, batch_of(model))
+    end = dict(zerostart.full_tensors(model, rank=None))
+    with pytest.raises(zerostart.ZerostartError, match="once FSDP2 has run a forward"):
+        model.resize_token_embeddings(len(embeddings.weight) + 1)
+    sizes = [embeddings.num_embeddings, getattr(head, "out_features", None), model.config.vocab_size]
+    return {"start": start, "losses": losses, "end": end, "sizes": sizes}
+
+
+@pytest.mark.parametrize("edit", CHANGES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_resized_as_the_unsharded_model(kind: str, edit: str, checkpoints: TinyCheckpoints) -> None:
+    compare(minilm_path() if kind == "minilm" else checkpoints(kind), kind, CHANGES[edit], 2, {})
+
+
+@pytest.mark.parametrize(
+    "config", [{"replicate": 2}, {"wrap": ["Embedding", "Linear"]}], ids=["HSDP", "units"]
+)
+def test_placements(config: dict[str, Any], checkpoints: TinyCheckpoints) -> None:
+    compare(
+        checkpoints("qwen3_moe_aligned"),
+        "qwen3_moe_aligned",
+        CHANGES["more"],
+        4 if "replicate" in config else 2,
+        config,
+    )
+
+
+def compare(path: Path, kind: str, edit: tuple[Any, ...], ranks: int, config: dict[str, Any]) -> None:
+    import transformers
+
+    torch.manual_seed(3)
+    model = getattr(transformers, MODELS[kind]).from_pretrained(path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as on the ranks: the covariance of the rows depends on it
+    change(model, *edit, seed=7)
+    torch.set_num_threads(threads)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = trained(model.eval(), optimizer, batch_of(model))
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for found in run_ranks(ours, ranks, path, kind, edit, config):
+        assert {n for n in start if not torch.equal(start[n], found["start"][n])} == set()
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(found["end"][name], tensor, rtol=1e-4, atol=1e-6)
+        expected = [embeddings.num_embeddings, getattr(head, "out_features", None), model.config.vocab_size]
+        assert found["sizes"] == expected
+
+
+def cut(path: Path) -> None:
+    import transformers
+
+    with zerostart.enabled(engine="fsdp2", tensor_parallel=2):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    count = len(model.get_input_embeddings().weight)
+    assert model.resize_token_embeddings(count) is model.get_input_embeddings()
+    with pytest.raises(zerostart.ZerostartError, match="tensor parallel has cut them; use tensor_parallel=1"):
+        model.resize_token_embeddings(count - 8)
+
+
+def test_not_where_tensor_parallel_has_cut_them(tmp_path: Path) -> None:
+    run_ranks(cut, 2, checkpoint("qwen3", tmp_path))
