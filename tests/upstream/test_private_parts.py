@@ -28,7 +28,7 @@ def test_installed_versions_are_known() -> None:
 
 
 def test_fsdp2_makes_a_shard_of_what_we_give_it() -> None:
-    """The arguments that ``torch_fsdp2`` passes; what becomes of them is in tests/adoption/test_resizing.py."""
+    """The arguments that ``torch_fsdp2`` passes; tests/adoption/test_resizing.py has what becomes of them."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     arguments = ["param", "module_info", "mesh_info", "post_forward_mesh_info", "device"]
