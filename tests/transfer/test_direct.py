@@ -10,18 +10,11 @@ from pathlib import Path
 import pytest
 
 from zerostart.errors import ReadError
+from zerostart.planning import Plan, Read
 from zerostart.transfer import FileReader, direct, storage
-from zerostart.transfer.direct import Trial
+from zerostart.transfer.tuning import Tuning
 
 SIZE = (9 << 20) + 1234
-
-
-class Always(Trial):
-    """A trial that has ended with reads round the page cache."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._chosen = True
 
 
 @pytest.fixture
@@ -37,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_any_offset_and_length(path: Path) -> None:
     content = path.read_bytes()
-    with FileReader([str(path)], [SIZE], cold=True, trial=Always()) as reader:
+    with FileReader([str(path)], [SIZE], cold=True, direct=True) as reader:
         for offset, length in (
             (0, 4 << 20),
             (1, 3 << 20),
@@ -54,13 +47,13 @@ def test_page_cache_is_left_alone(path: Path) -> None:
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
-    with FileReader([str(path)], [SIZE], cold=True, trial=Always()) as reader:
+    with FileReader([str(path)], [SIZE], cold=True, direct=True) as reader:
         reader.read(0, 0, [memoryview(bytearray(8 << 20))])
     assert storage.resident_share([str(path)]) < 0.1
 
 
 def test_end_of_the_file(path: Path) -> None:
-    with FileReader([str(path)], [SIZE], trial=Always()) as reader:
+    with FileReader([str(path)], [SIZE], direct=True) as reader:
         reader.read(0, 0, [memoryview(bytearray(10))])
         os.truncate(path, 3 << 20)
         with pytest.raises(ReadError, match=f"ended at offset {3 << 20}"):
@@ -77,12 +70,11 @@ def test_file_system_that_refuses_such_reads(path: Path, monkeypatch: pytest.Mon
         return real(descriptor, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "preadv", preadv)
-    trial = Always()
     buffer = bytearray(2 << 20)
-    with FileReader([str(path)], [SIZE], trial=trial) as reader:
+    with FileReader([str(path)], [SIZE], direct=True) as reader:
         reader.read(0, 5, [memoryview(buffer)])
     assert buffer == path.read_bytes()[5 : 5 + (2 << 20)]
-    assert not trial.uses_direct
+    assert not reader.direct
 
 
 def _is_direct(descriptor: int) -> bool:
@@ -90,21 +82,15 @@ def _is_direct(descriptor: int) -> bool:
     return bool(flags & os.O_DIRECT)
 
 
-@pytest.mark.parametrize(("buffered", "round_it", "chosen"), [(1.0, 1.1, False), (1.0, 2.0, True)])
-def test_trial_keeps_the_clearly_faster_way(buffered: float, round_it: float, chosen: bool) -> None:
-    trial = Trial(window=100)
-    ways = []
-    for _ in range(6):
-        way = trial.direct(50)
-        ways.append(way)
-        trial.note(way, 50, 50 / (round_it if way else buffered))
-    assert ways == [False, False, True, True, chosen, chosen]
-    assert trial.uses_direct is chosen
-    assert ("round" if chosen else "through") in str(trial)
+def test_only_large_loads_whose_bytes_are_read_once() -> None:
+    def reader(nbytes: int, files: int, ranks: int) -> FileReader:
+        plan = Plan(("f",), (files,), (), (Read(0, 0, nbytes, (), True),), 8 << 20)
+        made = Tuning(4, 8 << 20, cold=True, direct=True, ranks=ranks).reader(plan)
+        assert isinstance(made, FileReader)
+        return made
 
-
-def test_trial_of_a_short_load_stays_with_the_cache() -> None:
-    trial = Trial(window=100)
-    assert not trial.direct(10)
-    trial.note(False, 10, 1.0)
-    assert "through" in str(trial)
+    assert reader(1 << 30, 2 << 30, 2).direct
+    assert not reader((1 << 30) - 1, 2 << 30, 2).direct
+    assert not reader(1 << 30, 2 << 30, 1).direct
+    assert reader(1 << 29, 2 << 30, 4).direct
+    assert not reader(2 << 30, 2 << 30, 2).direct  # stage 2: every rank reads everything

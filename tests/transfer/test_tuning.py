@@ -102,7 +102,7 @@ def test_cold_storage_gets_more_reads_in_flight(file: str) -> None:
     cold = tune([file], staged_on_device=False, ranks=1)
     assert (warm.cold, cold.cold) == (False, True)
     assert cold.threads >= 4
-    assert not warm.trial
+    assert not warm.direct
     assert max(warm.ring_bytes, cold.ring_bytes) <= RING
 
 

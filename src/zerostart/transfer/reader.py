@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import threading
-import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol
@@ -14,7 +13,7 @@ from typing import Protocol
 import torch
 
 from zerostart.errors import CheckpointNotFoundError, ReadError
-from zerostart.transfer.direct import BOUNCE_BYTES, Trial, open_direct, read_direct
+from zerostart.transfer.direct import BOUNCE_BYTES, open_direct, read_direct
 from zerostart.transfer.retry import read_some
 from zerostart.transfer.rows import Rows, advise, gather
 
@@ -87,11 +86,12 @@ class MemoryReader:
 class FileReader:
     """Opens files on first use and reads ranges of them into buffers; safe to share between threads.
 
-    ``cold`` has the kernel told what will be read; a ``trial`` decides which reads go round the page cache.
+    ``cold`` has the kernel told what will be read. With ``direct`` reads go round the page cache, until a
+    file system does not take that.
     """
 
     def __init__(
-        self, files: Sequence[str], sizes: Sequence[int], cold: bool = False, trial: Trial | None = None
+        self, files: Sequence[str], sizes: Sequence[int], cold: bool = False, direct: bool = False
     ) -> None:
         self._files = tuple(files)
         self._sizes = tuple(sizes)
@@ -100,7 +100,7 @@ class FileReader:
         self._own = threading.local()
         self._lock = threading.Lock()
         self.cold = cold
-        self.trial = trial
+        self.direct = direct
         self.retries = 0  #: attempts that met a passing fault of the storage
 
     def __enter__(self) -> FileReader:
@@ -126,9 +126,7 @@ class FileReader:
         descriptor = self._descriptor(file)
         left = list(buffers)
         wanted = sum(map(len, left))
-        tried = self.trial if wanted >= LEAST_DIRECT else None
-        direct = self._direct_descriptor(file) if tried is not None and tried.direct(wanted) else None
-        started = time.perf_counter()
+        direct = self._direct_descriptor(file) if self.direct and wanted >= LEAST_DIRECT else None
         while left:
             try:
                 count = self._some(file, descriptor, direct, left, offset)
@@ -146,8 +144,6 @@ class FileReader:
                 count -= len(left.pop(0))
             if count:
                 left[0] = left[0][count:]
-        if tried is not None:
-            tried.note(direct is not None, wanted, time.perf_counter() - started)
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
         """Read rows, many with one call where the system can; raises as ``read`` does."""
@@ -158,7 +154,7 @@ class FileReader:
 
     def announce(self, file: int, offset: int, rows: Rows) -> None:
         """Have the kernel fetch what a later call will read, where bytes come from storage."""
-        if self.cold and not (self.trial is not None and self.trial.uses_direct):
+        if self.cold and not self.direct:
             advise(self._descriptor(file), offset, rows)
 
     def _some(
@@ -170,9 +166,9 @@ class FileReader:
             try:
                 return read_direct(direct, buffers, offset, size, self._bounce(), self._missed)
             except OSError as error:
-                if error.errno != errno.EINVAL or self.trial is None:
+                if error.errno != errno.EINVAL:
                     raise
-                self.trial.refuse()  # some file systems open such a file, and then take no read of it
+                self.direct = False  # some file systems open such a file, and then take no read of it
         return read_some(descriptor, buffers, offset, size, self._missed)
 
     def _bounce(self) -> mmap.mmap:
@@ -185,8 +181,8 @@ class FileReader:
         with self._lock:
             if file not in self._open_direct:
                 self._open_direct[file] = open_direct(self._files[file])
-                if self._open_direct[file] is None and self.trial is not None:
-                    self.trial.refuse()
+                if self._open_direct[file] is None:
+                    self.direct = False
             return self._open_direct[file]
 
     def _missed(self) -> None:

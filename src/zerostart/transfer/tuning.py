@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zerostart.planning import Plan, Rates
-from zerostart.transfer.direct import BOUNCE_BYTES, Trial
+from zerostart.transfer.direct import BOUNCE_BYTES
 from zerostart.transfer.machine import available_memory, cores, cores_of_node, local_ranks
 from zerostart.transfer.reader import FileReader, MemoryReader, Reader
 from zerostart.transfer.storage import NETWORK, direct_reads_suit, file_system, resident_share
@@ -32,6 +32,12 @@ DISK_DEPTH, NETWORK_DEPTH = 16, 32
 EXCHANGE_CHUNKS = 6
 #: Bytes a second that a network file system is taken to give to all its clients together.
 NETWORK_RATE = 10e9
+#: Least bytes that a machine's ranks read together for that to go round the page cache: less is better kept
+#: there for the next start.
+LEAST_DIRECT = 2 << 30
+#: Most times that the ranks of a machine together may read its files round the cache, which they then don't
+#: share: stages 1 and 2 have every rank read everything.
+MOST_OVER = 1.5
 #: Files whose residency is looked at, and the share from which on a checkpoint counts as warm.
 SAMPLED_FILES, WARM = 4, 0.9
 
@@ -40,24 +46,25 @@ SAMPLED_FILES, WARM = 4, 0.9
 class Tuning:
     """``threads`` that read at most ``chunk_size`` bytes at a time, with ``depth`` staging buffers each.
 
-    ``cold``: bytes come from storage, so the kernel is told what will be read. ``trial``: reads may go round
-    the page cache, if they are faster. ``resident`` is the share of the checkpoint in the page cache.
-    ``limit``: most bytes of all buffers.
+    ``cold``: bytes come from storage, so the kernel is told what will be read. ``direct``: reads of a large
+    load go round the page cache. ``resident`` is the share of the checkpoint in the page cache. ``limit``:
+    most bytes of all buffers. ``ranks``: how many read on this machine.
     """
 
     threads: int
     chunk_size: int
     depth: int = 1
     cold: bool = False
-    trial: bool = False
+    direct: bool = False
     file_system: str = ""
     resident: float = 1.0
     limit: int = RING
+    ranks: int = 1
 
     @property
     def ring_bytes(self) -> int:
         """Most host memory that reading takes beside the destinations, with own slices."""
-        return self.threads * (self.depth * self.chunk_size + BOUNCE_BYTES * self.trial)
+        return self.threads * (self.depth * self.chunk_size + BOUNCE_BYTES * self.direct)
 
     @property
     def exchange_chunk(self) -> int:
@@ -67,7 +74,7 @@ class Tuning:
 
     def exchanging(self, chunk_size: int) -> Tuning:
         """The setting for ranks that read for each other, in requests of at most ``chunk_size``."""
-        return replace(self, chunk_size=chunk_size, trial=False)
+        return replace(self, chunk_size=chunk_size, direct=False)
 
     def exchange_bytes(self, chunk_size: int) -> int:
         """Most host memory beside the destinations then: the same threads first, and then the exchange."""
@@ -84,7 +91,8 @@ class Tuning:
         """What the plan's reads are made with."""
         if plan.memory is not None:
             return MemoryReader(plan.memory.buffers)
-        return FileReader(plan.files, plan.sizes, self.cold, Trial() if self.trial else None)
+        suits = LEAST_DIRECT <= plan.read_bytes * self.ranks <= MOST_OVER * sum(plan.sizes)
+        return FileReader(plan.files, plan.sizes, self.cold, self.direct and suits)
 
     def describe(self, reader: Reader | None = None) -> str:
         """What was set, and what a reader found that was used, in one line for a person."""
@@ -93,8 +101,8 @@ class Tuning:
         if self.file_system:
             words.append(f"{self.file_system}, {self.resident:.0%} in the page cache")
         if isinstance(reader, FileReader):
-            if reader.trial is not None:
-                words.append(str(reader.trial))
+            if reader.direct:
+                words.append("round the page cache")
             if reader.retries:
                 words.append(f"{reader.retries} reads tried again")
         return "; ".join(words)
@@ -132,9 +140,10 @@ def tune(
         chunk_size=chunk_size or CHUNK,
         depth=depth,
         cold=cold,
-        trial=cold and resident < 1 - WARM and direct_reads_suit(kind),
+        direct=cold and resident < 1 - WARM and direct_reads_suit(kind),
         file_system=kind,
         resident=resident,
+        ranks=ranks,
     )
     return _within(tuning, computes, memory_limit, chunk_size, ranks)
 
@@ -142,12 +151,12 @@ def tune(
 def _within(tuning: Tuning, computes: bool, limit: int | None, chunk_size: int | None, ranks: int) -> Tuning:
     """The setting cut down until its buffers are within the limit."""
     most = limit if limit is not None else min(RING, max(4 * MiB, available_memory() // 8 // ranks))
-    threads, trial, chunk = tuning.threads, tuning.trial, tuning.chunk_size
+    threads, direct, chunk = tuning.threads, tuning.direct, tuning.chunk_size
     depth = tuning.depth if most >= (tuning.depth + computes) * MIN_CHUNK else 1
     chunks = depth + computes  # of each thread
-    if trial and most < threads * (BOUNCE_BYTES + chunks * MIN_CHUNK):
-        trial = False
-    room = most - threads * BOUNCE_BYTES * trial
+    if direct and most < threads * (BOUNCE_BYTES + chunks * MIN_CHUNK):
+        direct = False
+    room = most - threads * BOUNCE_BYTES * direct
     if chunk_size is None:
         each = room // (threads * chunks)
         # Whole MiB where there are any; below one rather fewer threads.
@@ -157,4 +166,4 @@ def _within(tuning: Tuning, computes: bool, limit: int | None, chunk_size: int |
         chunk = max(MIN_CHUNK, min(chunk, room // chunks))
     if chunk_size is None or limit is not None:
         threads = max(1, min(threads, room // (chunks * chunk)))
-    return replace(tuning, threads=threads, chunk_size=chunk, depth=depth, trial=trial, limit=most)
+    return replace(tuning, threads=threads, chunk_size=chunk, depth=depth, direct=direct, limit=most)
