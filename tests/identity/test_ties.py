@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.conftest import TinyCheckpoints
-from tests.ranks import rank_outcomes, run_ranks
 from transformers import AutoModelForCausalLM
 
 import zerostart
+from ranks import rank_outcomes, run_ranks
+from tiny import TinyCheckpoints
 from zerostart.errors import ReadError
 
 
