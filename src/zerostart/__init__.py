@@ -255,8 +255,9 @@ def enabled(
     launcher, an ``Accelerator``, ``TrainingArguments``, ``HfDeepSpeedConfig`` or ``zero.Init``), or where
     ``engine`` is named; any other call is left alone. All ranks must call it. What ``from_pretrained`` does
     otherwise (files, dtype, generation configuration, adapters, warnings of missing and unexpected weights)
-    it does; ``device_map``, ``distributed_config``, ``gguf_file`` and quantised weights are refused, with a
-    reason.
+    it does; ``device_map`` (unless it names the host where there is nothing else), ``distributed_config``,
+    ``gguf_file`` and quantised weights are refused, with a reason. ``resize_token_embeddings`` of a model
+    that FSDP2 has sharded is collective then, and works until the first forward.
 
     Args:
         engine: None for the active configuration's, ``"deepspeed"`` or ``"fsdp2"``.
