@@ -149,7 +149,7 @@ def holds(holders: tuple[int, ...] | None) -> bool:
 HOLDERS = [None, (0,), (1,), (0, 1)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_loaded_from_every_holder(engine: str, world: int, checkpoints: TinyCheckpoints) -> None:
     """A registered conversion, a tied model in another dtype, a plain model with views and a converter."""

@@ -115,7 +115,9 @@ def compare(ranks: int) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "ranks"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "ranks"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), (4, 2)]
+)
 def test_experts_start_as_on_the_stock_route(world_size: int, ranks: int) -> None:
     for found in run_ranks(compare, world_size, ranks, timeout=280):
         assert not {name: lines for name, lines in found.items() if lines}
