@@ -23,7 +23,9 @@ from ranks import run_ranks
 WIDTH = 747  # Half a layer in fp32 is more than the least size that is swapped to NVMe, 1 MiB; odd.
 PLACES = ("none", "cpu", "nvme")
 #: Secondary partitions are of the parameters on the accelerator or the host: DeepSpeed has none on NVMe.
-GROUPS = [(place, 1) for place in PLACES] + [("none", 2), ("cpu", 2)]
+GROUPS = [
+    pytest.param(place, 1, marks=pytest.mark.slow if place in ("none", "cpu") else ()) for place in PLACES
+] + [("none", 2), ("cpu", 2)]
 
 
 class Layers(nn.Module):

@@ -41,7 +41,7 @@ CASES = {
     "gpt_oss-to-bf16": Case("gpt_oss", F32, BF16),
 }
 ENGINES = ("deepspeed", "fsdp2")
-WORLD_SIZES = (1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
+WORLD_SIZES = (1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)))
 
 
 @dataclass(frozen=True)
