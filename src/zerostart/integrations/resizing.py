@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 from zerostart.errors import EngineError
 from zerostart.reporting import report_of
 from zerostart.upstream.torch_fsdp2 import has_run, whole_for_a_while
+from zerostart.world import current_world
 
 __all__ = ["resize_token_embeddings"]
 
-#: What a layer says of its own size.
-_SIZES = ("num_embeddings", "in_features", "out_features")
+#: What a model, its configuration and its layers say of their size.
+_SIZES = ("vocab_size", "num_embeddings", "in_features", "out_features")
 
 
 def resize_token_embeddings(
@@ -27,7 +28,8 @@ def resize_token_embeddings(
 
     transformers copies rows from the old weight to the new one. So the embeddings, and the head, are whole on
     every rank while it does; then they are shards again, with the rows that rank 0 drew for new tokens.
-    Raises EngineError once the model has run, and where tensor parallel has cut the embeddings.
+    Raises EngineError once the model has run, and where tensor parallel has cut the embeddings. Whatever
+    fails does so on every rank, and leaves the old rows.
     """
     original = type(model).resize_token_embeddings
     embeddings = model.get_input_embeddings()
@@ -37,18 +39,25 @@ def resize_token_embeddings(
     _check(model, have, new_num_tokens)
     head = model.get_output_embeddings()
     layers = [layer for layer in (embeddings, head) if layer is not None]
+    told = [model, model.config.get_text_config(), *layers]
+    sizes = [(one, name, getattr(one, name)) for one in told for name in _SIZES if hasattr(one, name)]
     with whole_for_a_while(model, layers):
         try:
-            resized = original(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
+            with current_world().phase("resizing the embeddings"):
+                original(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
+            _take_over(embeddings, model.get_input_embeddings())
+            if head is not None:
+                _take_over(head, model.get_output_embeddings())
+        except BaseException:
+            for one, name, size in sizes:
+                setattr(one, name, size)
+            raise
         finally:
             # The layers themselves stay: the engine's hooks are on them.
-            if model.get_input_embeddings() is not embeddings:
-                resized = _take_over(embeddings, model.get_input_embeddings())
-                model.set_input_embeddings(embeddings)
-            if model.get_output_embeddings() is not head:
-                _take_over(head, model.get_output_embeddings())
+            model.set_input_embeddings(embeddings)
+            if head is not None:
                 model.set_output_embeddings(head)
-    return resized
+    return embeddings
 
 
 def _check(model: Any, have: int, wanted: int | None) -> None:
@@ -64,10 +73,9 @@ def _check(model: Any, have: int, wanted: int | None) -> None:
         )
 
 
-def _take_over(layer: nn.Module, new: nn.Module) -> nn.Module:
+def _take_over(layer: nn.Module, new: nn.Module) -> None:
     """Give ``layer`` the parameters and sizes of ``new``."""
     layer._parameters.update(new._parameters)
     for name in _SIZES:
         if hasattr(new, name):
             setattr(layer, name, getattr(new, name))
-    return layer

@@ -93,7 +93,7 @@ class Session:
         hold the group: its destructor keeps the GIL while it joins gloo's threads (torch 2.13), and one of
         these may be waiting for the GIL to release a tensor.
         """
-        self.model = self.optimizer = self.scheduler = self.loader = None  # type: ignore[assignment]
+        del self.model, self.optimizer, self.scheduler, self.loader
         self.accelerator.free_memory()
         self.accelerator.end_training()
 

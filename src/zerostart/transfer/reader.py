@@ -101,6 +101,7 @@ class FileReader:
         self._lock = threading.Lock()
         self.cold = cold
         self.direct = direct
+        self.refused = False  #: whether a file system did not take reads round the page cache
         self.retries = 0  #: attempts that met a passing fault of the storage
 
     def __enter__(self) -> FileReader:
@@ -168,7 +169,7 @@ class FileReader:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self.direct = False  # some file systems open such a file, and then take no read of it
+                self._refuse()  # some file systems open such a file, and then take no read of it
         return read_some(descriptor, buffers, offset, size, self._missed)
 
     def _bounce(self) -> mmap.mmap:
@@ -182,8 +183,11 @@ class FileReader:
             if file not in self._open_direct:
                 self._open_direct[file] = open_direct(self._files[file])
                 if self._open_direct[file] is None:
-                    self.direct = False
+                    self._refuse()
             return self._open_direct[file]
+
+    def _refuse(self) -> None:
+        self.direct, self.refused = False, True
 
     def _missed(self) -> None:
         with self._lock:

@@ -103,6 +103,8 @@ class Tuning:
         if isinstance(reader, FileReader):
             if reader.direct:
                 words.append("round the page cache")
+            elif reader.refused:
+                words.append("through the page cache, since the file system takes no reads round it")
             if reader.retries:
                 words.append(f"{reader.retries} reads tried again")
         return "; ".join(words)

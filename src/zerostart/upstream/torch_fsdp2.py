@@ -1,9 +1,11 @@
 """Private parts of torch's FSDP2: which unit keeps a parameter, and how it makes a shard of it.
 
-Known for the versions in ``SUPPORTED``. Used: the state of an ``FSDPModule`` with its parameter groups
-(``_fsdp_param_groups``; in 2.11 one, ``_fsdp_param_group``) and ``_is_root``, which the first forward sets;
-of a group ``fsdp_params``, ``modules``, ``mp_policy`` and ``offload_policy``; ``FSDPParam``, its constructor
-and what it keeps of the arguments; and ``_get_param_module_infos``.
+Known for the versions that ``torch.py`` beside it supports. Used: the state of an ``FSDPModule`` with its
+parameter groups (``_fsdp_param_groups``; in 2.11 one, ``_fsdp_param_group``) and ``_is_root``, which the first
+forward sets;
+of a group ``fsdp_params``, ``modules``, ``mp_policy`` and ``offload_policy``; ``FSDPParam``, its constructor,
+what it keeps of the arguments, ``_setattr_on_modules`` and ``_post_load_hook_handle``; and
+``_get_param_module_infos``.
 """
 
 from __future__ import annotations
@@ -19,13 +21,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zerostart.upstream.torch import over
+from zerostart.upstream.torch import SUPPORTED, over
 from zerostart.upstream.versions import demand
 
-__all__ = ["SUPPORTED", "has_run", "require", "whole_for_a_while"]
-
-#: First known and first unknown version.
-SUPPORTED = ((2, 11), (2, 14))
+__all__ = ["has_run", "require", "whole_for_a_while"]
 
 
 @functools.cache
@@ -56,20 +55,31 @@ def whole_for_a_while(model: nn.Module, modules: Sequence[nn.Module]) -> Iterato
     """Inside, each own parameter of ``modules`` is whole and plain on every rank; collective.
 
     They may be replaced, by ones of another shape too. Afterwards what the modules then have are shards of
-    the units that they belonged to, with the values of rank 0. ``model`` must not have run, its parameters
-    be sharded over all ranks, and over nothing else.
+    the units that they belonged to, with the values of rank 0; where something is raised inside, which has to
+    be so on every rank, they have their old values. ``model`` must not have run, its parameters be sharded
+    over all ranks, and over nothing else.
     """
     require()
     kept = _kept(model, modules)
+    whole = []
     for group, parameter in {id(one): (group, one) for group, one in kept.values()}.values():
-        whole = nn.Parameter(_gathered(parameter.sharded_param), parameter.sharded_param.requires_grad)
-        parameter._setattr_on_modules(whole)
+        whole.append((parameter, _gathered(parameter.sharded_param)))
+        _put(*whole[-1])
         parameter._post_load_hook_handle.remove()
         group.fsdp_params.remove(parameter)
     try:
         yield
+    except BaseException:
+        for parameter, tensor in whole:
+            _put(parameter, tensor)
+        raise
     finally:
         _shard(modules, kept)
+
+
+def _put(parameter: Any, tensor: torch.Tensor) -> None:
+    """Have the modules of an ``FSDPParam`` hold ``tensor`` in its place."""
+    parameter._setattr_on_modules(nn.Parameter(tensor, parameter.sharded_param.requires_grad))
 
 
 def _kept(model: nn.Module, modules: Sequence[nn.Module]) -> dict[tuple[int, str], tuple[Any, Any]]:
