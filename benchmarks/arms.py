@@ -97,7 +97,7 @@ def prepare_zerostart_deepspeed(checkpoint: Path, expert_parallel: int = 1) -> P
 
     import zerostart
     import zerostart.engines.deepspeed.experts
-    import zerostart.loading  # imported by the first load otherwise
+    import zerostart.loading.run  # imported by the first load otherwise
 
     model_class(checkpoint)
     deepspeed.init_distributed(dist_backend="gloo")
@@ -113,7 +113,7 @@ def prepare_zerostart_deepspeed(checkpoint: Path, expert_parallel: int = 1) -> P
 def prepare_zerostart_fsdp2(checkpoint: Path, expert_parallel: int = 1) -> Prepared:
     import zerostart
     import zerostart.engines.fsdp2.parallel
-    import zerostart.loading  # imported by the first load otherwise
+    import zerostart.loading.run  # imported by the first load otherwise
 
     model_class(checkpoint)
     start_gloo()

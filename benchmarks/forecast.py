@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "deepspeed", "transformers.models.qwen3.modeling_qwen3", "zerostart.loading"]
+PRELOAD = ["torch", "deepspeed", "transformers.models.qwen3.modeling_qwen3", "zerostart.loading.run"]
 PHASES = ("load", "initialize", "step")
 HOST = {"device": "cpu", "pin_memory": False}
 TIMEOUT = 300

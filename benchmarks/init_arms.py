@@ -84,7 +84,7 @@ def prepare_zerostart(checkpoint: Path, stage: int, marks: Marks, exchange: bool
 
     import zerostart
     import zerostart.engines.deepspeed.flat
-    import zerostart.loading  # imported by the first load otherwise
+    import zerostart.loading.run  # imported by the first load otherwise
 
     model_class(checkpoint)
     deepspeed.init_distributed(dist_backend="gloo")

@@ -31,9 +31,9 @@ MODULES = (
     "zerostart.engines.deepspeed.flat",
     "zerostart.engines.fsdp2.engine",
     "zerostart.engines.fsdp2.parallel",
-    "zerostart.forecasting",
+    "zerostart.forecast.run",
     "zerostart.integrations.adoption",
-    "zerostart.loading",
+    "zerostart.loading.run",
 )
 
 for name in MODULES:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zerostart.forecast import WorldPlan
-    from zerostart.reporting import Report
+    from zerostart.loading.report import Report
 
     Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
     ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | None
@@ -110,8 +110,8 @@ def load(
     Raises:
         ZerostartError: the same type and text on every rank; see ``zerostart.errors`` for the leaves.
     """
-    from zerostart.loading import run
-    from zerostart.request import Request
+    from zerostart.loading.request import Request
+    from zerostart.loading.run import run
 
     request = Request(
         source=source,
@@ -181,8 +181,8 @@ def plan(
         ZerostartError: what ``load`` with ``strict=False`` would raise before reading weights.
     """
     from zerostart.forecast import Asked
-    from zerostart.forecasting import forecast
-    from zerostart.request import Request
+    from zerostart.forecast.run import forecast
+    from zerostart.loading.request import Request
 
     request = Request(
         source=source,
@@ -207,7 +207,7 @@ def report(model: nn.Module) -> Report:
 
     Raises ConfigError for a model that was not loaded here.
     """
-    from zerostart.reporting import report_of
+    from zerostart.loading.report import report_of
 
     return report_of(model)
 
@@ -218,7 +218,7 @@ def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, 
     Collective: every rank must run through the whole iteration. ``rank`` gets the tensors and the others
     None; with ``rank=None`` all get them. Parameters and persistent buffers, tied names included.
     """
-    from zerostart.gather import full_tensors as gather
+    from zerostart.state.full_tensors import full_tensors as gather
 
     return gather(model, rank)
 
@@ -233,7 +233,7 @@ def gathered(
     masters where there are some. Raises ConfigError at the end, on every rank, if another rank (or, without
     ``modifier_rank``, any) has changed its tensor; the shards are then as they were.
     """
-    from zerostart.editing import gathered as gather
+    from zerostart.state.editing import gathered as gather
 
     return gather(model, name, modifier_rank)
 

@@ -23,12 +23,12 @@ from tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog, signature
-from zerostart.courier import Courier
+from zerostart.distributed.world import World
 from zerostart.layout import flat_partition
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
 from zerostart.transfer import MemoryReader, Progress, execute
-from zerostart.world import World
+from zerostart.transfer.exchange import ExchangeReader
 
 ENGINES = ("deepspeed", "fsdp2")
 
@@ -130,7 +130,7 @@ def large() -> nn.Module:
 
 def loaded(
     source: Any, model: Any, engine: str, **options: Any
-) -> tuple[dict[str, torch.Tensor], zerostart.reporting.Report]:
+) -> tuple[dict[str, torch.Tensor], zerostart.loading.report.Report]:
     made = zerostart.load(source, model, engine=engine, progress=False, **options)
     return dict(zerostart.full_tensors(made, rank=None)), zerostart.report(made)
 
@@ -326,7 +326,7 @@ def load_failing(victim: int) -> None:
             raise MemoryError("no room")
         original(self, file, offset, buffers)
 
-    reader: Any = MemoryReader if victim == 0 else Courier
+    reader: Any = MemoryReader if victim == 0 else ExchangeReader
     original = reader.read
     tensors = large().state_dict() if dist.get_rank() == 0 else None
     if dist.get_rank() == victim:
@@ -335,7 +335,7 @@ def load_failing(victim: int) -> None:
         zerostart.load(tensors, large, engine="fsdp2", progress=False, chunk_size=1 << 16)
     finally:
         reader.read = original
-        everyone = World(dist.get_rank(), 3, dist.group.WORLD).exchange(dist.get_rank(), "after")
+        everyone = World(dist.get_rank(), 3, dist.group.WORLD).all_gather_object(dist.get_rank(), "after")
         assert everyone == [0, 1, 2]
 
 
@@ -351,7 +351,7 @@ def test_a_rank_that_dies_is_noticed(victim: int) -> None:
 
 def load_dying(victim: int) -> None:
     if dist.get_rank() == victim:
-        reader: Any = MemoryReader if victim == 0 else Courier
+        reader: Any = MemoryReader if victim == 0 else ExchangeReader
         reader.read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     tensors = large().state_dict() if dist.get_rank() == 0 else None
     zerostart.load(tensors, large, engine="fsdp2", progress=False, chunk_size=1 << 16)

@@ -14,14 +14,14 @@ from torch import nn
 from zerostart import models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import open_catalog
-from zerostart.equality import equal_in
+from zerostart.distributed.world import World
 from zerostart.layout import Layout, dimension_shard, flat_partition, replicated
-from zerostart.models import Built, Program, Settled
+from zerostart.loading.equality import equal_in
+from zerostart.models import Built, Origins, Program
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.planning.plan import Plan
 from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype, trace
 from zerostart.transfer import Progress, execute
-from zerostart.world import World
 
 __all__ = ["Reference", "SEED", "compare", "reference"]
 
@@ -65,7 +65,7 @@ class _Loaded:
     built: Built
     recipes: Recipes
     coverage: Coverage
-    settled: Settled
+    origins: Origins
     names: dict[str, list[str]]  # all names of each parameter, by the first
 
 
@@ -88,7 +88,7 @@ def compare(
     want = Snapshot.of(expected.model)
     real = Snapshot.of(built).attributes
     want.attributes = {n: real[n] if t.device.type == "meta" else t for n, t in want.attributes.items()}
-    if list(loaded.settled.parameters) != list(want.parameters):
+    if list(loaded.origins.parameters) != list(want.parameters):
         return [*found, "the models have not the same parameters"], 0
     for number, (world, flat) in enumerate((world, flat) for world in WORLDS for flat in (True, False)):
         where = f"world {world}, {'flat' if flat else 'Shard(0)'}"
@@ -109,8 +109,8 @@ def _prepare(kind: Any, path: Path, converter: Any) -> _Loaded:
     names: dict[int, list[str]] = {}
     for name, parameter in built.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    settled = models.initialise_rest(built, recipes)
-    return _Loaded(catalog, built, recipes, coverage, settled, {own[0]: own for own in names.values()})
+    origins = models.resolve_origins(built, recipes)
+    return _Loaded(catalog, built, recipes, coverage, origins, {own[0]: own for own in names.values()})
 
 
 def _layout(shape: tuple[int, ...], flat: bool, rank: int, world: int) -> Layout:
@@ -141,11 +141,11 @@ def _fill(
     loaded: _Loaded, layouts: dict[str, Layout], shards: dict[str, torch.Tensor], options: PlanOptions
 ) -> Iterator[str]:
     """Read and initialise one rank's shards; yields a line if the reads take too many bytes."""
-    origins = loaded.settled.parameters
+    parameters = loaded.origins.parameters
     wanted = []
     owned = 0
     for name, layout in layouts.items():
-        recipe = origins[name]
+        recipe = parameters[name]
         if isinstance(recipe, Recipe):
             shard = shards[name]
             destination = Destination(name, layout.numel, layout.owned, shard.dtype, direct=True)
@@ -157,9 +157,9 @@ def _fill(
     if plan.read_bytes > READ_SHARE * owned + allowance:
         yield f"{plan.read_bytes} bytes are read for {owned} owned"
     torch.manual_seed(SEED)
-    programs = {name: program for name, program in origins.items() if isinstance(program, Program)}
+    programs = {name: program for name, program in parameters.items() if isinstance(program, Program)}
     missing = [(program, layouts[name], shards[name]) for name, program in programs.items()]
-    models.fill_missing(missing, loaded.settled.start)
+    models.fill_missing(missing, loaded.origins.start)
 
 
 def _width(catalog: Catalog, recipe: Recipe) -> int:
@@ -175,7 +175,7 @@ def _execute(plan: Plan, storages: list[torch.Tensor]) -> None:
 
 def _compare_buffers(loaded: _Loaded, want: Snapshot) -> Iterator[str]:
     model = loaded.built.model
-    for name, recipe in loaded.settled.buffers.items():
+    for name, recipe in loaded.origins.buffers.items():
         buffer = torch.empty(recipe.target.shape, dtype=recipe.target.dtype)
         destination = Destination(name, buffer.numel(), buffer.numel(), buffer.dtype, direct=True)
         plan = join(loaded.catalog, [(recipe, replicated(buffer.shape), destination)], EXACT)

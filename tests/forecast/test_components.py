@@ -13,14 +13,14 @@ from forecast.engines_memory import BASE, deepspeed_holds, fsdp2_holds
 from parity import checkpoint
 from ranks import run_ranks
 from tiny import TinyCheckpoints
+from zerostart.distributed.world import World
 from zerostart.forecast import Job
 from zerostart.forecast.memory import held_alone, moments_of
 from zerostart.forecast.moments import Target
 from zerostart.forecast.optimizers import optimizer_of
-from zerostart.preparing import prepare
-from zerostart.reporting import Clock
-from zerostart.request import Request
-from zerostart.world import World
+from zerostart.loading.preparation import prepare
+from zerostart.loading.report import Clock
+from zerostart.loading.request import Request
 
 BF16 = {"bf16": {"enabled": True}}
 HOST = {"device": "cpu", "pin_memory": False}

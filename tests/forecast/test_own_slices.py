@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
 from tiny import TinyCheckpoints
+from zerostart.distributed.world import World
 from zerostart.forecast import Job, Subject
 from zerostart.forecast.exchange import Foreseen
 from zerostart.forecast.reads import counts_of, owned_by
 from zerostart.forecast.result import RankForecast, WorldPlan
+from zerostart.loading.preparation import prepare
+from zerostart.loading.report import Clock
+from zerostart.loading.request import Request
 from zerostart.planning import Rates
-from zerostart.preparing import prepare
-from zerostart.reporting import Clock
-from zerostart.request import Request
-from zerostart.serving import chosen
 from zerostart.transfer import Tuning
-from zerostart.world import World
+from zerostart.transfer.strategy import chosen
 
 KiB = 1 << 10
 
@@ -30,14 +30,14 @@ def foreseen(request: Request, world_size: int, tuning: Tuning, rates: Rates) ->
     """What decides it, and the plan for own slices, as `forecast.foresee` makes them."""
     mesh = request.mesh(world_size)
     known = prepare(request, World(0, 1, None), mesh, Clock(), strict=False)
-    subject = Subject(known.catalog, known.built.model, known.recipes, known.coverage, known.settled)
+    subject = Subject(known.catalog, known.built.model, known.recipes, known.coverage, known.origins)
     job = Job(request.engine, request.zero_stage, request.engine_config, mesh)
     placed, _ = job.placed(subject.model)
     ranks = range(world_size)
     shown = sorted({placed.twin(rank) for rank in ranks})
     counts = counts_of(
         subject.catalog,
-        subject.settled,
+        subject.origins,
         placed,
         owned_by(subject.model, placed, shown),
         shown,
@@ -54,7 +54,7 @@ def foreseen(request: Request, world_size: int, tuning: Tuning, rates: Rates) ->
         [RankForecast(r, read[placed.twin(r)].nbytes, read[placed.twin(r)].reads, 0, 0) for r in ranks],
         0.0,
     )
-    return Foreseen(subject.catalog, subject.settled, placed, tuning, rates, True), made
+    return Foreseen(subject.catalog, subject.origins, placed, tuning, rates, True), made
 
 
 def full_choice(decides: Foreseen, made: WorldPlan) -> bool:

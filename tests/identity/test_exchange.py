@@ -19,14 +19,14 @@ from torch import nn
 import zerostart
 from ranks import Outcome, rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
-from zerostart import errors, serving
+from zerostart import errors
 from zerostart.checkpoint.source import open_catalog
+from zerostart.distributed.world import current_world
 from zerostart.layout import dimension_shard, replicated
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Recipe, SymbolicTensor, Target
-from zerostart.serving import Moved, Wants, agree_on_sharing, execute_together
-from zerostart.transfer import FileReader, Progress, tune
-from zerostart.world import current_world
+from zerostart.transfer import FileReader, Progress, strategy, tune
+from zerostart.transfer.strategy import ReadDemand, TransferStats, agree_on_strategy, execute_together
 
 ENGINES = ("deepspeed", "fsdp2")
 SHAPE = (600, 900)
@@ -63,7 +63,9 @@ def test_columns_and_replicas(columns: Path, world: int, exchange: bool | None) 
         assert (read, received) == (tensors["wide"].nbytes + world * replicas, 0)
 
 
-def fill(path: Path, exchange: bool | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Moved, int]:
+def fill(
+    path: Path, exchange: bool | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, TransferStats, int]:
     """This rank's columns of one, all of the other in another dtype; and the bytes that `preadv` gave."""
     counted = counting()
     world = current_world()
@@ -81,7 +83,7 @@ def fill(path: Path, exchange: bool | None) -> tuple[torch.Tensor, torch.Tensor,
         wanted.append((recipe, layout, Destination(name, layout.numel, layout.owned, dtype, direct=True)))
     tuning = tune(catalog.files, False, memory_limit=MiB)
     plan = join(catalog, wanted, PlanOptions(tuning.chunk_size))
-    sharing = agree_on_sharing(Wants.of(plan, tuning, exchange), plan, world)
+    sharing = agree_on_strategy(ReadDemand.of(plan, tuning, exchange), plan, world)
     if sharing is not None and sharing.once:
         plan = join(catalog, wanted, PlanOptions(sharing.chunk_size))
     storages = [torch.empty(d.numel, dtype=d.dtype) for _, _, d in wanted]
@@ -255,11 +257,11 @@ def test_reader_that_dies(victim: int, plain: Path) -> None:
 
 def load_with_fault(path: Path, victim: int, between: int, fault: str) -> None:
     """The third read of an extent, or the third request delivered, fails; the group is whole afterwards."""
-    from zerostart.courier import Courier
+    from zerostart.transfer.exchange import ExchangeReader
 
-    serving.BETWEEN = between
+    strategy.BETWEEN = between
     count = 0
-    extents, delivered = FileReader.read, Courier.read
+    extents, delivered = FileReader.read, ExchangeReader.read
 
     def failing(self: Any, file: int, offset: int, buffers: Any) -> None:
         nonlocal count
@@ -282,7 +284,7 @@ def load_with_fault(path: Path, victim: int, between: int, fault: str) -> None:
     world = current_world()
     if world.rank == victim:
         if fault == "memory":
-            Courier.read = full
+            ExchangeReader.read = full
         else:
             FileReader.read = failing
     try:
@@ -293,7 +295,7 @@ def load_with_fault(path: Path, victim: int, between: int, fault: str) -> None:
             path, made, engine="fsdp2", exchange=True, memory_limit=MiB, strict=False, progress=False
         )
     finally:
-        assert world.exchange(world.rank, "after") == [0, 1, 2]
+        assert world.all_gather_object(world.rank, "after") == [0, 1, 2]
 
 
 def test_ranks_stop_at_the_next_agreement(plain: Path) -> None:

@@ -51,7 +51,7 @@ def test_both_names_present(checkpoints: TinyCheckpoints, tmp_path: Path, engine
 def load_and_fail_on_one(path: Path) -> None:
     import torch.distributed as dist
 
-    from zerostart import equality
+    from zerostart.loading import equality
 
     if dist.get_rank() == 0:
 

@@ -11,7 +11,7 @@ from torch import nn
 from zerostart.layout import flat_partition
 from zerostart.models import initialise
 from zerostart.models.initialise import fill_missing, program_of
-from zerostart.models.oplog import OpLog
+from zerostart.models.operator_log import OperatorLog
 
 #: What a model does to a parameter, and what of it counts for the values and for the generator.
 Initialiser = Callable[[torch.Tensor], object]
@@ -54,7 +54,7 @@ def test_shards_equal_the_whole_initialiser(name: str, shape: tuple[int, int], d
     expected = torch.empty(shape, dtype=dtype)
     (counts or run)(expected)
     after = torch.rand(1)
-    log = OpLog()
+    log = OperatorLog()
     with torch.no_grad(), torch.device("meta"), log:
         meta = torch.empty(shape, dtype=dtype)
         run(meta)
@@ -88,7 +88,7 @@ def test_programs_draw_in_the_order_of_the_initialiser() -> None:
     expected = [torch.empty(shape) for shape in shapes]
     torch.manual_seed(5)
     initialise_both(*expected)
-    log = OpLog()
+    log = OperatorLog()
     with torch.no_grad(), torch.device("meta"), log:
         metas = [torch.empty(shape).uniform_() for shape in shapes]  # a constructor draws nothing on meta
         start = len(log.ops)
@@ -114,7 +114,7 @@ def test_values_of_buffers_come_from_what_made_them() -> None:
         return [angles.cos(), mask, given, given[1:] * 2]
 
     expected = make()
-    log = OpLog()
+    log = OperatorLog()
     with torch.device("meta"), log:
         metas = make()
     for got, want in zip(log.values(metas, torch.device("cpu")), expected, strict=True):
@@ -122,7 +122,7 @@ def test_values_of_buffers_come_from_what_made_them() -> None:
 
 
 def test_a_value_looked_at_before_it_was_overwritten_is_the_old_one() -> None:
-    log = OpLog()
+    log = OperatorLog()
     with torch.device("meta"), log:
         first = torch.arange(4.0)
         second = first * 2

@@ -7,7 +7,7 @@ import torch
 
 from tiny import TinyCheckpoints
 from zerostart.checkpoint.source import open_catalog
-from zerostart.request import Request
+from zerostart.loading.request import Request
 
 STREAMED = {"zero_optimization": {"stage": 3, "stage3_partition_stream_chunk_size": 100_000}}
 

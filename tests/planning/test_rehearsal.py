@@ -16,8 +16,8 @@ from tiny import TinyCheckpoints
 from zerostart import engines
 from zerostart.cli import main
 from zerostart.errors import ConfigError
-from zerostart.rehearsal import rehearse
-from zerostart.request import Request
+from zerostart.loading.rehearsal import rehearse
+from zerostart.loading.request import Request
 
 
 def loaded(path: Path, options: dict[str, object]) -> tuple[int, dict[str, torch.Tensor]]:

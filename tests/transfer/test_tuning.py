@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zerostart.transfer import Tuning, machine, storage, tune
+from zerostart.distributed import machine
+from zerostart.transfer import Tuning, storage, tune
 from zerostart.transfer.tuning import MIN_CHUNK, RING
 
 MiB = 1 << 20

@@ -132,8 +132,8 @@ def _run(argv: list[str]) -> dict[str, Any]:
     import zerostart
     from zerostart import engines, models
     from zerostart.checkpoint.source import open_catalog
-    from zerostart.rehearsal import rehearse
-    from zerostart.request import Request
+    from zerostart.loading.rehearsal import rehearse
+    from zerostart.loading.request import Request
 
     options = json_module.loads(argv[0])
     verify = options.pop("verify")

@@ -9,25 +9,25 @@ from typing import Any
 
 import torch
 
+from zerostart.distributed.world import World
+from zerostart.engines.flat_buffers import FlatBufferShards
 from zerostart.engines.parallelism import resolve
 from zerostart.engines.placement import parallel_layout
-from zerostart.engines.planned import DEVICE, Planned, planned, rules_of
-from zerostart.engines.room import Tier
+from zerostart.engines.placements import DEVICE, Placements, planned, rules_of
+from zerostart.engines.residence import Residence
 from zerostart.engines.settings import settings_of
 from zerostart.engines.shard import Engine, Shard
-from zerostart.engines.whole import WholeShards
 from zerostart.errors import ConfigError
 from zerostart.layout import Parallelism
-from zerostart.world import World
 
 __all__ = [
     "DEVICE",
     "ENGINES",
     "Engine",
-    "Planned",
+    "Placements",
     "Shard",
-    "Tier",
-    "WholeShards",
+    "Residence",
+    "FlatBufferShards",
     "check_choice",
     "check_settings",
     "computing_dtype",
@@ -42,7 +42,7 @@ __all__ = [
     "resolve",
     "rules_of",
     "settings_of",
-    "settle",
+    "agree_on_residence",
 ]
 
 #: Fills 1-D tensors with this rank's shares of parameters, by name; collective.
@@ -97,7 +97,7 @@ def make_engine(
         return FlatShards(world, zero_stage, engine_config, exchange, parallelism)
     if zero_stage == 0:
         rules = rules_of(engine, engine_config, 0, world.size)
-        return WholeShards(world, 0, rules, exchange, parallelism)
+        return FlatBufferShards(world, 0, rules, exchange, parallelism)
     if parallelism.mesh.parallel and engine == "fsdp2":
         from zerostart.engines.fsdp2.parallel import FSDP2ParallelShards
 
@@ -115,12 +115,12 @@ def make_engine(
     return FSDP2Shards(world, engine_config, zero_stage)
 
 
-def settle(engine: Engine, model: torch.nn.Module, names: Sequence[str]) -> Tier | None:
+def agree_on_residence(engine: Engine, model: torch.nn.Module, names: Sequence[str]) -> Residence | None:
     """Where the whole parameters ``names`` of every rank will lie; None where the engine shards them.
 
     Collective, before anything is allocated; raises InsufficientMemoryError on every rank.
     """
-    return engine.settle(model, names) if isinstance(engine, WholeShards) else None
+    return engine.agree_on_residence(model, names) if isinstance(engine, FlatBufferShards) else None
 
 
 def keeps_whole(engine: str, zero_stage: int) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zerostart.engines.deepspeed.settings import ZeroSettings
-from zerostart.engines.planned import RANKS_OF_A_MACHINE
+from zerostart.engines.placements import RANKS_OF_A_MACHINE
 from zerostart.errors import ZerostartError
 from zerostart.forecast.limits import Fit, Limits
 from zerostart.forecast.memory import Job, held_alone, moments_of

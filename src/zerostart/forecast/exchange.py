@@ -6,26 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.engines.planned import DEVICE, RANKS_OF_A_MACHINE, Planned
+from zerostart.engines.placements import DEVICE, RANKS_OF_A_MACHINE, Placements
 from zerostart.forecast.result import Memory, RankForecast, WorldPlan
 from zerostart.layout import Layout, replicated
-from zerostart.models import Settled
+from zerostart.models import Origins
 from zerostart.planning import (
     MARGIN,
     Destination,
-    Errand,
+    ExchangeStep,
     Plan,
     PlanOptions,
     Rates,
-    Sharing,
+    ReadStrategy,
+    exchange_schedule,
     join,
-    shared_errands,
     spans_within,
     table_of,
 )
 from zerostart.recipe import Recipe
-from zerostart.serving import MOST_REQUESTS, Wants, chosen
 from zerostart.transfer import Tuning
+from zerostart.transfer.strategy import MOST_REQUESTS, ReadDemand, chosen
 
 __all__ = ["Foreseen"]
 
@@ -38,8 +38,8 @@ class Foreseen:
     """
 
     catalog: Catalog
-    settled: Settled
-    placed: Planned
+    origins: Origins
+    placed: Placements
     tuning: Tuning
     rates: Rates
     on_host: bool
@@ -47,7 +47,7 @@ class Foreseen:
     def exchanged(self, made: WorldPlan, forced: bool | None) -> WorldPlan:
         """The plan ``made`` for own slices, as it is or as it becomes if bytes are read once.
 
-        Raises ConfigError as ``serving.agree_on_sharing`` does.
+        Raises ConfigError as ``serving.agree_on_strategy`` does.
         """
         if self.placed.gathered:
             made = replace(made, exchanged_bytes=(self.placed.gathered,) * len(made.ranks))
@@ -76,18 +76,18 @@ class Foreseen:
             return False
         return all(read.rows == 1 for read in self._plan(0, self.tuning.chunk_size).all_reads())
 
-    def _wants(self, rank: int, plan: Plan, forced: bool | None) -> Wants:
-        told = Wants.of(plan, self.tuning, forced, str(rank // RANKS_OF_A_MACHINE))
+    def _wants(self, rank: int, plan: Plan, forced: bool | None) -> ReadDemand:
+        told = ReadDemand.of(plan, self.tuning, forced, str(rank // RANKS_OF_A_MACHINE))
         return replace(told, rates=self.rates)
 
-    def _once(self, made: WorldPlan, sharing: Sharing, own: Sequence[Plan]) -> WorldPlan:
+    def _once(self, made: WorldPlan, sharing: ReadStrategy, own: Sequence[Plan]) -> WorldPlan:
         chunk = sharing.chunk_size
         plans = [spans_within(self._plan(rank, chunk), chunk) for rank in range(made.world_size)]
-        exchange = shared_errands([table_of(plan.reads) for plan in plans], chunk)
+        exchange = exchange_schedule([table_of(plan.reads) for plan in plans], chunk)
         served = [0] * made.world_size
-        for errand in exchange.errands:
-            if isinstance(errand, Errand):
-                served[errand.server] += 1
+        for step in exchange.steps:
+            if isinstance(step, ExchangeStep):
+                served[step.server] += 1
 
         def becomes(rank: RankForecast) -> RankForecast:
             number, plan = rank.rank, plans[rank.rank]
@@ -118,12 +118,12 @@ class Foreseen:
             destination = Destination(target.name, layout.numel, layout.owned, target.dtype, direct)
             wanted.append((recipe, layout, destination))
 
-        for name, recipe in self.settled.parameters.items():
+        for name, recipe in self.origins.parameters.items():
             if isinstance(recipe, Recipe):
                 want(
                     recipe, self.placed.layout(name, rank), self.on_host or self.placed.homes[name] != DEVICE
                 )
-        for recipe in self.settled.buffers.values():
+        for recipe in self.origins.buffers.values():
             want(recipe, replicated(recipe.target.shape), self.on_host)
         return join(self.catalog, wanted, PlanOptions(chunk_size))
 

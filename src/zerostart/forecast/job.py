@@ -20,7 +20,7 @@ from zerostart.forecast.reads import counts_of, owned_by
 from zerostart.forecast.result import RankForecast, WorldPlan
 from zerostart.forecast.seconds import rates_of, timed
 from zerostart.forecast.shares import held_of
-from zerostart.models import Settled
+from zerostart.models import Origins
 from zerostart.planning import Rates
 from zerostart.recipe import Coverage, Recipes
 from zerostart.transfer import Tuning
@@ -36,7 +36,7 @@ class Subject:
     model: nn.Module
     recipes: Recipes
     coverage: Coverage
-    settled: Settled
+    origins: Origins
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def foresee(
     shown = sorted(set(twins.values()))
     owned = owned_by(model, placed, shown)
     held = held_of(model, placed, parallelism, shown, {name: own.numels for name, own in owned.items()})
-    counts = counts_of(subject.catalog, subject.settled, placed, owned, shown, tuning, not target.accelerator)
+    counts = counts_of(subject.catalog, subject.origins, placed, owned, shown, tuning, not target.accelerator)
     staged = [(tuning.ring_bytes if count.staged else 0) + count.scratch for count in counts]
     moments = moments_of(model, job, placed, held, np.array(staged, np.int64), optimizer, target)
     memory = dict(zip(shown, peaks(moments, len(shown), target), strict=True))
@@ -98,14 +98,14 @@ def foresee(
         ],
         0.0,
     )
-    foreseen = Foreseen(subject.catalog, subject.settled, placed, tuning, rates, not target.accelerator)
+    foreseen = Foreseen(subject.catalog, subject.origins, placed, tuning, rates, not target.accelerator)
     made = foreseen.exchanged(made, forced)
     fits = fits_of([rank.memory for rank in made.ranks], limits, made.world_size)
     return replace(
         made,
         ranks=timed(made.ranks, made.exchanged_bytes, made.world_size, _stored(subject.catalog), rates),
         zero_stage=job.zero_stage,
-        tier=placed.tier,
+        tier=placed.residence,
         optimizer=optimizer.name,
         accelerator=limits.accelerator,
         rates=_shown(rates),

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from zerostart.engines.planned import RANKS_OF_A_MACHINE
+from zerostart.distributed.machine import available_memory
+from zerostart.distributed.world import default_device
+from zerostart.engines.placements import RANKS_OF_A_MACHINE
 from zerostart.errors import ConfigError
-from zerostart.transfer.machine import available_memory
-from zerostart.world import default_device
 
 __all__ = ["Fit", "Limits"]
 

@@ -10,9 +10,9 @@ import numpy as np
 from torch import nn
 
 from zerostart import engines
-from zerostart.engines import Planned
+from zerostart.engines import Placements
+from zerostart.engines.flat_buffers import MESSAGE
 from zerostart.engines.fsdp2.settings import FSDP2Settings
-from zerostart.engines.whole import MESSAGE
 from zerostart.forecast import fsdp2, zero0, zero3, zero12
 from zerostart.forecast.moments import Moment, Target
 from zerostart.forecast.optimizers import Optimizer
@@ -38,7 +38,7 @@ class Job:
         """Whether parameters are whole on every rank, in flat buffers."""
         return engines.keeps_whole(self.engine, self.zero_stage)
 
-    def placed(self, model: nn.Module) -> tuple[Planned, Parallelism]:
+    def placed(self, model: nn.Module) -> tuple[Placements, Parallelism]:
         """Where the parameters of ``model`` go; raises ConfigError or EngineError as a load does."""
         parallelism = engines.resolve(model, self.engine, self.mesh, self.engine_config)
         placed = engines.planned(
@@ -47,7 +47,7 @@ class Job:
         return placed, parallelism
 
 
-def held_alone(model: nn.Module, placed: Planned, parallelism: Parallelism, ranks: Sequence[int]) -> Held:
+def held_alone(model: nn.Module, placed: Placements, parallelism: Parallelism, ranks: Sequence[int]) -> Held:
     """What ``ranks`` hold, for memory alone: without what they read."""
     known: dict[Hashable, Array] = {}
     numels: dict[str, Array] = {}
@@ -62,7 +62,7 @@ def held_alone(model: nn.Module, placed: Planned, parallelism: Parallelism, rank
 def moments_of(
     model: nn.Module,
     job: Job,
-    placed: Planned,
+    placed: Placements,
     held: Held,
     staged: Array | int,
     optimizer: Optimizer,

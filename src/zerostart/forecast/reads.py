@@ -10,10 +10,10 @@ import numpy as np
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.engines.planned import DEVICE, Planned
+from zerostart.engines.placements import DEVICE, Placements
 from zerostart.forecast.shares import Array
 from zerostart.layout import replicated
-from zerostart.models import Settled
+from zerostart.models import Origins
 from zerostart.planning import (
     Count,
     Destination,
@@ -38,7 +38,7 @@ class Owned:
     numels: Array
 
 
-def owned_by(model: nn.Module, placed: Planned, ranks: Sequence[int]) -> dict[str, Owned]:
+def owned_by(model: nn.Module, placed: Placements, ranks: Sequence[int]) -> dict[str, Owned]:
     """The shares of ``ranks``, by parameter name.
 
     Layers repeat: parameters that are cut alike and have one shape lie alike, and are laid out once.
@@ -56,17 +56,17 @@ def owned_by(model: nn.Module, placed: Planned, ranks: Sequence[int]) -> dict[st
 
 def counts_of(
     catalog: Catalog,
-    settled: Settled,
-    placed: Planned,
+    origins: Origins,
+    placed: Placements,
     owned: Mapping[str, Owned],
     ranks: Sequence[int],
     tuning: Tuning,
     on_host: bool,
 ) -> list[Count]:
     """What each of ``ranks`` (ascending) reads; ``on_host``: what the device has is host memory."""
-    shares = [Share(r, _all_of(r, ranks), on_host) for r in settled.buffers.values()]
+    shares = [Share(r, _all_of(r, ranks), on_host) for r in origins.buffers.values()]
     for name, own in owned.items():
-        recipe = settled.parameters[name]
+        recipe = origins.parameters[name]
         if isinstance(recipe, Recipe):
             shares.append(Share(recipe, own.runs, on_host or placed.homes[name] != DEVICE))
     options = PlanOptions(tuning.chunk_size)
@@ -86,7 +86,7 @@ def _all_of(recipe: Recipe, ranks: Sequence[int]) -> Runs:
 def _planned(
     catalog: Catalog,
     shares: Sequence[Share],
-    placed: Planned,
+    placed: Placements,
     rank: int,
     options: PlanOptions,
     threads: int,

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.engines.room import Tier
+from zerostart.engines.residence import Residence
 from zerostart.forecast.limits import Fit
-from zerostart.planning import Sharing
+from zerostart.planning import ReadStrategy
 from zerostart.recipe import Coverage, Recipes
 
 __all__ = ["PHASES", "Memory", "RankForecast", "WorldPlan"]
@@ -89,9 +89,9 @@ class WorldPlan:
     unexpected: tuple[str, ...] = ()
     computed: tuple[str, ...] = ()
     computed_whole: tuple[str, ...] = ()
-    sharing: Sharing | None = None
+    sharing: ReadStrategy | None = None
     exchanged_bytes: tuple[int, ...] = ()
-    tier: Tier | None = None
+    tier: Residence | None = None
     zero_stage: int = 3
     optimizer: str = ""
     accelerator: bool = False

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zerostart.engines.planned import RANKS_OF_A_MACHINE
+from zerostart.engines.placements import RANKS_OF_A_MACHINE
 from zerostart.errors import ConfigError
 from zerostart.forecast.result import RankForecast
 from zerostart.planning import Rates

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from zerostart.engines.planned import DEVICE, HOST, Planned
+from zerostart.engines.placements import DEVICE, HOST, Placements
 from zerostart.layout import Parallelism
 
 __all__ = ["Array", "Gathers", "Held", "held_of"]
@@ -66,7 +66,7 @@ class Held:
 
 def held_of(
     model: nn.Module,
-    placed: Planned,
+    placed: Placements,
     parallelism: Parallelism,
     ranks: Sequence[int],
     numels: Mapping[str, Array],

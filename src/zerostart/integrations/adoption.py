@@ -18,15 +18,16 @@ import torch
 from torch import nn
 
 from zerostart import engines
+from zerostart.distributed.world import current_world
 from zerostart.engines.deepspeed.settings import configured_dtype
 from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
-from zerostart.gather import full_tensors
 from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.pretrained import Call, Settings
 from zerostart.integrations.resizing import resize_token_embeddings
-from zerostart.reporting import report_of
+from zerostart.loading.report import report_of
+from zerostart.state.full_tensors import full_tensors
 from zerostart.upstream import accelerate as accelerate_parts
 from zerostart.upstream import diffusers_loading as diffusers_parts
 from zerostart.upstream import transformers_loading as loading_parts
@@ -34,7 +35,6 @@ from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
 from zerostart.upstream.deepspeed_active import config_stage
 from zerostart.upstream.deepspeed_saving import replace_consolidation
 from zerostart.upstream.diffusers import is_diffusers
-from zerostart.world import current_world
 
 __all__ = ["Settings", "disable", "enable", "enabled"]
 

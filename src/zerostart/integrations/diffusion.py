@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from zerostart.checkpoint.source import Files
+from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.integrations.pretrained import Call
 from zerostart.models import Built
 from zerostart.upstream.transformers import without_weights
 from zerostart.upstream.transformers_loading import Findings
-from zerostart.world import current_world
 
 __all__ = ["DiffusionCall"]
 

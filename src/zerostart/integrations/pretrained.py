@@ -12,16 +12,16 @@ import torch
 
 from zerostart import engines
 from zerostart.checkpoint.source import Files
+from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, PeerError, ZerostartError
 from zerostart.integrations.active import Active
-from zerostart.loading import run
+from zerostart.loading.report import report_of
+from zerostart.loading.request import Request
+from zerostart.loading.run import run
 from zerostart.models import Built
-from zerostart.models.oplog import OpLog
-from zerostart.reporting import report_of
-from zerostart.request import Request
+from zerostart.models.operator_log import OperatorLog
 from zerostart.upstream.transformers_loading import Findings
 from zerostart.upstream.transformers_quantizers import dequantizer
-from zerostart.world import current_world
 
 __all__ = ["Call", "Settings"]
 
@@ -66,7 +66,7 @@ class Call:
         self.arguments = dict(arguments)
         if _names_the_host(self.arguments.get("device_map")):
             del self.arguments["device_map"]
-        self._log = OpLog()
+        self._log = OperatorLog()
         self._dtype = torch.get_default_dtype()
         self._agreed = False
         self.model: Any = None
@@ -162,7 +162,7 @@ class Call:
             return
         self._agreed = True
         try:
-            current_world().agree(error, "from_pretrained")
+            current_world().raise_together(error, "from_pretrained")
         except ZerostartError as agreed:
             # Where all ranks failed alike, the caller gets the library's own error.
             if str(agreed) != f"{type(error).__name__}: {error}":

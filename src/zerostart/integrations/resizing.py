@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zerostart.distributed.world import current_world
 from zerostart.errors import EngineError
-from zerostart.reporting import report_of
+from zerostart.loading.report import report_of
 from zerostart.upstream.torch_fsdp2 import has_run, whole_for_a_while
-from zerostart.world import current_world
 
 __all__ = ["resize_token_embeddings"]
 

@@ -3,8 +3,8 @@
 from zerostart.models.build import Built, ModelLike, build, require
 from zerostart.models.diffusion import finish_diffusers
 from zerostart.models.initialise import Program, fill_missing
+from zerostart.models.origins import Origins, resolve_origins, tie_names
 from zerostart.models.pretrained import finish_pretrained
-from zerostart.models.settle import Settled, initialise_rest, tie_names
 from zerostart.models.tensors import expectations, let_cast, replace_tensor, set_dtypes, state_names
 from zerostart.upstream.diffusers import is_diffusers
 from zerostart.upstream.transformers import is_pretrained
@@ -13,13 +13,13 @@ __all__ = [
     "Built",
     "ModelLike",
     "Program",
-    "Settled",
+    "Origins",
     "build",
     "expectations",
     "fill_missing",
     "finish_diffusers",
     "finish_pretrained",
-    "initialise_rest",
+    "resolve_origins",
     "is_diffusers",
     "is_pretrained",
     "let_cast",

@@ -14,7 +14,7 @@ from torch import nn
 
 from zerostart.errors import BuildError, ConfigError
 from zerostart.models.diffusion import construct, named_class, names_diffusers
-from zerostart.models.oplog import OpLog
+from zerostart.models.operator_log import OperatorLog
 from zerostart.upstream.diffusers import is_diffusers
 from zerostart.upstream.transformers import is_pretrained, without_weights
 from zerostart.upstream.transformers_quantizers import dequantizer, prepare
@@ -32,7 +32,7 @@ class Built:
     """
 
     model: nn.Module
-    log: OpLog
+    log: OperatorLog
     dtype: torch.dtype | None
     logged: bool
     quantizer: Any = None
@@ -55,7 +55,7 @@ def build(
     """
     if isinstance(model, Built):
         return model
-    log = OpLog()
+    log = OperatorLog()
     if model is None and names_diffusers(root):
         model = named_class(str(root))
     if isinstance(model, nn.Module):
@@ -100,7 +100,7 @@ def _called(
     root: str | None,
     dtype: torch.dtype | None,
     stored: torch.dtype | None,
-    log: OpLog,
+    log: OperatorLog,
 ) -> Built:
     """A class, or a callable that builds the model."""
     name = getattr(make, "__name__", repr(make))
@@ -115,7 +115,11 @@ def _called(
 
 
 def _given(
-    model: nn.Module, root: str | None, dtype: torch.dtype | None, stored: torch.dtype | None, log: OpLog
+    model: nn.Module,
+    root: str | None,
+    dtype: torch.dtype | None,
+    stored: torch.dtype | None,
+    log: OperatorLog,
 ) -> Built:
     """A module that the caller built; its parameters must be on meta, or they would be paid for twice."""
     real = [name for name, p in model.named_parameters() if p.device.type != "meta"]

@@ -1,6 +1,6 @@
 """Initialising what a checkpoint lacks, in shards.
 
-The model's own initialiser has run on the meta device under an ``OpLog``. For a missing parameter the
+The model's own initialiser has run on the meta device under an ``OperatorLog``. For a missing parameter the
 calls that wrote it are its program. Where they work element by element, with at most one random call, the
 program runs chunk by chunk over the row-major order and gives what it would give at once: torch's CPU
 generator consumes its stream in element order, ``normal_`` in blocks of 16 (ATen, ``normal_fill``). Every
@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from zerostart.layout import Layout
-from zerostart.models.oplog import Op, OpLog
+from zerostart.models.operator_log import Op, OperatorLog
 
 __all__ = ["CHUNK", "Program", "fill_missing", "program_of"]
 
@@ -65,7 +65,7 @@ class Program:
     """
 
     meta: torch.Tensor
-    log: OpLog
+    log: OperatorLog
     steps: tuple[Op, ...] | None
     draws: tuple[int, ...] = ()
 
@@ -124,7 +124,7 @@ def fill_missing(missing: Sequence[tuple[Program, Layout, torch.Tensor]], start:
         call()
 
 
-def program_of(meta: torch.Tensor, log: OpLog) -> Program | None:
+def program_of(meta: torch.Tensor, log: OperatorLog) -> Program | None:
     """The program of a meta tensor, None where nothing in the log gave it a value."""
     steps: list[tuple[int, Op]] = []
     chunked = True

@@ -1,22 +1,22 @@
 """The plan: catalog x recipe x layout, as the reads that one rank makes and where their bytes go."""
 
 from zerostart.planning.census import Count, Runs, Share, count_reads, runs_of
-from zerostart.planning.errands import (
+from zerostart.planning.exchange import (
     Agreement,
     Delivery,
-    Errand,
     Exchange,
+    ExchangeStep,
     Table,
-    errands_of_one,
+    exchange_schedule,
     pieces_within,
-    shared_errands,
     spans_within,
+    steps_of_one,
     table_of,
 )
 from zerostart.planning.join import join
 from zerostart.planning.plan import Computation, Destination, Part, Plan, Read, Step
 from zerostart.planning.reads import PlanOptions
-from zerostart.planning.sharing import MARGIN, Rates, Sharing, Traffic, choose
+from zerostart.planning.strategy import MARGIN, Rates, ReadStrategy, Traffic, choose
 
 __all__ = [
     "MARGIN",
@@ -25,7 +25,7 @@ __all__ = [
     "Count",
     "Delivery",
     "Destination",
-    "Errand",
+    "ExchangeStep",
     "Exchange",
     "Part",
     "Plan",
@@ -34,17 +34,17 @@ __all__ = [
     "Read",
     "Runs",
     "Share",
-    "Sharing",
+    "ReadStrategy",
     "Step",
     "Table",
     "Traffic",
     "choose",
     "count_reads",
-    "errands_of_one",
+    "steps_of_one",
     "join",
     "pieces_within",
     "runs_of",
-    "shared_errands",
+    "exchange_schedule",
     "spans_within",
     "table_of",
 ]

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 import zerostart
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.distributed.world import current_world
 from zerostart.recipe.dtypes import spelling
-from zerostart.world import current_world
 
 __all__ = ["export_model"]
 
@@ -41,7 +41,7 @@ def export_model(model: nn.Module, tokenizer: Any, directory: Path, max_shard_si
     if world.rank != 0:
         for _ in zerostart.full_tensors(model):
             continue
-        world.agree(None, "saving the weights")
+        world.raise_together(None, "saving the weights")
         return
     _write_weights(model, CheckpointWriter(directory, layout))
 
@@ -59,7 +59,7 @@ def _write_weights(model: nn.Module, writer: CheckpointWriter) -> None:
         failure = error
         for _ in gathered:
             continue
-    current_world().agree(failure, "saving the weights")
+    current_world().raise_together(failure, "saving the weights")
 
 
 def _stored_tensors(model: nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

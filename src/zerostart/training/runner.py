@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import zerostart
+from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, PeerError
 from zerostart.training.config import TrainConfig
 from zerostart.training.data import Sequences, iter_documents, split_held_out, tokenize
@@ -21,7 +22,6 @@ from zerostart.training.progress import Display, Metrics, peak_memory_bytes
 from zerostart.training.session import Session, check_surroundings, open_session
 from zerostart.training.stop import StopSignal
 from zerostart.training.tasks import load_tokenizer, make_collator, model_builder, read_settings
-from zerostart.world import World, current_world
 
 __all__ = ["TrainResult", "train"]
 
@@ -130,7 +130,7 @@ def _claim_directory(config: TrainConfig, world: World) -> Path:
             )
         return directory
 
-    return world.share(claim, "claiming the output directory")
+    return world.broadcast_object(claim, "claiming the output directory")
 
 
 def _check_vocabulary(tokenizer: Any, settings: Any) -> None:

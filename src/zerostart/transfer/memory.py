@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch
 
-from zerostart.transfer.machine import UNKNOWN, available_memory
+from zerostart.distributed.machine import UNKNOWN, available_memory
 
 __all__ = ["Arena", "PeakMeter", "device_bytes", "free_bytes"]
 

@@ -1,11 +1,10 @@
 """Private parts of torch's FSDP2: which unit keeps a parameter, and how it makes a shard of it.
 
 Known for the versions that ``torch.py`` beside it supports. Used: the state of an ``FSDPModule`` with its
-parameter groups (``_fsdp_param_groups``; in 2.11 one, ``_fsdp_param_group``) and ``_is_root``, which the first
-forward sets;
-of a group ``fsdp_params``, ``modules``, ``mp_policy`` and ``offload_policy``; ``FSDPParam``, its constructor,
-what it keeps of the arguments, ``_setattr_on_modules`` and ``_post_load_hook_handle``; and
-``_get_param_module_infos``.
+parameter groups (``_fsdp_param_groups``; in 2.11 one, ``_fsdp_param_group``) and ``_is_root``, which the
+first forward sets; of a group ``fsdp_params``, ``modules``, ``mp_policy`` and ``offload_policy``; its
+``FSDPParam``: the constructor, what it keeps of the arguments, ``_setattr_on_modules`` and
+``_post_load_hook_handle``; and ``_get_param_module_infos``.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.layouts import parameter_layout
 from zerostart.engines.deepspeed.masters import check_mixture
 from zerostart.engines.deepspeed.settings import ZeroSettings, configured_dtype
@@ -22,7 +23,6 @@ from zerostart.errors import EngineError
 from zerostart.layout import Layout, Mesh
 from zerostart.transfer import Arena
 from zerostart.upstream import deepspeed as upstream
-from zerostart.world import World
 
 __all__ = ["DeepSpeedShards", "current_shards"]
 

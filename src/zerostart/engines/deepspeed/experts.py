@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.cutting import cut_experts
 from zerostart.engines.deepspeed.engine import DeepSpeedShards, current_shards
 from zerostart.engines.placement import parallel_layout
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, Parallelism
 from zerostart.upstream.deepspeed_experts import ExpertGroups, mark_expert
-from zerostart.world import World
 
 __all__ = ["DeepSpeedExpertShards", "expert_shards"]
 

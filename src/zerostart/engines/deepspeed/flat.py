@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.engines.room import HOST, Tier
-from zerostart.engines.whole import ALIGNMENT, Family, WholeShards
+from zerostart.distributed.world import World, current_world
+from zerostart.engines.flat_buffers import ALIGNMENT, Family, FlatBufferShards
+from zerostart.engines.residence import HOST, Residence
 from zerostart.errors import ConfigError, EngineError, InsufficientMemoryError
 from zerostart.layout import Parallelism
 from zerostart.layout.flat import FlatGroup, FlatRules
@@ -26,7 +27,6 @@ from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream import deepspeed_stage12 as upstream
 from zerostart.upstream.deepspeed import import_deepspeed
 from zerostart.upstream.torch import storage_users
-from zerostart.world import World, current_world
 
 __all__ = ["FlatKeeper", "FlatShards", "check_stage", "flat_rules", "offer_runs"]
 
@@ -191,7 +191,7 @@ def _overlapping(segments: Sequence[Segment]) -> bool:
     return any(a[0] + a[2] > b[0] for a, b in itertools.pairwise(ordered))
 
 
-class FlatShards(WholeShards):
+class FlatShards(FlatBufferShards):
     """Makes parameters that DeepSpeed's optimizers of stages 1 and 2 find flat, and its engine whole."""
 
     waits = True
@@ -210,11 +210,11 @@ class FlatShards(WholeShards):
         super().__init__(world, zero_stage, rules, exchange, parallelism)
         self._keeper = FlatKeeper(self.device)
 
-    def settle(self, model: nn.Module, names: Sequence[str], alone: bool = False) -> Tier:
+    def agree_on_residence(self, model: nn.Module, names: Sequence[str], alone: bool = False) -> Residence:
         """As it is everywhere; the parameters are brought to the device later where it has no room yet."""
-        tier = super().settle(model, names, alone)
-        self._keeper.waits = tier.name == HOST
-        return tier
+        residence = super().agree_on_residence(model, names, alone)
+        self._keeper.waits = residence.name == HOST
+        return residence
 
     def born(self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family) -> nn.Parameter:
         """As it is everywhere, with a mark for the engine."""

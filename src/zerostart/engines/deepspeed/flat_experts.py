@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import nn
 
+from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.cutting import cut_experts
 from zerostart.engines.deepspeed.flat import FlatShards, check_stage
-from zerostart.engines.room import Tier
+from zerostart.engines.flat_buffers import held_layouts
+from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
-from zerostart.engines.whole import held_layouts
 from zerostart.layout import Parallelism
 from zerostart.upstream.deepspeed_experts import ExpertGroups
 from zerostart.upstream.deepspeed_flat_experts import mark_flat_expert
-from zerostart.world import World
 
 __all__ = ["FlatExpertShards", "flat_expert_shards"]
 
@@ -35,7 +35,7 @@ class FlatExpertShards(FlatShards):
         super().__init__(world, zero_stage, engine_config, exchange, parallelism)
         self._groups = ExpertGroups(parallelism.mesh.expert_parallel)
 
-    def settle(self, model: nn.Module, names: Sequence[str], alone: bool = False) -> Tier:
+    def agree_on_residence(self, model: nn.Module, names: Sequence[str], alone: bool = False) -> Residence:
         """Cut the experts and make them serve all ranks' tokens; then find room for what is left."""
         with self._world.phase("cutting the experts"):
             cut_experts(
@@ -45,7 +45,7 @@ class FlatExpertShards(FlatShards):
                 self._groups,
                 lambda p: mark_flat_expert(p, self._groups),
             )
-        return super().settle(model, names, alone)
+        return super().agree_on_residence(model, names, alone)
 
 
 def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:

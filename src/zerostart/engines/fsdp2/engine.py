@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from zerostart.distributed.world import World, default_device
 from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.storage import give_storage, sharded, sharded_layout
@@ -24,7 +25,6 @@ from zerostart.engines.fsdp2.units import units_of
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout
 from zerostart.transfer import Arena
-from zerostart.world import World, default_device
 
 __all__ = ["FSDP2Shards", "current_shards"]
 

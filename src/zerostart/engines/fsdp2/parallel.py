@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
+from zerostart.distributed.world import World, default_device
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.layouts import expert_dimension
@@ -29,7 +30,6 @@ from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, Parallelism
 from zerostart.transfer import Arena
 from zerostart.upstream.transformers_tensor import require as require_styles
-from zerostart.world import World, default_device
 
 __all__ = ["FSDP2ParallelShards", "parallel_shards"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from zerostart.engines.room import Tier
+from zerostart.engines.residence import Residence
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh, Parallelism
 
@@ -72,7 +72,7 @@ class Report:
     rank: int = 0
     world_size: int = 1
     engine: str = ""
-    tier: Tier | None = None
+    tier: Residence | None = None
     parallelism: Parallelism = field(default=Parallelism(Mesh(1)), repr=False)
 
     def __str__(self) -> str:

@@ -13,8 +13,8 @@ from zerostart import models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog, signature
 from zerostart.checkpoint.source import Files, open_catalog
+from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
-from zerostart.world import World
 
 __all__ = ["check_model", "described", "open_source"]
 
@@ -26,15 +26,17 @@ def open_source(source: Any, world: World, model: Any = None) -> Catalog:
     component of the class of ``model``. A mapping of tensors is held by every rank, or by some while the
     others pass None. Raises ConfigError on every rank otherwise.
     """
-    kinds = world.exchange(_kind(source), "arguments")
+    kinds = world.all_gather_object(_kind(source), "arguments")
     holders = _holders(kinds)
     if not holders:
-        return world.share(lambda: open_catalog(source, _classes(model)), "reading the checkpoint's headers")
+        return world.broadcast_object(
+            lambda: open_catalog(source, _classes(model)), "reading the checkpoint's headers"
+        )
     own: Catalog | None = None
     with world.phase("looking at the mapping"):
         if source is not None:
             own = memory_catalog(source, holders)
-    signatures = world.exchange(own and signature(own), "looking at the mapping")
+    signatures = world.all_gather_object(own and signature(own), "looking at the mapping")
     for rank in holders:
         if signatures[rank] != signatures[holders[0]]:
             raise ConfigError(
@@ -42,7 +44,7 @@ def open_source(source: Any, world: World, model: Any = None) -> Catalog:
                 "shapes; pass the same on each, or pass None on all ranks but one"
             )
     if len(holders) < world.size:
-        shared = world.share(lambda: own, "looking at the mapping", holders[0])
+        shared = world.broadcast_object(lambda: own, "looking at the mapping", holders[0])
         own = own or shared
     assert own is not None, "a rank without a mapping gets the first holder's catalog"
     return own

@@ -1,4 +1,4 @@
-"""Going through a list of errands (``planning.errands``): reading, sending and receiving.
+"""Going through a list of steps (``planning.exchange``): reading, sending and receiving.
 
 The list settles the number and size of all messages. A rank that fails goes on receiving and sending, of
 whatever content, up to the next agreement or to the end, so that no other rank waits for it; there all raise
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerostart.distributed.world import World
 from zerostart.errors import PeerError
-from zerostart.planning import Agreement, Delivery, Errand, Table
+from zerostart.planning import Agreement, Delivery, ExchangeStep, Table
 from zerostart.transfer import MemoryReader, Reader, Rows, bytes_view
-from zerostart.world import World
 
-__all__ = ["Courier"]
+__all__ = ["ExchangeReader"]
 
 
-class Courier:
+class ExchangeReader:
     """Gives the bytes of this rank's requests, in their order, to one thread; a ``Reader`` for ``execute``.
 
     All memory is taken at once, before the first message: room for the longest one and, where this rank
@@ -32,23 +32,29 @@ class Courier:
 
     def __init__(
         self,
-        errands: Sequence[Errand | Agreement],
+        steps: Sequence[ExchangeStep | Agreement],
         tables: Sequence[Table],
         reader: Reader,
         world: World,
         threads: int = 1,
     ) -> None:
         me = world.rank
-        own = [e for e in errands if isinstance(e, Agreement) or _concerns(e, me)]
-        extents = [e.extent for e in own if isinstance(e, Errand) and e.server == me and e.extent is not None]
-        self._errands = iter(own)
+        own = [e for e in steps if isinstance(e, Agreement) or _concerns(e, me)]
+        extents = [
+            e.extent for e in own if isinstance(e, ExchangeStep) and e.server == me and e.extent is not None
+        ]
+        self._steps = iter(own)
         self._extents = iter(extents)
         self._tables = tables
         self._reader = reader
         self._world = world
         self._threads = threads
         self._message = _room(
-            d.nbytes for e in own if isinstance(e, Errand) for d in e.deliveries if me in (e.server, d.to)
+            d.nbytes
+            for e in own
+            if isinstance(e, ExchangeStep)
+            for d in e.deliveries
+            if me in (e.server, d.to)
         )
         self._rooms = [_room(end - begin for _, begin, end in extents[turn::2]) for turn in range(2)]
         self._left = memoryview(b"")  # of the last message to this rank
@@ -57,7 +63,7 @@ class Courier:
         self.read_bytes = 0  #: read by this rank, for itself and for others
         self.received_bytes = 0  #: got from others
 
-    def __enter__(self) -> Courier:
+    def __enter__(self) -> ExchangeReader:
         self._reader.__enter__()
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="zerostart-extents")
         self._fetch()
@@ -66,7 +72,7 @@ class Courier:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Run the errands that are left: others wait for their bytes. Raises what failed on the way."""
+        """Run the steps that are left: others wait for their bytes. Raises what failed on the way."""
         self._failure = self._failure or error
         try:
             if not isinstance(error, PeerError):
@@ -98,50 +104,50 @@ class Courier:
         """All ranks know what is read."""
 
     def _next(self) -> None:
-        """Run errands until the next request's bytes are there."""
+        """Run steps until the next request's bytes are there."""
         while not self._left:
             if not self._run():
-                raise RuntimeError("more was asked for than the list of errands has")
+                raise RuntimeError("more was asked for than the list of steps has")
             if self._failure is not None:
                 raise self._failure
 
     def _run(self) -> bool:
-        """Run the next errand; False if there is none. Raises at an agreement if a rank has failed."""
-        errand = next(self._errands, None)
-        if errand is None:
+        """Run the next step; False if there is none. Raises at an agreement if a rank has failed."""
+        step = next(self._steps, None)
+        if step is None:
             return False
-        if isinstance(errand, Agreement):
+        if isinstance(step, Agreement):
             self._agree()
-        elif errand.server == self._world.rank:
-            self._serve(errand)
+        elif step.server == self._world.rank:
+            self._serve(step)
         else:
-            (own,) = (delivery for delivery in errand.deliveries if delivery.to == self._world.rank)
-            _message(dist.recv, self._message[: own.nbytes], errand.server, self._world)
+            (own,) = (delivery for delivery in step.deliveries if delivery.to == self._world.rank)
+            _message(dist.recv, self._message[: own.nbytes], step.server, self._world)
             self._left = bytes_view(self._message)[: own.nbytes]
             self.received_bytes += own.nbytes
         return True
 
     def _agree(self) -> None:
         try:
-            self._world.agree(self._failure, "exchanging what was read")
+            self._world.raise_together(self._failure, "exchanging what was read")
         except BaseException:
-            self._errands = iter(())  # all have stopped here
+            self._steps = iter(())  # all have stopped here
             raise
 
-    def _serve(self, errand: Errand) -> None:
+    def _serve(self, step: ExchangeStep) -> None:
         """Send to each what it asked for; a failure is kept, and the message sent all the same.
 
-        The next ranks come first. With servers that follow each other in a list of errands, each then passes
+        The next ranks come first. With servers that follow each other in a list of steps, each then passes
         on what it has while the one before is still sending. This rank's own bytes come last: they stay in
         the message until the caller has taken them.
         """
         me, size = self._world.rank, self._world.size
-        reader = self._reader if errand.extent is None else self._fetched()
-        for delivery in sorted(errand.deliveries, key=lambda delivery: (delivery.to - me - 1) % size):
+        reader = self._reader if step.extent is None else self._fetched()
+        for delivery in sorted(step.deliveries, key=lambda delivery: (delivery.to - me - 1) % size):
             room = self._message[: delivery.nbytes]
             try:
                 if self._failure is None:
-                    self._fill(bytes_view(room), reader, errand.extent, delivery)
+                    self._fill(bytes_view(room), reader, step.extent, delivery)
             except Exception as error:
                 self._failure = error
             if delivery.to != me:
@@ -187,7 +193,7 @@ class Courier:
 
     def _fetched(self) -> Reader:
         """The extent that is being read, as a reader; the one after it is asked for."""
-        assert self._ahead is not None, "an errand with an extent is served"
+        assert self._ahead is not None, "a step with an extent is served"
         room, parts = self._ahead
         for part in parts:
             failure = part.exception()
@@ -198,8 +204,8 @@ class Courier:
         return MemoryReader([room])
 
 
-def _concerns(errand: Errand, rank: int) -> bool:
-    return errand.server == rank or any(delivery.to == rank for delivery in errand.deliveries)
+def _concerns(step: ExchangeStep, rank: int) -> bool:
+    return step.server == rank or any(delivery.to == rank for delivery in step.deliveries)
 
 
 def _room(sizes: Any) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zerostart.errors import BuildError
 from zerostart.upstream.torch import truncated_normal_goes_to
 
-__all__ = ["Op", "OpLog"]
+__all__ = ["Op", "OperatorLog"]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Attention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class OpLog(TorchDispatchMode):
+class OperatorLog(TorchDispatchMode):
     """Context that logs operators on meta tensors; may be entered several times."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class OpLog(TorchDispatchMode):
         self.ops: list[Op] = []
         self._entered: list[contextlib.ExitStack] = []
 
-    def __enter__(self) -> OpLog:
+    def __enter__(self) -> OperatorLog:
         stack = contextlib.ExitStack()
         stack.enter_context(truncated_normal_goes_to(self._opaque))
         stack.enter_context(_Attention())

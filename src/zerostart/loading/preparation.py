@@ -12,16 +12,16 @@ import torch
 
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.settings import configured_dtype
 from zerostart.engines.fsdp2.units import let_cast
-from zerostart.equality import equal_in
 from zerostart.layout import Mesh, Parallelism
-from zerostart.models import Built, Settled
+from zerostart.loading.equality import equal_in
+from zerostart.loading.report import Clock
+from zerostart.loading.request import Request
+from zerostart.loading.source import check_model, described, open_source
+from zerostart.models import Built, Origins
 from zerostart.recipe import Coverage, Recipes, Target, main_dtype, torch_dtype, trace
-from zerostart.reporting import Clock
-from zerostart.request import Request
-from zerostart.sources import check_model, described, open_source
-from zerostart.world import World
 
 __all__ = ["Prepared", "prepare", "undisturbed"]
 
@@ -51,7 +51,7 @@ class Prepared:
     parallelism: Parallelism
     recipes: Recipes
     coverage: Coverage
-    settled: Settled
+    origins: Origins
 
 
 def prepare(
@@ -79,8 +79,8 @@ def prepare(
         recipes = _recipes(request, catalog, built)
         coverage = models.tie_names(built.model, recipes, equal_in(catalog, world))
         coverage.check(described(request.source, catalog), type(built.model).__name__, strict)
-        settled = models.initialise_rest(built, recipes)
-    return Prepared(catalog, built, parallelism, recipes, coverage, settled)
+        origins = models.resolve_origins(built, recipes)
+    return Prepared(catalog, built, parallelism, recipes, coverage, origins)
 
 
 def _build(request: Request, catalog: Catalog) -> Built:

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from zerostart.distributed.world import default_device
 from zerostart.engines.placement import parallel_layout
-from zerostart.engines.room import Room, Tier, tier_of
+from zerostart.engines.residence import MemoryFit, Residence, residence_of
 from zerostart.layout import Layout, Parallelism, replicated
 from zerostart.layout.flat import FlatRules
-from zerostart.world import default_device
 
-__all__ = ["DEVICE", "HOST", "RANKS_OF_A_MACHINE", "STORAGE", "Planned", "planned", "rules_of"]
+__all__ = ["DEVICE", "HOST", "RANKS_OF_A_MACHINE", "STORAGE", "Placements", "planned", "rules_of"]
 
 #: Homes of a shard: the device that computes, host memory, or a file.
 DEVICE, HOST, STORAGE = "device", "host", "storage"
@@ -28,7 +28,7 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 @dataclass(frozen=True)
-class Planned:
+class Placements:
     """The shards of a model to be.
 
     ``layout`` gives what a rank holds of a parameter, by name. Parameters of one shape and an equal ``alike``
@@ -45,7 +45,7 @@ class Planned:
     #: Bytes that each rank gets from the others when all have read what they want.
     gathered: int = 0
     #: Where whole parameters would lie if the ranks had machines like this one.
-    tier: Tier | None = None
+    residence: Residence | None = None
 
 
 def planned(
@@ -55,7 +55,7 @@ def planned(
     parallelism: Parallelism,
     zero_stage: int = 3,
     exchange: bool | None = None,
-) -> Planned:
+) -> Placements:
     """Raises ConfigError or EngineError for what ``load`` would refuse of the configuration."""
     parameters = dict(model.named_parameters())
     if zero_stage == 0 or (engine == "deepspeed" and zero_stage < 3):
@@ -70,11 +70,11 @@ def planned(
 
 def _of_mesh(
     engine: str, parameters: Parameters, parallelism: Parallelism, homes: Mapping[str, str]
-) -> Planned:
+) -> Placements:
     def layout(name: str, rank: int) -> Layout:
         return parallel_layout(engine, parallelism, name, tuple(parameters[name].shape), rank)
 
-    return Planned(
+    return Placements(
         layout=layout,
         alike=lambda name: (parallelism.is_expert(name), parallelism.cut(name)),
         twin=lambda rank: rank,
@@ -84,7 +84,7 @@ def _of_mesh(
 
 def _of_deepspeed(
     config: Mapping[str, Any] | None, parameters: Parameters, parallelism: Parallelism
-) -> Planned:
+) -> Placements:
     from zerostart.engines.deepspeed.settings import ZeroSettings
 
     settings = ZeroSettings.of(config)
@@ -119,15 +119,15 @@ def _of_whole(
     engine: str,
     zero_stage: int,
     exchange: bool | None,
-) -> Planned:
-    from zerostart.engines.whole import buffers_of, exchanges, families_of
+) -> Placements:
+    from zerostart.engines.flat_buffers import buffers_of, exchanges, families_of
 
     size = rules.partitions
     # Of rank 0, which has as many experts as any.
     families = families_of(parameters, rules, exchanges(exchange, size), parallelism, 0)
     buffers = buffers_of(families)
     held = sum(buffer.nbytes for buffer in buffers)
-    here = Room.here(default_device())
+    here = MemoryFit.here(default_device())
     rooms = [here] * (min(size, RANKS_OF_A_MACHINE) if here.on_host else 1)
     parts: dict[str, Callable[[int], Layout]] = {}
     exchanged = [buffer for buffer in buffers if buffer.family.exchange]
@@ -140,7 +140,7 @@ def _of_whole(
     def alike(name: str) -> Hashable:
         return ("expert", parallelism.cut(name)) if name in experts else name if name in parts else None
 
-    return Planned(
+    return Placements(
         layout=lambda name, rank: runs[name](rank) if name in runs else replicated(parameters[name].shape),
         alike=alike,
         # With an exchange each rank wants a share of its own; without, ranks differ in their experts alone.
@@ -148,11 +148,11 @@ def _of_whole(
         homes=dict.fromkeys(parameters, DEVICE),
         held=held,
         gathered=sum(buffer.received for buffer in exchanged),
-        tier=tier_of(held, rooms, engine == "deepspeed", zero_stage > 0),
+        residence=residence_of(held, rooms, engine == "deepspeed", zero_stage > 0),
     )
 
 
-def _of_fsdp2(config: Mapping[str, Any] | None, parameters: Parameters, world_size: int) -> Planned:
+def _of_fsdp2(config: Mapping[str, Any] | None, parameters: Parameters, world_size: int) -> Placements:
     from zerostart.engines.fsdp2.layouts import parameter_layout
     from zerostart.engines.fsdp2.settings import FSDP2Settings
 
@@ -167,7 +167,7 @@ def _of_fsdp2(config: Mapping[str, Any] | None, parameters: Parameters, world_si
     def layout(name: str, rank: int) -> Layout:
         return parameter_layout(tuple(parameters[name].shape), share_of(rank), shares, dims[name])
 
-    return Planned(
+    return Placements(
         layout=layout,
         alike=lambda name: dims[name],
         twin=lambda rank: first[share_of(rank)],

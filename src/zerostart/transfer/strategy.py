@@ -7,34 +7,34 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zerostart.courier import Courier
+from zerostart.distributed.machine import machine_name
+from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
 from zerostart.planning import (
     Plan,
     Rates,
-    Sharing,
+    ReadStrategy,
     Traffic,
     choose,
-    errands_of_one,
+    exchange_schedule,
     pieces_within,
-    shared_errands,
     spans_within,
+    steps_of_one,
     table_of,
 )
 from zerostart.transfer import MIN_CHUNK, Progress, Reader, Rows, Tuning, execute
-from zerostart.transfer.machine import machine_name
-from zerostart.world import World
+from zerostart.transfer.exchange import ExchangeReader
 
-__all__ = ["MOST_REQUESTS", "Moved", "Wants", "agree_on_sharing", "chosen", "execute_together"]
+__all__ = ["MOST_REQUESTS", "TransferStats", "ReadDemand", "agree_on_strategy", "chosen", "execute_together"]
 
-#: Most requests of all ranks together whose errands every rank works out: beyond, each reads its own.
+#: Most requests of all ranks together whose steps every rank works out: beyond, each reads its own.
 MOST_REQUESTS = 1 << 18
 #: Bytes that a rank reads for others between two agreements: a second or so.
 BETWEEN = 1 << 30
 
 
 @dataclass(frozen=True)
-class Moved:
+class TransferStats:
     """What a transfer did on this rank: bytes that it ``read``, for others too, and ``received`` from others.
 
     ``planned`` are the bytes that it was to read; ``how`` says in words what it did.
@@ -47,7 +47,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Wants:
+class ReadDemand:
     """What a rank tells of itself before anything is read."""
 
     nbytes: int
@@ -59,7 +59,7 @@ class Wants:
     forced: bool | None
 
     @classmethod
-    def of(cls, plan: Plan, tuning: Tuning, forced: bool | None, machine: str | None = None) -> Wants:
+    def of(cls, plan: Plan, tuning: Tuning, forced: bool | None, machine: str | None = None) -> ReadDemand:
         """What a rank with this plan for own slices tells; ``machine`` is this one unless it is named."""
         chunk = tuning.exchange_chunk
         nbytes = got = requests = 0
@@ -74,7 +74,7 @@ class Wants:
         return cls(nbytes, got, requests, chunk, tuning.rates, machine or machine_name(), forced)
 
 
-def agree_on_sharing(own: Wants, plan: Plan, world: World) -> Sharing | None:
+def agree_on_strategy(own: ReadDemand, plan: Plan, world: World) -> ReadStrategy | None:
     """Whether ranks read own slices or once for each other: the same answer on every rank; collective.
 
     The slowest rank's rates and rank 0's argument count. If bytes are read once, plan again with the answer's
@@ -83,11 +83,11 @@ def agree_on_sharing(own: Wants, plan: Plan, world: World) -> Sharing | None:
     """
     if world.size == 1 or plan.memory is not None:
         return None
-    return chosen(world.exchange(own, "agreeing who reads what"), sum(plan.sizes))
+    return chosen(world.all_gather_object(own, "agreeing who reads what"), sum(plan.sizes))
 
 
-def chosen(wants: Sequence[Wants], stored: int) -> Sharing | None:
-    """The choice for ranks with these ``wants`` of files of ``stored`` bytes; see ``agree_on_sharing``."""
+def chosen(wants: Sequence[ReadDemand], stored: int) -> ReadStrategy | None:
+    """The choice for ranks with these ``wants`` of files of ``stored`` bytes; see ``agree_on_strategy``."""
     forced, chunk = wants[0].forced, min(want.chunk for want in wants)
     wanted, got = sum(want.nbytes for want in wants), sum(want.fetched for want in wants)
     traffic = Traffic(
@@ -120,8 +120,8 @@ def execute_together(
     progress: Progress,
     tuning: Tuning,
     world: World,
-    sharing: Sharing | None = None,
-) -> Moved:
+    sharing: ReadStrategy | None = None,
+) -> TransferStats:
     """``transfer.execute`` wherever the bytes are; collective.
 
     Where ``sharing`` says so, bytes that several ranks want are read by one of them and sent to the others.
@@ -136,7 +136,7 @@ def execute_together(
         moved = _once(plan, storages, progress, tuning, reader, world)
     else:
         execute(plan, storages, progress, tuning.threads, reader, tuning.depth)
-        moved = Moved(progress.done, plan.read_bytes)
+        moved = TransferStats(progress.done, plan.read_bytes)
     if moved.read != moved.planned or progress.done != plan.read_bytes:
         raise ReadError(
             f"{moved.read} bytes were read and {progress.done} delivered, where the plan has {moved.planned} "
@@ -153,48 +153,50 @@ def _once(
     tuning: Tuning,
     reader: Reader,
     world: World,
-) -> Moved:
-    """What no other rank wants, and computations, by all threads; then the rest in the order of errands."""
+) -> TransferStats:
+    """What no other rank wants, and computations, by all threads; then the rest in the order of steps."""
     with world.phase("planning the exchange"):
         plan = spans_within(plan, plan.chunk_size)
         table = table_of(plan.reads)
-    tables = world.exchange(table, "planning the exchange")
+    tables = world.all_gather_object(table, "planning the exchange")
     with world.phase("reading own slices"):
-        exchange = shared_errands(tables, plan.chunk_size, BETWEEN)
+        exchange = exchange_schedule(tables, plan.chunk_size, BETWEEN)
         alone = frozenset(exchange.alone[world.rank])
         # Computations make their reads in no order that ranks could agree on.
         own = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n in alone))
         execute(own, storages, progress, tuning.threads, reader, tuning.depth)
         read = progress.done
-        courier = Courier(exchange.errands, tables, reader, world, tuning.threads)
+        reader = ExchangeReader(exchange.steps, tables, reader, world, tuning.threads)
     rest = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n not in alone), computations=())
-    execute(rest, storages, progress, 1, courier, tuning.depth)
-    return Moved(
-        read=read + courier.read_bytes,
+    execute(rest, storages, progress, 1, reader, tuning.depth)
+    return TransferStats(
+        read=read + reader.read_bytes,
         planned=own.read_bytes + exchange.served[world.rank],
-        received=courier.received_bytes,
+        received=reader.received_bytes,
     )
 
 
 def _from_holder(
     plan: Plan, storages: Sequence[torch.Tensor], progress: Progress, tuning: Tuning, world: World
-) -> Moved:
+) -> TransferStats:
     """Read from a mapping that some ranks hold, the first of which serves those that do not."""
     assert plan.memory is not None, "only a mapping has holders"
     holders = plan.memory.holders
     holds = world.rank in holders
-    tables = world.exchange(table_of(() if holds else tuple(plan.all_reads())), "agreeing who reads what")
-    chunk = max(world.exchange(plan.chunk_size, "agreeing who reads what"))
+    tables = world.all_gather_object(
+        table_of(() if holds else tuple(plan.all_reads())), "agreeing who reads what"
+    )
+    chunk = max(world.all_gather_object(plan.chunk_size, "agreeing who reads what"))
     with world.phase("agreeing who reads what"):
-        errands = list(errands_of_one(tables, holders[0], chunk))
-        courier = Courier(errands, tables, tuning.reader(plan), world)
+        steps = list(steps_of_one(tables, holders[0], chunk))
+        reader = ExchangeReader(steps, tables, tuning.reader(plan), world)
     if not holds:
-        execute(plan, storages, progress, 1, courier, tuning.depth)
-        return Moved(0, 0, courier.received_bytes)
+        execute(plan, storages, progress, 1, reader, tuning.depth)
+        return TransferStats(0, 0, reader.received_bytes)
     served = 0
     if world.rank == holders[0]:
-        with courier:
+        with reader:
             pass
         served = sum(int(table[:, 2].sum()) for table in tables)
     execute(plan, storages, progress, tuning.threads, tuning.reader(plan), tuning.depth)
-    return Moved(progress.done + courier.read_bytes, plan.read_bytes + served)
+    return TransferStats(progress.done + reader.read_bytes, plan.read_bytes + served)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zerostart.engines.planned import RANKS_OF_A_MACHINE
+from zerostart.distributed.world import World, default_device
+from zerostart.engines.placements import RANKS_OF_A_MACHINE
 from zerostart.forecast import Asked, Job, Subject, WorldPlan, foresee
-from zerostart.preparing import prepare, undisturbed
-from zerostart.reporting import Clock
-from zerostart.request import Request
-from zerostart.world import World, default_device
+from zerostart.loading.preparation import prepare, undisturbed
+from zerostart.loading.report import Clock
+from zerostart.loading.request import Request
 
 __all__ = ["forecast"]
 
@@ -29,7 +29,7 @@ def _forecast(request: Request, world_size: int, rank: int | None, asked: Asked)
     known = prepare(request, World(0, 1, None), mesh, clock, strict=False)
     here = min(world_size, RANKS_OF_A_MACHINE)
     tuning = request.tuning(known.catalog, default_device(), bool(known.recipes.computed), here)
-    subject = Subject(known.catalog, known.built.model, known.recipes, known.coverage, known.settled)
+    subject = Subject(known.catalog, known.built.model, known.recipes, known.coverage, known.origins)
     job = Job(request.engine, request.zero_stage, request.engine_config, mesh, request.exchange)
     of = range(world_size) if rank is None else [rank]
     made = foresee(subject, job, of, tuning, asked, request.forced_exchange)

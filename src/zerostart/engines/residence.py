@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 import torch
 
+from zerostart.distributed.machine import machine_name
+from zerostart.distributed.world import World
 from zerostart.errors import InsufficientMemoryError
-from zerostart.transfer.machine import machine_name
 from zerostart.transfer.memory import device_bytes, free_bytes
 from zerostart.transfer.rearrange import SCRATCH
-from zerostart.world import World
 
-__all__ = ["HOST", "IN_PLACE", "NOWHERE", "Room", "Tier", "agree_on_tier", "tier_of"]
+__all__ = ["HOST", "IN_PLACE", "NOWHERE", "MemoryFit", "Residence", "agree_on_residence", "residence_of"]
 
 IN_PLACE, HOST, NOWHERE = "in place", "host", "does not fit"
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryFit:
     """What a rank sees: its machine, its device, and bytes free on both (None where nothing says).
 
     ``most`` is the size of the device.
@@ -36,7 +36,7 @@ class Room:
     host: int | None
 
     @classmethod
-    def here(cls, device: torch.device) -> Room:
+    def here(cls, device: torch.device) -> MemoryFit:
         """What this process sees of ``device``."""
         free, host = free_bytes(device), free_bytes(torch.device("cpu"))
         return cls(machine_name(), str(device), free, device_bytes(device), host)
@@ -48,7 +48,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Tier:
+class Residence:
     """Where the parameters of every rank lie until the engine starts, the same on all ranks.
 
     ``name`` is ``in place`` (in the device's memory, once; the optimizer takes the buffer as its own),
@@ -76,26 +76,26 @@ class Tier:
         return text
 
 
-def agree_on_tier(nbytes: int, world: World, device: torch.device, stage: int, host: bool) -> Tier:
-    """The tier of buffers of ``nbytes`` on every rank; collective, the same everywhere.
+def agree_on_residence(nbytes: int, world: World, device: torch.device, stage: int, host: bool) -> Residence:
+    """The residence of buffers of ``nbytes`` on every rank; collective, the same everywhere.
 
     ``host`` says whether they may lie in host memory until the engine starts. Raises InsufficientMemoryError
-    on every rank where there is room on no tier.
+    on every rank where there is room on no residence.
     """
-    rooms = world.exchange(Room.here(device), "finding room for the parameters")
-    tier = tier_of(nbytes, rooms, host, stage > 0)
-    if tier.name == NOWHERE:
+    rooms = world.all_gather_object(MemoryFit.here(device), "finding room for the parameters")
+    residence = residence_of(nbytes, rooms, host, stage > 0)
+    if residence.name == NOWHERE:
         raise InsufficientMemoryError(
-            f"ZeRO stage {stage} keeps the whole model on every rank, and it {tier}; use zero_stage=3, which "
-            "shards it, or free memory"
+            f"ZeRO stage {stage} keeps the whole model on every rank, and it {residence}; use zero_stage=3, "
+            "which shards it, or free memory"
         )
-    return tier
+    return residence
 
 
-def tier_of(nbytes: int, rooms: Sequence[Room], host: bool, reordered: bool = True) -> Tier:
-    """The tier for ranks with these ``rooms``; ranks with the same device on one machine share its memory.
+def residence_of(nbytes: int, rooms: Sequence[MemoryFit], host: bool, reordered: bool = True) -> Residence:
+    """The residence for ranks with these ``rooms``; ranks on one device of a machine share its memory.
 
-    ``host`` is as in ``agree_on_tier``; ``reordered`` says whether an optimizer may want another order.
+    ``host`` is as in ``agree_on_residence``; ``reordered`` says whether an optimizer may want another order.
     """
     sharers = [sum((r.machine, r.device) == (o.machine, o.device) for o in rooms) for r in rooms]
     beside = [sum(r.machine == o.machine for o in rooms) for r in rooms]
@@ -108,7 +108,7 @@ def tier_of(nbytes: int, rooms: Sequence[Room], host: bool, reordered: bool = Tr
     )
     name = IN_PLACE if fits else HOST if host and ever and waits else NOWHERE
     room = rooms[tightest]
-    return Tier(name, nbytes, room.device, sharers[tightest], room.free, SCRATCH if reordered else 0)
+    return Residence(name, nbytes, room.device, sharers[tightest], room.free, SCRATCH if reordered else 0)
 
 
 def _share(free: int | None, ranks: int) -> float:

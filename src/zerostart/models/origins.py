@@ -36,14 +36,14 @@ from zerostart.upstream.transformers import (
     tied_names,
 )
 
-__all__ = ["Settled", "initialise_rest", "tie_names"]
+__all__ = ["Origins", "resolve_origins", "tie_names"]
 
 #: Tells whether two state-dict names hold equal bytes in the checkpoint; the same answer on every rank.
 Equal = Callable[[Recipe, Recipe], bool]
 
 
 @dataclass(frozen=True)
-class Settled:
+class Origins:
     """Where each unique parameter and each loaded buffer gets its values from.
 
     ``parameters`` is in the order of ``named_parameters``; ``buffers`` are those that the checkpoint
@@ -99,7 +99,7 @@ def _untie(model: nn.Module, name: str, source: str) -> None:
         )
 
 
-def initialise_rest(built: Built, recipes: Recipes) -> Settled:
+def resolve_origins(built: Built, recipes: Recipes) -> Origins:
     """Give buffers their values, and missing parameters their programs.
 
     Raises BuildError, with the names, where a value cannot be had.
@@ -126,7 +126,7 @@ def initialise_rest(built: Built, recipes: Recipes) -> Settled:
         *missing,
         *(n for n, _, buffer in state_names(model) if buffer and n not in loaded_buffers),
     )
-    return Settled(parameters, loaded_buffers, initialised, start)
+    return Origins(parameters, loaded_buffers, initialised, start)
 
 
 def _keep_dtypes(model: nn.Module, recipes: Recipes) -> None:

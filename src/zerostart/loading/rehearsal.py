@@ -13,16 +13,16 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zerostart.engines import DEVICE, Planned, Shard, Tier, WholeShards, planned, rules_of
+from zerostart.distributed.world import World, default_device
+from zerostart.engines import DEVICE, FlatBufferShards, Placements, Residence, Shard, planned, rules_of
 from zerostart.errors import ConfigError
-from zerostart.filling import Filling
-from zerostart.loading import reported
+from zerostart.loading.destinations import Destinations
+from zerostart.loading.preparation import Prepared, prepare, undisturbed
+from zerostart.loading.report import Clock, Report
+from zerostart.loading.request import Request
+from zerostart.loading.run import reported
 from zerostart.planning import PlanOptions, join
-from zerostart.preparing import Prepared, prepare, undisturbed
-from zerostart.reporting import Clock, Report
-from zerostart.request import Request
 from zerostart.transfer import Arena, PeakMeter
-from zerostart.world import World, default_device
 
 __all__ = ["rehearse"]
 
@@ -47,39 +47,39 @@ def _rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, lis
         mesh = request.mesh(world_size, rank)
         known = prepare(request, alone, mesh, clock, request.strict)
         with clock.phase("build"):
-            model, settled = known.built.model, known.settled
-            names, tier = list(settled.parameters), None
+            model, origins = known.built.model, known.origins
+            names, residence = list(origins.parameters), None
             if request.flat:
-                shards, tier = _whole(request, known, names, world_size, rank)
+                shards, residence = _whole(request, known, names, world_size, rank)
             else:
                 placed = planned(request.engine, request.engine_config, model, known.parallelism)
                 shards = _shards(model, names, placed, rank)
-            filling = Filling.of(model, settled, shards, device)
+            destinations = Destinations.of(model, origins, shards, device)
         with clock.phase("plan"):
             tuning = request.tuning(known.catalog, device, bool(known.recipes.computed))
-            plan = join(known.catalog, filling.wanted(), PlanOptions(tuning.chunk_size))
+            plan = join(known.catalog, destinations.wanted(), PlanOptions(tuning.chunk_size))
         with clock.phase("read"):
-            moved = filling.read(plan, tuning, None, request.progress, alone)
-            filling.initialise_missing(alone)
+            moved = destinations.read(plan, tuning, None, request.progress, alone)
+            destinations.initialise_missing(alone)
     made = reported(known, request, (rank, world_size), clock, moved, meter)
-    return replace(made, tier=tier), shards
+    return replace(made, tier=residence), shards
 
 
 def _whole(
     request: Request, known: Prepared, names: Sequence[str], world_size: int, rank: int
-) -> tuple[list[Shard], Tier | None]:
+) -> tuple[list[Shard], Residence | None]:
     """Flat buffers as large as they will be, in the memory of this one process.
 
     Where the ranks are to exchange what they read, the rest of the buffers stays as it is.
     """
     rules = rules_of(request.engine, request.engine_config, request.zero_stage, world_size)
     world, model = World(rank, world_size, None), known.built.model
-    engine = WholeShards(world, request.zero_stage, rules, request.exchange, known.parallelism)
-    tier = engine.settle(model, names, alone=True)
-    return engine.shard(model, names), tier
+    engine = FlatBufferShards(world, request.zero_stage, rules, request.exchange, known.parallelism)
+    residence = engine.agree_on_residence(model, names, alone=True)
+    return engine.shard(model, names), residence
 
 
-def _shards(model: nn.Module, names: Sequence[str], placed: Planned, rank: int) -> list[Shard]:
+def _shards(model: nn.Module, names: Sequence[str], placed: Placements, rank: int) -> list[Shard]:
     """The shards of the parameters ``names`` that ``rank`` holds, uninitialised.
 
     What the engine would keep in host memory or in files is put into host memory.

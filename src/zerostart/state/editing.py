@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, local_shards
 from zerostart.errors import ConfigError
-from zerostart.gather import MESSAGE, whole_tensor
-from zerostart.reporting import report_of, unwrapped
+from zerostart.loading.report import report_of, unwrapped
+from zerostart.state.full_tensors import MESSAGE, whole_tensor
 from zerostart.upstream.deepspeed_editing import partition_changed
-from zerostart.world import World, current_world
 
 __all__ = ["gathered"]
 
@@ -38,7 +38,7 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
     with world.phase(f"changing {name}"):
         yield whole
     changed = [_fingerprint(whole) != before and world.rank != modifier_rank]
-    others = [r for r, (was,) in enumerate(world.exchange(changed, "looking for changes")) if was]
+    others = [r for r, (was,) in enumerate(world.all_gather_object(changed, "looking for changes")) if was]
     if others:
         raise ConfigError(
             f"{name} was changed on {_ranks(others)}, which would be lost: the shards are as they were. Pass "

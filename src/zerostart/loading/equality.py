@@ -8,11 +8,11 @@ from math import prod
 import torch
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.distributed.world import World
 from zerostart.layout import Layout, flat_partition
 from zerostart.planning import Destination, join
 from zerostart.recipe import Recipe
 from zerostart.transfer import Progress, execute
-from zerostart.world import World
 
 __all__ = ["equal_in"]
 
@@ -34,7 +34,7 @@ def equal_in(catalog: Catalog, world: World) -> Callable[[Recipe, Recipe], bool]
                 _equal_part(catalog, a, b, flat_partition(a.target.shape, step, steps))
                 for step in _share(catalog, world, steps)
             )
-        return all(world.exchange(same, "comparing tied weights"))
+        return all(world.all_gather_object(same, "comparing tied weights"))
 
     return equal
 

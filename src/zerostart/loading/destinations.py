@@ -8,36 +8,36 @@ import torch
 from torch import nn
 
 from zerostart import models
+from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.layout import Layout, replicated
-from zerostart.models import Program, Settled
-from zerostart.planning import Destination, Plan, Sharing
+from zerostart.models import Origins, Program
+from zerostart.planning import Destination, Plan, ReadStrategy
 from zerostart.recipe import Recipe
-from zerostart.serving import Moved, execute_together
 from zerostart.transfer import Progress, Tuning
-from zerostart.world import World
+from zerostart.transfer.strategy import TransferStats, execute_together
 
-__all__ = ["Filling"]
+__all__ = ["Destinations"]
 
 
 @dataclass(frozen=True)
-class Filling:
+class Destinations:
     """Where everything of a model goes on one rank, and where it comes from.
 
     ``shards`` are the parameters', in the engine's storage; ``buffers`` those that the checkpoint has.
     """
 
-    settled: Settled
+    origins: Origins
     shards: list[Shard]
     buffers: dict[str, tuple[Recipe, torch.Tensor]]
 
     @staticmethod
-    def of(model: nn.Module, settled: Settled, shards: list[Shard], device: torch.device) -> Filling:
+    def of(model: nn.Module, origins: Origins, shards: list[Shard], device: torch.device) -> Destinations:
         """Move buffers to ``device``; those that the checkpoint fills get storage of their own there."""
         moved: dict[int, torch.Tensor] = {}
         placed: dict[str, tuple[Recipe, torch.Tensor]] = {}
         for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-            recipe = settled.buffers.get(name)
+            recipe = origins.buffers.get(name)
             if id(buffer) not in moved:
                 moved[id(buffer)] = (
                     buffer.to(device)
@@ -47,13 +47,13 @@ class Filling:
                 if recipe is not None:
                     placed[name] = (recipe, moved[id(buffer)])
             models.replace_tensor(model, name, moved[id(buffer)])
-        return Filling(settled, shards, placed)
+        return Destinations(origins, shards, placed)
 
     def wanted(self) -> list[tuple[Recipe, Layout, Destination]]:
         """Recipe, layout and destination of everything that is read, in the order of ``storages``."""
         wanted: list[tuple[Recipe, Layout, Destination]] = []
         for shard in self.shards:
-            recipe = self.settled.parameters[shard.name]
+            recipe = self.origins.parameters[shard.name]
             if isinstance(recipe, Recipe):
                 at = _destination(shard.name, shard.storage, shard.layout.owned)
                 wanted.append((recipe, shard.layout, at))
@@ -64,10 +64,12 @@ class Filling:
 
     def storages(self) -> list[torch.Tensor]:
         """Flat memory of everything that is read."""
-        read = [s.storage for s in self.shards if isinstance(self.settled.parameters[s.name], Recipe)]
+        read = [s.storage for s in self.shards if isinstance(self.origins.parameters[s.name], Recipe)]
         return [*read, *(buffer.view(-1) for _, buffer in self.buffers.values())]
 
-    def read(self, plan: Plan, tuning: Tuning, sharing: Sharing | None, shown: bool, world: World) -> Moved:
+    def read(
+        self, plan: Plan, tuning: Tuning, sharing: ReadStrategy | None, shown: bool, world: World
+    ) -> TransferStats:
         """Bring what the checkpoint has, with a progress bar if ``shown``; collective."""
         return execute_together(
             plan, self.storages(), Progress(plan.read_bytes, shown), tuning, world, sharing
@@ -80,15 +82,15 @@ class Filling:
         On rank 0 the generator goes on as after ``from_pretrained``, and so it does on ranks that were seeded
         like it.
         """
-        parameters = self.settled.parameters
+        parameters = self.origins.parameters
         programs = [(s, p) for s in self.shards if isinstance(p := parameters[s.name], Program)]
         if not programs:
             return
         own = torch.get_rng_state()
-        shared = world.share(torch.get_rng_state, "sharing the random stream")
+        shared = world.broadcast_object(torch.get_rng_state, "sharing the random stream")
         torch.set_rng_state(shared)
         try:
-            models.fill_missing([(p, s.layout, s.storage) for s, p in programs], self.settled.start)
+            models.fill_missing([(p, s.layout, s.storage) for s, p in programs], self.origins.start)
         finally:
             if not torch.equal(own, shared):
                 torch.set_rng_state(own)

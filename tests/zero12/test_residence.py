@@ -13,19 +13,19 @@ import zerostart
 from ranks import rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
 from zero12.routes import CASES
-from zerostart.engines.room import HOST, IN_PLACE, NOWHERE, Room, tier_of
+from zerostart.engines.residence import HOST, IN_PLACE, NOWHERE, MemoryFit, residence_of
 from zerostart.transfer.memory import free_bytes
 
 GIB = 1 << 30
 
 
-def gpu(free: int | None, number: int = 0, machine: str = "a", host: int = 500, most: int = 80) -> Room:
+def gpu(free: int | None, number: int = 0, machine: str = "a", host: int = 500, most: int = 80) -> MemoryFit:
     """An accelerator with that much free, in GiB."""
-    return Room(machine, f"cuda:{number}", None if free is None else free * GIB, most * GIB, host * GIB)
+    return MemoryFit(machine, f"cuda:{number}", None if free is None else free * GIB, most * GIB, host * GIB)
 
 
-def cpu(free: int, machine: str = "a") -> Room:
-    return Room(machine, "cpu", free * GIB, None, free * GIB)
+def cpu(free: int, machine: str = "a") -> MemoryFit:
+    return MemoryFit(machine, "cpu", free * GIB, None, free * GIB)
 
 
 @pytest.mark.parametrize(
@@ -45,15 +45,15 @@ def cpu(free: int, machine: str = "a") -> Room:
         (11, [cpu(20, "a"), cpu(20, "b")], True, IN_PLACE),
     ],
 )
-def test_tiers(gib: int, rooms: list[Room], host: bool, name: str) -> None:
-    tier = tier_of(gib * GIB, rooms, host)
+def test_tiers(gib: int, rooms: list[MemoryFit], host: bool, name: str) -> None:
+    tier = residence_of(gib * GIB, rooms, host)
     assert tier.name == name
     assert str(tier).startswith(name)
     assert tier.buffer_bytes == gib * GIB
 
 
 def test_the_tightest_device_is_named() -> None:
-    tier = tier_of(GIB, [gpu(70, 0), gpu(60, 1), gpu(61, 2)], True)
+    tier = residence_of(GIB, [gpu(70, 0), gpu(60, 1), gpu(61, 2)], True)
     assert (tier.device, tier.free_bytes, tier.sharers) == ("cuda:1", 60 * GIB, 1)
     assert "1.00 GiB in flat buffers on cuda:1, where 60.00 GiB are free" in str(tier)
     assert "segments of 8 MiB" in str(tier)
@@ -94,10 +94,10 @@ def test_what_is_sharded_has_no_tier(checkpoints: TinyCheckpoints) -> None:
 
 
 def too_large(path: Path, engine: str, stage: int) -> None:
-    from zerostart.engines import room
+    from zerostart.engines import residence
 
     if dist.get_rank() == 1:
-        room.free_bytes = lambda device: 1000  # type: ignore[assignment]
+        residence.free_bytes = lambda device: 1000  # type: ignore[assignment]
     zerostart.load(path, engine=engine, zero_stage=stage, progress=False)
 
 
@@ -118,10 +118,10 @@ def test_a_model_that_cannot_fit_is_refused_alike_on_every_rank(
 
 def waiting(path: Path) -> list[str]:
     """One rank's device is full for the time of the load: all ranks' parameters wait in host memory."""
-    from zerostart.engines import room
+    from zerostart.engines import residence
 
     full = dist.get_rank() == 1
-    room.Room.here = classmethod(  # type: ignore[method-assign, assignment]
+    residence.MemoryFit.here = classmethod(  # type: ignore[method-assign, assignment]
         lambda cls, device: gpu(0 if full else 70, dist.get_rank())
     )
     case = CASES["decay, round robin, aligned"]  # It asks for an exchange; there is none in host memory.

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerostart.distributed.world import default_device
 from zerostart.engines import Shard, local_shards
 from zerostart.errors import ConfigError
+from zerostart.loading.report import Report, report_of, unwrapped
 from zerostart.models import state_names
-from zerostart.reporting import Report, report_of, unwrapped
-from zerostart.world import default_device
 
 __all__ = ["MESSAGE", "full_tensors", "whole_tensor"]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from zerostart.planning import (
     Agreement,
-    Errand,
+    ExchangeStep,
     Part,
     Plan,
     Rates,
@@ -22,10 +22,10 @@ from zerostart.planning import (
     Table,
     Traffic,
     choose,
-    errands_of_one,
+    exchange_schedule,
     pieces_within,
-    shared_errands,
     spans_within,
+    steps_of_one,
     table_of,
 )
 
@@ -59,22 +59,22 @@ def wanted(table: Table, first: int, stop: int) -> list[tuple[int, int]]:
 
 
 def check(
-    made: Sequence[Errand | Agreement], given_tables: Sequence[Table], alone: Sequence[set[int]]
+    made: Sequence[ExchangeStep | Agreement], given_tables: Sequence[Table], alone: Sequence[set[int]]
 ) -> None:
     """Each rank gets its requests in order, each once, and messages have the sizes that they say."""
     following = [
         iter([n for n in range(len(t)) if n not in own]) for t, own in zip(given_tables, alone, strict=True)
     ]
-    for errand in made:
-        if isinstance(errand, Agreement):
+    for step in made:
+        if isinstance(step, Agreement):
             continue
-        for delivery in errand.deliveries:
+        for delivery in step.deliveries:
             for number in range(delivery.first, delivery.stop):
                 assert number == next(following[delivery.to])
             places = wanted(given_tables[delivery.to], delivery.first, delivery.stop)
             assert len(places) == delivery.nbytes
-            if errand.extent is not None:
-                file, begin, end = errand.extent
+            if step.extent is not None:
+                file, begin, end = step.extent
                 assert all(f == file and begin <= at < end for f, at in places)
     assert all(next(left, None) is None for left in following)
 
@@ -82,66 +82,66 @@ def check(
 @settings(max_examples=300, deadline=None)
 @given(tables(), st.integers(1, 500))
 def test_shared_errands(given_tables: list[Table], between: int) -> None:
-    made = shared_errands(given_tables, LIMIT, between)
-    check(made.errands, given_tables, [set(numbers) for numbers in made.alone])
-    errands = [errand for errand in made.errands if isinstance(errand, Errand)]
-    for errand in errands:
-        assert errand.extent is not None
-        assert errand.extent[2] - errand.extent[1] <= 2 * LIMIT
-        assert all(delivery.nbytes <= 2 * LIMIT for delivery in errand.deliveries)
-        assert errand.server in {delivery.to for delivery in errand.deliveries}
-        assert len(errand.deliveries) > 1
+    made = exchange_schedule(given_tables, LIMIT, between)
+    check(made.steps, given_tables, [set(numbers) for numbers in made.alone])
+    steps = [step for step in made.steps if isinstance(step, ExchangeStep)]
+    for step in steps:
+        assert step.extent is not None
+        assert step.extent[2] - step.extent[1] <= 2 * LIMIT
+        assert all(delivery.nbytes <= 2 * LIMIT for delivery in step.deliveries)
+        assert step.server in {delivery.to for delivery in step.deliveries}
+        assert len(step.deliveries) > 1
     for rank, served in enumerate(made.served):
-        mine = [e.extent for e in errands if e.server == rank]
+        mine = [e.extent for e in steps if e.server == rank]
         assert served == sum(end - begin for _, begin, end in mine)
-    got = sum(delivery.nbytes for errand in errands for delivery in errand.deliveries)
-    own = sum(d.nbytes for e in errands for d in e.deliveries if d.to == e.server)
+    got = sum(delivery.nbytes for step in steps for delivery in step.deliveries)
+    own = sum(d.nbytes for e in steps for d in e.deliveries if d.to == e.server)
     assert sum(made.received) == got - own
     for a, b in itertools.combinations(range(len(given_tables)), 2):  # what is left alone is nobody else's
         mine, others = ({p for n in made.alone[r] for p in wanted(given_tables[r], n, n + 1)} for r in (a, b))
-        assert mine.isdisjoint(others) or len(errands) > 0
+        assert mine.isdisjoint(others) or len(steps) > 0
 
 
 @settings(max_examples=100, deadline=None)
 @given(tables(), st.integers(1, 200))
 def test_errands_of_one(given_tables: list[Table], limit: int) -> None:
-    errands = list(errands_of_one(given_tables, 0, limit))
-    check(errands, given_tables, [set()] * len(given_tables))
-    for errand in errands:
-        (delivery,) = errand.deliveries
+    steps = list(steps_of_one(given_tables, 0, limit))
+    check(steps, given_tables, [set()] * len(given_tables))
+    for step in steps:
+        (delivery,) = step.deliveries
         assert delivery.nbytes <= limit or delivery.stop == delivery.first + 1
 
 
 def test_replicas_read_each_byte_once_and_evenly() -> None:
     table = np.array([(0, 50 * i, 50, 1, 0) for i in range(64)], np.int64)
-    made = shared_errands([table] * 4, LIMIT)
+    made = exchange_schedule([table] * 4, LIMIT)
     assert sum(made.served) == 50 * 64
     assert sum(made.received) == 3 * 50 * 64
     assert max(made.served) - min(made.served) <= LIMIT
     # Servers take turns, so that one passes on what it has while the next is sending.
-    servers = [errand.server for errand in made.errands if isinstance(errand, Errand)]
+    servers = [step.server for step in made.steps if isinstance(step, ExchangeStep)]
     assert servers == [turn % 4 for turn in range(len(servers))]
 
 
 def test_columns_of_one_matrix_are_one_extent() -> None:
     of_rank = [np.array([(0, 10 * rank, 100, 10, 40)], np.int64) for rank in range(4)]
-    made = shared_errands(of_rank, 400)
-    (errand,) = made.errands
-    assert isinstance(errand, Errand)
-    assert errand.extent == (0, 0, 400)
+    made = exchange_schedule(of_rank, 400)
+    (step,) = made.steps
+    assert isinstance(step, ExchangeStep)
+    assert step.extent == (0, 0, 400)
     assert sum(made.received) == 300
 
 
 def test_own_slices_need_no_message() -> None:
     of_rank = [np.array([(0, 1000 * rank, 100, 1, 0)], np.int64) for rank in range(4)]
-    made = shared_errands(of_rank, 400)
-    assert (made.errands, made.alone) == ((), ((0,),) * 4)
+    made = exchange_schedule(of_rank, 400)
+    assert (made.steps, made.alone) == ((), ((0,),) * 4)
 
 
 def test_ranks_agree_now_and_then() -> None:
     table = np.array([(0, 50 * i, 50, 1, 0) for i in range(64)], np.int64)
-    made = shared_errands([table] * 2, LIMIT, between=400)
-    kinds = [isinstance(errand, Agreement) for errand in made.errands]
+    made = exchange_schedule([table] * 2, LIMIT, between=400)
+    kinds = [isinstance(step, Agreement) for step in made.steps]
     assert sum(kinds) == 3  # each of two ranks reads 1600 bytes
     assert not kinds[-1]
 

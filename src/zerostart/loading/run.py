@@ -8,18 +8,18 @@ from typing import Any
 from torch import nn
 
 from zerostart import engines, models
+from zerostart.distributed.world import World, default_device, joined_world
 from zerostart.engines.deepspeed.flat import offer_runs
-from zerostart.filling import Filling
-from zerostart.masters import masters_of
+from zerostart.loading.destinations import Destinations
+from zerostart.loading.masters import masters_of
+from zerostart.loading.preparation import Prepared, prepare, undisturbed
+from zerostart.loading.report import Clock, Report, keep
+from zerostart.loading.request import Request
+from zerostart.loading.source import described
 from zerostart.models import Program
 from zerostart.planning import PlanOptions, join
-from zerostart.preparing import Prepared, prepare, undisturbed
-from zerostart.reporting import Clock, Report, keep
-from zerostart.request import Request
-from zerostart.serving import Moved, Wants, agree_on_sharing
-from zerostart.sources import described
 from zerostart.transfer import PeakMeter, Tuning
-from zerostart.world import World, default_device, joined_world
+from zerostart.transfer.strategy import ReadDemand, TransferStats, agree_on_strategy
 
 __all__ = ["reported", "run"]
 
@@ -40,7 +40,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
             with meter.paused():
                 engines.require(request.engine, request.zero_stage)
         known = prepare(request, world, mesh, clock, request.strict, meter.paused)
-        model, settled = known.built.model, known.settled
+        model, origins = known.built.model, known.origins
         with clock.phase("build"), world.phase("sharding the model"):
             engine = engines.make_engine(
                 request.engine,
@@ -52,43 +52,43 @@ def _load(request: Request, clock: Clock) -> nn.Module:
                 request.exchange,
             )
         with clock.phase("build"):
-            tier = engines.settle(engine, model, list(settled.parameters))
+            residence = engines.agree_on_residence(engine, model, list(origins.parameters))
         with clock.phase("build"), world.phase("sharding the model"):
-            shards = engine.shard(model, list(settled.parameters))
-            filling = Filling.of(model, settled, shards, engine.device)
+            shards = engine.shard(model, list(origins.parameters))
+            destinations = Destinations.of(model, origins, shards, engine.device)
             tuning = request.tuning(known.catalog, engine.device, bool(known.recipes.computed))
-        moved = _fill(request, known, filling, tuning, world, clock)
+        moved = _fill(request, known, destinations, tuning, world, clock)
         with clock.phase("build"), world.phase("handing over"):
             moved = _gathered(moved, engine.finish(model))
-            _offer_masters(request, known, filling, tuning)
+            _offer_masters(request, known, destinations, tuning)
             _finish(request, known)
     made = reported(known, request, (world.rank, world.size), clock, moved, meter)
-    keep(model, replace(made, tier=tier))
+    keep(model, replace(made, tier=residence))
     return model
 
 
 def _fill(
-    request: Request, known: Prepared, filling: Filling, tuning: Tuning, world: World, clock: Clock
-) -> Moved:
+    request: Request, known: Prepared, destinations: Destinations, tuning: Tuning, world: World, clock: Clock
+) -> TransferStats:
     """Plan the reads, agree with the other ranks on who does them, and read."""
     with clock.phase("plan"), world.phase("planning"):
-        wanted = filling.wanted()
+        wanted = destinations.wanted()
         plan = join(known.catalog, wanted, PlanOptions(tuning.chunk_size))
-        own = Wants.of(plan, tuning, request.forced_exchange)
+        own = ReadDemand.of(plan, tuning, request.forced_exchange)
     with clock.phase("plan"):
-        sharing = agree_on_sharing(own, plan, world)
+        sharing = agree_on_strategy(own, plan, world)
         if sharing is not None and sharing.once:
             with world.phase("planning"):
                 plan = join(known.catalog, wanted, PlanOptions(sharing.chunk_size))
     with clock.phase("read"), world.phase("reading"):
         shown = request.progress and world.rank == 0
-        moved = filling.read(plan, tuning, sharing, shown, world)
+        moved = destinations.read(plan, tuning, sharing, shown, world)
     with clock.phase("read"), world.phase("initialising"):
-        filling.initialise_missing(world)
+        destinations.initialise_missing(world)
     return moved
 
 
-def _gathered(moved: Moved, nbytes: int) -> Moved:
+def _gathered(moved: TransferStats, nbytes: int) -> TransferStats:
     """With the bytes that the engine has got from other ranks besides."""
     if not nbytes:
         return moved
@@ -101,7 +101,7 @@ def reported(
     request: Request,
     place: tuple[int, int],
     clock: Clock,
-    moved: Moved,
+    moved: TransferStats,
     meter: PeakMeter,
 ) -> Report:
     """The report of the rank ``place`` (rank, world size)."""
@@ -110,9 +110,9 @@ def reported(
         unexpected=known.coverage.unexpected,
         mismatched=tuple(known.coverage.mismatched),
         ignored=known.coverage.ignored,
-        initialised=known.settled.initialised,
+        initialised=known.origins.initialised,
         initialised_whole=tuple(
-            n for n, p in known.settled.parameters.items() if isinstance(p, Program) and p.whole
+            n for n, p in known.origins.parameters.items() if isinstance(p, Program) and p.whole
         ),
         converted=known.recipes.converted,
         computed=known.recipes.computed,
@@ -131,13 +131,13 @@ def reported(
     )
 
 
-def _offer_masters(request: Request, known: Prepared, filling: Filling, tuning: Tuning) -> None:
+def _offer_masters(request: Request, known: Prepared, destinations: Destinations, tuning: Tuning) -> None:
     """Leave with the parameters what an engine needs to make fp32 masters of what the checkpoint stores."""
     rounded: list[str] = []
     masters = None
     if request.fp32_masters:
         rounded, masters = masters_of(
-            known.catalog, request.source, known.settled.parameters, filling.shards, tuning
+            known.catalog, request.source, known.origins.parameters, destinations.shards, tuning
         )
     model = known.built.model
     if not request.flat:

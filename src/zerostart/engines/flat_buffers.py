@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerostart.engines.room import HOST, Tier, agree_on_tier
+from zerostart.distributed.world import World, default_device
+from zerostart.engines.residence import HOST, Residence, agree_on_residence
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.layout import Layout, Parallelism, replicated
 from zerostart.layout.flat import FlatGroup, FlatRules
-from zerostart.world import World, default_device
 
 __all__ = [
     "ALIGNMENT",
     "Buffer",
     "Family",
-    "WholeShards",
+    "FlatBufferShards",
     "buffers_of",
     "exchanges",
     "families_of",
@@ -163,7 +163,7 @@ def buffers_of(families: Sequence[Family]) -> list[Buffer]:
     return made
 
 
-class WholeShards:
+class FlatBufferShards:
     """Makes the buffers, and the parameters in them.
 
     ``waits`` says whether the parameters may lie in host memory until the engine starts.
@@ -187,18 +187,18 @@ class WholeShards:
         self._exchange = exchanges(exchange, world.size)
         self._gathered: list[torch.Tensor] = []
 
-    def settle(self, model: nn.Module, names: Sequence[str], alone: bool = False) -> Tier:
+    def agree_on_residence(self, model: nn.Module, names: Sequence[str], alone: bool = False) -> Residence:
         """Agree where the buffers lie: collective, unless this process plays its rank ``alone``.
 
         Raises InsufficientMemoryError where there is no room for them.
         """
         nbytes = sum(buffer.nbytes for buffer in self._buffers(model, names))
         world = World(0, 1, None) if alone else self._world
-        tier = agree_on_tier(nbytes, world, self.device, self._stage, self.waits)
-        if tier.name == HOST:
+        residence = agree_on_residence(nbytes, world, self.device, self._stage, self.waits)
+        if residence.name == HOST:
             # Accelerators' collectives know no host memory.
             self.device, self._exchange = torch.device("cpu"), False
-        return tier
+        return residence
 
     def _buffers(self, model: nn.Module, names: Sequence[str]) -> list[Buffer]:
         wanted = set(names)

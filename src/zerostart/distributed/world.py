@@ -82,7 +82,7 @@ class World:
     size: int
     group: Any
 
-    def exchange(self, value: T, during: str) -> list[T]:
+    def all_gather_object(self, value: T, during: str) -> list[T]:
         """``value`` of every rank, in rank order.
 
         Raises PeerError if a rank has died or does not answer.
@@ -100,7 +100,7 @@ class World:
             ) from error
         return values
 
-    def share(self, make: Callable[[], T], during: str, source: int = 0) -> T:
+    def broadcast_object(self, make: Callable[[], T], during: str, source: int = 0) -> T:
         """What ``make`` gives on rank ``source``, or its error, on every rank."""
         if self.size == 1:
             return make()
@@ -111,7 +111,7 @@ class World:
                 made = [make()]
             except Exception as error:
                 failure = error
-        self.agree(failure, during)
+        self.raise_together(failure, during)
         try:
             dist.broadcast_object_list(made, src=source, group=self.group)
         except (RuntimeError, dist.DistBackendError) as error:
@@ -119,9 +119,9 @@ class World:
         value: T = made[0]
         return value
 
-    def agree(self, failure: BaseException | None, during: str) -> None:
+    def raise_together(self, failure: BaseException | None, during: str) -> None:
         """Raise the first failing rank's error on every rank, with the same type and text."""
-        reports = self.exchange(_report(failure), during)
+        reports = self.all_gather_object(_report(failure), during)
         failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
         if not failed:
             return
@@ -139,7 +139,7 @@ class World:
             raise
         except Exception as error:
             failure = error
-        self.agree(failure, name)
+        self.raise_together(failure, name)
 
 
 def _report(failure: BaseException | None) -> tuple[bytes | None, str] | None:

@@ -16,6 +16,7 @@ import torch
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog
+from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import EngineError, ReadError
 from zerostart.layout import Layout
@@ -23,9 +24,8 @@ from zerostart.layout.flat import flat_run
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Computed, Recipe, torch_dtype
 from zerostart.recipe.computed import leaves_of
-from zerostart.serving import execute_together
 from zerostart.transfer import Progress, Tuning
-from zerostart.world import World, current_world
+from zerostart.transfer.strategy import execute_together
 
 __all__ = ["Masters", "is_rounded", "masters_of"]
 

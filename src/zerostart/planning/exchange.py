@@ -1,7 +1,7 @@
 """Who reads what for whom: the messages of a load in which ranks get bytes from each other.
 
 Every rank makes the same list from the same tables of requests, and goes through it in its order: the server
-of an errand reads and sends, those it is for receive. So no message needs an announcement, and two ranks
+of a step reads and sends, those it is for receive. So no message needs an announcement, and two ranks
 never wait for each other.
 """
 
@@ -18,12 +18,12 @@ from zerostart.planning.plan import Part, Plan, Read
 __all__ = [
     "Agreement",
     "Delivery",
-    "Errand",
+    "ExchangeStep",
     "Exchange",
     "Table",
-    "errands_of_one",
+    "steps_of_one",
     "pieces_within",
-    "shared_errands",
+    "exchange_schedule",
     "spans_within",
     "table_of",
 ]
@@ -43,7 +43,7 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class ExchangeStep:
     """What ``server`` reads, and for whom.
 
     An ``extent`` (file, begin, end) is read once for all; without it each request is read on its own.
@@ -64,7 +64,7 @@ def table_of(reads: Sequence[Read]) -> Table:
     return np.array(rows, np.int64).reshape(-1, 5)
 
 
-def errands_of_one(tables: Sequence[Table], server: int, limit: int) -> Iterator[Errand]:
+def steps_of_one(tables: Sequence[Table], server: int, limit: int) -> Iterator[ExchangeStep]:
     """All requests served by one rank: to each in turn one request, or several of ``limit`` bytes at most."""
     turns = {rank: _batches(table[:, 2].tolist(), limit) for rank, table in enumerate(tables) if len(table)}
     while turns:
@@ -73,7 +73,7 @@ def errands_of_one(tables: Sequence[Table], server: int, limit: int) -> Iterator
             if batch is None:
                 del turns[rank]
             else:
-                yield Errand(server, (Delivery(rank, *batch),))
+                yield ExchangeStep(server, (Delivery(rank, *batch),))
 
 
 def _batches(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int, int]]:
@@ -93,17 +93,17 @@ class Exchange:
     """Bytes that several ranks want, each read once.
 
     ``alone`` has for each rank the numbers of the requests that nobody else's overlap, which it reads for
-    itself; ``served`` the bytes that it reads by errands, ``received`` those that others send it by them.
+    itself; ``served`` the bytes that it reads by steps, ``received`` those that others send it by them.
     """
 
-    errands: tuple[Errand | Agreement, ...]
+    steps: tuple[ExchangeStep | Agreement, ...]
     alone: tuple[tuple[int, ...], ...]
     served: tuple[int, ...]
     received: tuple[int, ...]
 
 
-def shared_errands(tables: Sequence[Table], limit: int, between: int = 1 << 62) -> Exchange:
-    """Errands for the requests of several ranks that overlap.
+def exchange_schedule(tables: Sequence[Table], limit: int, between: int = 1 << 62) -> Exchange:
+    """Steps for the requests of several ranks that overlap.
 
     They make a region of at most twice ``limit`` bytes, which is read by the rank with the least to read
     among those that want it. The tables are sorted by file and offset, and no request spans more than
@@ -119,20 +119,20 @@ def shared_errands(tables: Sequence[Table], limit: int, between: int = 1 << 62) 
         ((rank, (first, stop, nbytes)),) = region.wanted.items()
         alone[rank] += range(first, stop)
         load[rank] += nbytes
-    errands: list[Errand | Agreement] = []
+    steps: list[ExchangeStep | Agreement] = []
     agreed = 0
     for region in regions:
         server = min(region.wanted, key=lambda rank: load[rank])
         if served[server] - agreed >= between:
             agreed = max(served)
-            errands.append(Agreement())
+            steps.append(Agreement())
         load[server] += region.end - region.begin
         served[server] += region.end - region.begin
         deliveries = tuple(Delivery(rank, *batch) for rank, batch in region.wanted.items())
         for delivery in deliveries:
             received[delivery.to] += delivery.nbytes if delivery.to != server else 0
-        errands.append(Errand(server, deliveries, (region.file, region.begin, region.end)))
-    return Exchange(tuple(errands), tuple(map(tuple, alone)), tuple(served), tuple(received))
+        steps.append(ExchangeStep(server, deliveries, (region.file, region.begin, region.end)))
+    return Exchange(tuple(steps), tuple(map(tuple, alone)), tuple(served), tuple(received))
 
 
 class _Region:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-__all__ = ["MARGIN", "Rates", "Sharing", "Traffic", "choose"]
+__all__ = ["MARGIN", "Rates", "ReadStrategy", "Traffic", "choose"]
 
 GB = 1e9
 #: Reading once has to be this much faster: it is the more delicate way.
@@ -62,7 +62,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ReadStrategy:
     """Whether bytes are read ``once``, and the estimated seconds of either way; ``forced`` by an argument.
 
     Read once, no request takes more than ``chunk_size`` bytes.
@@ -82,7 +82,7 @@ class Sharing:
         return f"{taken}{why} (estimated {first:.2g} s; {other}: {second:.2g} s)"
 
 
-def choose(traffic: Traffic, rates: Rates, forced: bool | None = None) -> Sharing:
+def choose(traffic: Traffic, rates: Rates, forced: bool | None = None) -> ReadStrategy:
     """The cheaper way, or the one that is asked for."""
     machines, ranks = max(1, traffic.machines), max(1, traffic.ranks)
     fetched = max(traffic.wanted, traffic.fetched)
@@ -102,4 +102,4 @@ def choose(traffic: Traffic, rates: Rates, forced: bool | None = None) -> Sharin
     )
     once += traffic.chunk / rates.link
     chosen = forced if forced is not None else once < MARGIN * own
-    return Sharing(chosen, own, once, forced is not None, traffic.chunk if chosen else 0)
+    return ReadStrategy(chosen, own, once, forced is not None, traffic.chunk if chosen else 0)

@@ -1,0 +1,1 @@
+"""The ranks of a job, and their agreement."""
