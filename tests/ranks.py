@@ -14,6 +14,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -28,7 +29,17 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Outcome", "RankError", "build_deepspeed_op", "has_deepspeed_op", "rank_outcomes", "run_ranks"]
+import pytest
+
+__all__ = [
+    "Outcome",
+    "RankError",
+    "build_deepspeed_op",
+    "has_deepspeed_op",
+    "rank_outcomes",
+    "run_ranks",
+    "skip_where_unsupported",
+]
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 #: How long the other ranks may take once one has failed in a run that expects no failure.
@@ -127,9 +138,21 @@ def rank_outcomes(
             process.start()
             processes.append(process)
         ended = _wait(processes, timeout, grace, folder)
-        return [_outcome(rank, process, ended.get(rank), folder) for rank, process in enumerate(processes)]
+        outcomes = [
+            _outcome(rank, process, ended.get(rank), folder) for rank, process in enumerate(processes)
+        ]
+        for outcome in outcomes:
+            skip_where_unsupported(outcome.message)
+        return outcomes
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def skip_where_unsupported(message: str) -> None:
+    """Skip the test where DeepSpeed's own check says that this machine cannot compute in a dtype."""
+    found = re.search(r"Type (\w+) is not supported on your device", message)
+    if found:
+        pytest.skip(f"DeepSpeed: {found[0]}")
 
 
 def _rendezvous(world_size: int) -> Any:

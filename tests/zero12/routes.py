@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,18 @@ from torch import nn
 
 import zerostart
 
-__all__ = ["CASES", "Case", "State", "config_of", "differing", "grouped", "ours", "state_of", "stock"]
+__all__ = [
+    "CASES",
+    "Case",
+    "State",
+    "available",
+    "config_of",
+    "differing",
+    "grouped",
+    "ours",
+    "state_of",
+    "stock",
+]
 
 #: Smaller than that of any model used.
 VOCABULARY = 80
@@ -87,6 +98,14 @@ CASES = {
     ),
     "fp16, offloaded": Case(bf16=False, fp16=True, zero=_OFFLOADED, top=_FP16),
 }
+
+
+def available(cases: Mapping[str, Case]) -> list[str]:
+    """The names of those that DeepSpeed's accelerator has a dtype for on this machine; call it in a rank."""
+    from deepspeed.accelerator import get_accelerator
+
+    supported = get_accelerator().supported_dtypes()
+    return [name for name, case in cases.items() if case.dtype in supported]
 
 
 def config_of(case: Case) -> dict[str, Any]:

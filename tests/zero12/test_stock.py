@@ -13,10 +13,10 @@ from tiny import TinyCheckpoints
 from zero12.routes import CASES
 
 
-def compare(path: Path, names: list[str]) -> dict[str, list[str]]:
+def compare(path: Path) -> dict[str, list[str]]:
     """Both routes for each case, with where the flat buffers of ours lie."""
     found = {}
-    for name in names:
+    for name in routes.available(CASES):
         case = CASES[name]
         wanted = routes.followed(routes.stock(path, case), case)
         model = routes.ours(path, case)
@@ -34,8 +34,7 @@ def compare(path: Path, names: list[str]) -> dict[str, list[str]]:
 )
 def test_every_option_is_as_the_stock_route(world_size: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16, sharded=True)
-    names = list(CASES)
-    for found in run_ranks(compare, world_size, path, names, timeout=400):
+    for found in run_ranks(compare, world_size, path, timeout=400):
         assert not {name: lines for name, lines in found.items() if lines}
 
 
@@ -43,5 +42,5 @@ def test_every_option_is_as_the_stock_route(world_size: int, checkpoints: TinyCh
 @pytest.mark.timeout(620)
 def test_four_ranks(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", torch.bfloat16)
-    for found in run_ranks(compare, 4, path, list(CASES), timeout=600):
+    for found in run_ranks(compare, 4, path, timeout=600):
         assert not {name: lines for name, lines in found.items() if lines}
