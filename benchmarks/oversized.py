@@ -111,17 +111,18 @@ def write(path: Path, side: int) -> None:
 def run(argv: list[str]) -> dict[str, Any]:
     """One rank."""
     import torch
-    import torch.distributed as dist
 
     import zerostart
-    from zerostart import engines
     from zerostart.cli.worker import join_group, leave_group
+    from zerostart.engines import resolve_engine
+    from zerostart.layout import Mesh
+    from zerostart.loading.record import record_of
 
     job = json.loads(argv[0])
     engine, zero = CASES[job["case"]]
     torch.set_num_threads(1)
     join_group()
-    engines.require(engine, 3)
+    resolve_engine(engine, 3, None, Mesh(1)).require()
     config = {} if engine == "fsdp2" else {"zero_optimization": completed(zero, job)}
 
     def layer() -> torch.nn.Module:
@@ -147,7 +148,7 @@ def run(argv: list[str]) -> dict[str, Any]:
         progress=False,
     )
     made = zerostart.report(model)
-    (shard,) = engines.local_shards(model, made.parallelism, engine, dist.get_rank()).values()
+    (shard,) = record_of(model).shards(model).values()
     whole = all(gathered(model, job, engine)) if job["gather"] else None
     result = {
         "partition": shard.storage.numel() * shard.storage.element_size(),

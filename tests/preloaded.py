@@ -27,7 +27,7 @@ MODULES = (
     "accelerate",
     "hypothesis",
     "pytest",
-    "zerostart.engines.deepspeed.engine",
+    "zerostart.engines.deepspeed.experts",
     "zerostart.engines.deepspeed.flat",
     "zerostart.engines.fsdp2.engine",
     "zerostart.engines.fsdp2.parallel",

@@ -207,9 +207,9 @@ def report(model: nn.Module) -> Report:
 
     Raises ConfigError for a model that was not loaded here.
     """
-    from zerostart.loading.report import report_of
+    from zerostart.loading.record import record_of
 
-    return report_of(model)
+    return record_of(model).report
 
 
 def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -14,9 +14,8 @@ from parity import checkpoint
 from ranks import run_ranks
 from tiny import TinyCheckpoints
 from zerostart.distributed.world import World
-from zerostart.forecast import Job
+from zerostart.engines.memory import Target
 from zerostart.forecast.memory import held_alone, moments_of
-from zerostart.forecast.moments import Target
 from zerostart.forecast.optimizers import optimizer_of
 from zerostart.loading.preparation import prepare
 from zerostart.loading.report import Clock
@@ -32,14 +31,14 @@ def foreseen(path: Path, world_size: int, optimizer: str, **given: Any) -> list[
     Not those of the highest moment, which for a model this small may be any.
     """
     request = Request(path, **given)
-    config, mesh = request.engine_config, request.mesh(world_size)
-    model = prepare(request, World(0, 1, None), mesh, Clock(), strict=False).built.model
-    job = Job(request.engine, request.zero_stage, config, mesh, request.exchange)
-    placed, parallelism = job.placed(model)
+    engine = request.resolve(world_size)
+    model = prepare(request, engine, World(0, 1, None), Clock(), strict=False).built.model
+    parallelism = engine.parallelism(model)
+    placed = engine.placements(model, parallelism)
     ranks = range(world_size)
     held = held_alone(model, placed, parallelism, ranks)
     target = Target(accelerator=False, world_size=world_size)
-    moments = moments_of(model, job, placed, held, 0, optimizer_of(optimizer, config), target)
+    moments = moments_of(model, engine, placed, held, 0, optimizer_of(optimizer, None), target)
     last = {moment.phase: moment.on(target).host for moment in moments}
     shape = (world_size,)
     return [

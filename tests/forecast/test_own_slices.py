@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from tiny import TinyCheckpoints
 from zerostart.distributed.world import World
-from zerostart.forecast import Job, Subject
+from zerostart.forecast import Subject
 from zerostart.forecast.exchange import Foreseen
 from zerostart.forecast.reads import counts_of, owned_by
 from zerostart.forecast.result import RankForecast, WorldPlan
@@ -28,11 +28,10 @@ KiB = 1 << 10
 
 def foreseen(request: Request, world_size: int, tuning: Tuning, rates: Rates) -> tuple[Foreseen, WorldPlan]:
     """What decides it, and the plan for own slices, as `forecast.foresee` makes them."""
-    mesh = request.mesh(world_size)
-    known = prepare(request, World(0, 1, None), mesh, Clock(), strict=False)
+    engine = request.resolve(world_size)
+    known = prepare(request, engine, World(0, 1, None), Clock(), strict=False)
     subject = Subject(known.catalog, known.built.model, known.recipes, known.coverage, known.origins)
-    job = Job(request.engine, request.zero_stage, request.engine_config, mesh)
-    placed, _ = job.placed(subject.model)
+    placed = engine.placements(subject.model, known.parallelism)
     ranks = range(world_size)
     shown = sorted({placed.twin(rank) for rank in ranks})
     counts = counts_of(

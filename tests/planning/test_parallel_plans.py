@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import zerostart
 from parity import checkpoint
 from tiny import TinyCheckpoints
-from zerostart.engines import parallel_layout, resolve
+from zerostart.engines import resolve_engine
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh
 
@@ -45,11 +45,13 @@ def test_the_ranks_hold_every_element_as_often_as_the_mesh_repeats_it(
         experts = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8}
         experts |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1}
     model = meta_model(kind, **experts)
-    parallelism = resolve(model, engine, Mesh(world, expert, tensor))
+    made = resolve_engine(engine, 3, None, Mesh(world, expert, tensor))
+    parallelism = made.parallelism(model)
+    placements = made.placements(model, parallelism)
     for name, parameter in model.named_parameters():
         held = torch.zeros(parameter.numel(), dtype=torch.int64)
         for rank in range(world):
-            for first, count, _ in parallel_layout(engine, parallelism, name, parameter.shape, rank).runs():
+            for first, count, _ in placements.layout(name, rank).runs():
                 held[first : first + count] += 1
         repeats = 1 if parallelism.cut(name) is not None else tensor
         assert torch.equal(held, torch.full_like(held, repeats)), name
@@ -112,4 +114,4 @@ def test_experts_without_a_plan(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Experts()
     with pytest.raises(ConfigError, match="declares no expert-parallel plan"):
-        resolve(model, "fsdp2", Mesh(4, 2))
+        resolve_engine("fsdp2", 3, None, Mesh(4, 2)).parallelism(model)

@@ -7,23 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import zerostart
 from parity import checkpoint
 from ranks import run_ranks
 from tiny import TinyCheckpoints
-from zerostart import engines
 from zerostart.cli import main
 from zerostart.errors import ConfigError
-from zerostart.loading.rehearsal import rehearse
+from zerostart.loading.record import record_of
 from zerostart.loading.request import Request
+from zerostart.loading.run import rehearse
 
 
 def loaded(path: Path, options: dict[str, object]) -> tuple[int, dict[str, torch.Tensor]]:
     model = zerostart.load(path, progress=False, **options)  # type: ignore[arg-type]
     made = zerostart.report(model)
-    shards = engines.local_shards(model, made.parallelism, made.engine, dist.get_rank())
+    shards = record_of(model).shards(model)
     return made.read_bytes, {
         name: shard.storage.reshape(-1)[: shard.layout.owned].clone() for name, shard in shards.items()
     }

@@ -130,17 +130,18 @@ def _run(argv: list[str]) -> dict[str, Any]:
     import dataclasses
 
     import zerostart
-    from zerostart import engines, models
+    from zerostart import models
     from zerostart.checkpoint.source import open_catalog
-    from zerostart.loading.rehearsal import rehearse
     from zerostart.loading.request import Request
+    from zerostart.loading.run import rehearse
 
     options = json_module.loads(argv[0])
     verify = options.pop("verify")
     place = options.pop("place")
     options["dtype"] = named_dtype(options["dtype"])
     # What a training script has imported long before; the rehearsal times the load alone.
-    engines.require(options["engine"], options["zero_stage"])
+    number, size = (0, int(os.environ["WORLD_SIZE"])) if place is None else place
+    Request(**options).resolve(size, number).require()
     models.require(None, open_catalog(options["source"]).root)
     forecast = _forecast(options, place)
     wrong = None

@@ -56,9 +56,11 @@ def show_plan(made: WorldPlan, source: str, console: Console | None = None) -> N
 
 
 def _table(made: WorldPlan) -> Table:
-    stage = f" ZeRO-{made.zero_stage}" if made.engine == "deepspeed" else ""
+    from zerostart.engines import titled
+
     many = "1 rank" if made.world_size == 1 else f"{made.world_size} ranks"
-    table = Table(title=f"{made.engine}{stage}, {many}, {made.optimizer}", title_justify="left")
+    what = titled(made.engine, made.zero_stage)
+    table = Table(title=f"{what}, {many}, {made.optimizer}", title_justify="left")
     kinds = ("device", "host") if made.accelerator else ("host",)
     for heading in ("ranks", "reads", "operations", "time", "memory", *TITLES.values()):
         table.add_column(heading, justify="left" if heading in ("ranks", "memory") else "right")

@@ -7,7 +7,7 @@ buffer and they exchange the parts in place, or each reads all of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import World, default_device
-from zerostart.engines.residence import HOST, Residence, agree_on_residence
+from zerostart.engines.placements import DEVICE, RANKS_OF_A_MACHINE, Parameters, Placements
+from zerostart.engines.residence import HOST, MemoryFit, Residence, agree_on_residence, residence_of
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.layout import Layout, Parallelism, replicated
 from zerostart.layout.flat import FlatGroup, FlatRules
@@ -31,6 +32,7 @@ __all__ = [
     "families_of",
     "gather_in_place",
     "held_layouts",
+    "placed_whole",
 ]
 
 #: Bytes that a group, and a parameter, may begin at a multiple of.
@@ -163,6 +165,45 @@ def buffers_of(families: Sequence[Family]) -> list[Buffer]:
     return made
 
 
+def placed_whole(
+    parameters: Parameters,
+    parallelism: Parallelism,
+    rules: FlatRules,
+    exchange: bool | None,
+    waits: bool,
+    zero_stage: int,
+) -> Placements:
+    """Placements in flat buffers; ``waits``: whether these may lie in host memory until the engine starts."""
+    size = rules.partitions
+    # Of rank 0, which has as many experts as any.
+    families = families_of(parameters, rules, exchanges(exchange, size), parallelism, 0)
+    buffers = buffers_of(families)
+    held = sum(buffer.nbytes for buffer in buffers)
+    here = MemoryFit.here(default_device())
+    fits = [here] * (min(size, RANKS_OF_A_MACHINE) if here.on_host else 1)
+    parts: dict[str, Callable[[int], Layout]] = {}
+    exchanged = [buffer for buffer in buffers if buffer.family.exchange]
+    for buffer in exchanged:
+        for place, name in enumerate(buffer.names):
+            parts[name] = buffer.group.share(place, parameters[name].shape, size)
+    experts = {name: first for family in families for name, (first, _) in family.held.items()}
+    runs = {**parts, **experts}
+
+    def alike(name: str) -> Hashable:
+        return ("expert", parallelism.cut(name)) if name in experts else name if name in parts else None
+
+    return Placements(
+        layout=lambda name, rank: runs[name](rank) if name in runs else replicated(parameters[name].shape),
+        alike=alike,
+        # With an exchange each rank wants a share of its own; without, ranks differ in their experts alone.
+        twin=lambda rank: rank if parts else parallelism.mesh.expert(rank)[0] if experts else 0,
+        homes=dict.fromkeys(parameters, DEVICE),
+        held=held,
+        gathered=sum(buffer.received for buffer in exchanged),
+        residence=residence_of(held, fits, waits, zero_stage > 0),
+    )
+
+
 class FlatBufferShards:
     """Makes the buffers, and the parameters in them.
 
@@ -178,22 +219,22 @@ class FlatBufferShards:
         rules: FlatRules,
         exchange: bool | None,
         parallelism: Parallelism,
+        alone: bool = False,
     ) -> None:
+        """``alone``: this process plays the rank of ``world``, whose other ranks are not there."""
         self.device = default_device()
         self._world = world
+        self._alone = alone
         self._stage = zero_stage
         self._rules = rules
         self._parallelism = parallelism
         self._exchange = exchanges(exchange, world.size)
         self._gathered: list[torch.Tensor] = []
 
-    def agree_on_residence(self, model: nn.Module, names: Sequence[str], alone: bool = False) -> Residence:
-        """Agree where the buffers lie: collective, unless this process plays its rank ``alone``.
-
-        Raises InsufficientMemoryError where there is no room for them.
-        """
+    def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence:
+        """Agree where the buffers lie; collective. Raises InsufficientMemoryError where they have no room."""
         nbytes = sum(buffer.nbytes for buffer in self._buffers(model, names))
-        world = World(0, 1, None) if alone else self._world
+        world = World(0, 1, None) if self._alone else self._world
         residence = agree_on_residence(nbytes, world, self.device, self._stage, self.waits)
         if residence.name == HOST:
             # Accelerators' collectives know no host memory.

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from zerostart.engines.settings import settings_of
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
 from zerostart.layout.partition_config import Linear, partition_plan
@@ -17,24 +16,26 @@ __all__ = ["resolve"]
 
 
 def resolve(
-    model: nn.Module, engine: str, mesh: Mesh, engine_config: Mapping[str, Any] | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    experts_given: Mapping[str, str] | None = None,
+    tensors_given: Mapping[str, str] | None = None,
+    section: Mapping[str, Any] | None = None,
 ) -> Parallelism:
     """What ``mesh`` does to the parameters of ``model`` (on meta, with its true shapes).
 
-    A plan in ``engine_config`` (``ep_plan``, ``tp_plan``: module or parameter names to transformers' styles;
-    ``tensor_parallel``: DeepSpeed's section) comes before what the model declares. Raises ConfigError, in one
-    sentence with the remedy.
+    Plans that are given (module or parameter names to transformers' styles; ``section``: DeepSpeed's
+    ``tensor_parallel``) come before what the model declares. Raises ConfigError, in one sentence with the
+    remedy.
     """
-    settings = settings_of(engine, engine_config)
-    settings.check_mesh(mesh)
     if not mesh.parallel:
         return Parallelism(mesh)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     experts = tensors = ParallelPlan()
     if mesh.expert_parallel > 1:
-        experts = _experts(model, mesh, shapes, settings.ep_plan)
+        experts = _experts(model, mesh, shapes, experts_given)
     if mesh.tensor_parallel > 1:
-        tensors = _tensors(model, mesh, shapes, settings.tp_plan, settings.tensor_parallel)
+        tensors = _tensors(model, mesh, shapes, tensors_given, section)
         tensors = _without_experts(tensors, experts)
     return Parallelism(mesh, experts, tensors, shapes)
 

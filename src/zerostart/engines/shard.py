@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from zerostart.layout import Layout
 
-__all__ = ["Engine", "Shard", "replace_everywhere"]
+__all__ = ["Shard", "replace_everywhere"]
 
 
 @dataclass(frozen=True)
@@ -25,20 +24,6 @@ class Shard:
     layout: Layout
     storage: torch.Tensor
     at: Callable[[int], Layout]
-
-
-class Engine(Protocol):
-    """Makes empty sharded parameters that its engine will accept as its own."""
-
-    device: torch.device
-
-    def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
-        """Shard the meta parameters ``names`` (``named_parameters`` order, the same on all ranks)."""
-        ...
-
-    def finish(self, model: nn.Module) -> int:
-        """Hand over after all storages are filled; returns the bytes that this rank got from others."""
-        ...
 
 
 def replace_everywhere(model: nn.Module, new: dict[int, nn.Parameter]) -> None:

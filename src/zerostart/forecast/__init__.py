@@ -2,7 +2,6 @@
 
 from zerostart.forecast.job import Asked, Subject, foresee
 from zerostart.forecast.limits import Fit
-from zerostart.forecast.memory import Job
 from zerostart.forecast.optimizers import OPTIMIZERS
 from zerostart.forecast.result import PHASES, Memory, RankForecast, WorldPlan
 
@@ -11,7 +10,6 @@ __all__ = [
     "PHASES",
     "Asked",
     "Fit",
-    "Job",
     "Memory",
     "RankForecast",
     "Subject",

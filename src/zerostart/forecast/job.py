@@ -10,11 +10,13 @@ import numpy as np
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.engines import Engine
+from zerostart.engines.memory import Target
 from zerostart.forecast.advice import advice, fits_of
 from zerostart.forecast.exchange import Foreseen
 from zerostart.forecast.limits import Limits
-from zerostart.forecast.memory import Job, moments_of
-from zerostart.forecast.moments import Target, peaks
+from zerostart.forecast.memory import moments_of
+from zerostart.forecast.moments import peaks
 from zerostart.forecast.optimizers import optimizer_of
 from zerostart.forecast.reads import counts_of, owned_by
 from zerostart.forecast.result import RankForecast, WorldPlan
@@ -52,7 +54,7 @@ class Asked:
 
 def foresee(
     subject: Subject,
-    job: Job,
+    engine: Engine,
     ranks: Sequence[int],
     tuning: Tuning,
     asked: Asked,
@@ -62,18 +64,19 @@ def foresee(
 
     Raises ConfigError for arguments out of range, or an exchange that does not fit into the memory limit.
     """
-    limits = Limits.of(asked.device_memory, asked.host_memory, job.mesh.world_size)
+    limits = Limits.of(asked.device_memory, asked.host_memory, engine.mesh.world_size)
     rates = rates_of(tuning.rates, asked.storage_rate, asked.interconnect_rate)
-    optimizer = optimizer_of(asked.optimizer, job.engine_config if job.engine == "deepspeed" else None)
-    target = Target(limits.accelerator, job.mesh.world_size)
-    model, (placed, parallelism) = subject.model, job.placed(subject.model)
+    optimizer = optimizer_of(asked.optimizer, engine.configured_optimizer)
+    target = Target(limits.accelerator, engine.mesh.world_size)
+    model, parallelism = subject.model, engine.parallelism(subject.model)
+    placed = engine.placements(model, parallelism)
     twins = {rank: placed.twin(rank) for rank in ranks}
     shown = sorted(set(twins.values()))
     owned = owned_by(model, placed, shown)
     held = held_of(model, placed, parallelism, shown, {name: own.numels for name, own in owned.items()})
     counts = counts_of(subject.catalog, subject.origins, placed, owned, shown, tuning, not target.accelerator)
     staged = [(tuning.ring_bytes if count.staged else 0) + count.scratch for count in counts]
-    moments = moments_of(model, job, placed, held, np.array(staged, np.int64), optimizer, target)
+    moments = moments_of(model, engine, placed, held, np.array(staged, np.int64), optimizer, target)
     memory = dict(zip(shown, peaks(moments, len(shown), target), strict=True))
     resident = (held.device if placed.held is None else placed.held) + held.buffers + 0 * held.trained
     on_device = dict(zip(shown, resident.tolist(), strict=True))
@@ -82,8 +85,8 @@ def foresee(
         subject.catalog,
         subject.recipes,
         subject.coverage,
-        job.engine,
-        job.mesh.world_size,
+        engine.name,
+        engine.mesh.world_size,
         [
             RankForecast(
                 rank=rank,
@@ -104,7 +107,7 @@ def foresee(
     return replace(
         made,
         ranks=timed(made.ranks, made.exchanged_bytes, made.world_size, _stored(subject.catalog), rates),
-        zero_stage=job.zero_stage,
+        zero_stage=engine.zero_stage,
         tier=placed.residence,
         optimizer=optimizer.name,
         accelerator=limits.accelerator,
@@ -112,7 +115,7 @@ def foresee(
         fits=fits,
         advice=()
         if all(fit.fits for fit in fits)
-        else advice(model, job, max(staged, default=0), optimizer, limits),
+        else advice(model, engine, max(staged, default=0), optimizer, limits),
     )
 
 

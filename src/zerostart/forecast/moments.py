@@ -1,51 +1,15 @@
-"""Moments at which memory may be at its highest, and the peak of a phase among them."""
+"""The peak of each phase, among the moments at which memory may be at its highest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from zerostart.engines.memory import Moment, Sizes, Target
 from zerostart.forecast.result import PHASES, Memory
-from zerostart.forecast.shares import Array
 
-__all__ = ["Moment", "Target", "peaks"]
-
-Sizes = Mapping[str, Array | int]
-
-
-@dataclass(frozen=True)
-class Target:
-    """What the ranks run on.
-
-    Without an ``accelerator`` the device is the host, memory counts once it is written to, and gloo takes a
-    copy of what a collective reduces or gathers.
-    """
-
-    accelerator: bool
-    world_size: int
-
-    @property
-    def copies(self) -> int:
-        """Further copies of a message that a collective makes."""
-        return 0 if self.accelerator or self.world_size == 1 else 1
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Bytes by component, on the host and on the device, at one moment of a phase."""
-
-    phase: str
-    host: Sizes = field(default_factory=dict)
-    device: Sizes = field(default_factory=dict)
-
-    def on(self, target: Target) -> Moment:
-        """The moment with the device's memory on the host, if there is no accelerator."""
-        if target.accelerator:
-            return self
-        names = dict.fromkeys((*self.device, *self.host))
-        return Moment(self.phase, {n: self.host.get(n, 0) + self.device.get(n, 0) for n in names})
+__all__ = ["peaks"]
 
 
 def peaks(moments: Iterable[Moment], ranks: int, target: Target) -> list[dict[str, Memory]]:

@@ -10,8 +10,8 @@ import numpy as np
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.engines.memory import Array
 from zerostart.engines.placements import DEVICE, Placements
-from zerostart.forecast.shares import Array
 from zerostart.layout import replicated
 from zerostart.models import Origins
 from zerostart.planning import (

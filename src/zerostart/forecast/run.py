@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zerostart.distributed.world import World, default_device
-from zerostart.engines.placements import RANKS_OF_A_MACHINE
-from zerostart.forecast import Asked, Job, Subject, WorldPlan, foresee
+from zerostart.engines import RANKS_OF_A_MACHINE
+from zerostart.forecast import Asked, Subject, WorldPlan, foresee
 from zerostart.loading.preparation import prepare, undisturbed
 from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
@@ -24,13 +24,13 @@ def forecast(
 
 def _forecast(request: Request, world_size: int, rank: int | None, asked: Asked) -> WorldPlan:
     clock = Clock()
-    request.check()
-    mesh = request.mesh(world_size, rank)
-    known = prepare(request, World(0, 1, None), mesh, clock, strict=False)
+    engine = request.resolve(world_size, rank)
+    known = prepare(request, engine, World(0, 1, None), clock, strict=False)
     here = min(world_size, RANKS_OF_A_MACHINE)
-    tuning = request.tuning(known.catalog, default_device(), bool(known.recipes.computed), here)
+    tuning = request.tuning(engine, known.catalog, default_device(), bool(known.recipes.computed), here)
     subject = Subject(known.catalog, known.built.model, known.recipes, known.coverage, known.origins)
-    job = Job(request.engine, request.zero_stage, request.engine_config, mesh, request.exchange)
+    # In flat buffers an exchange that is asked for is the engine's: each rank wants a share alone.
+    forced = None if engine.whole and request.exchange else request.exchange
     of = range(world_size) if rank is None else [rank]
-    made = foresee(subject, job, of, tuning, asked, request.forced_exchange)
+    made = foresee(subject, engine, of, tuning, asked, forced)
     return replace(made, planning_seconds=clock.stop()["total"])

@@ -3,65 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
+from zerostart.engines.memory import Array, Gathers, Held
 from zerostart.engines.placements import DEVICE, HOST, Placements
 from zerostart.layout import Parallelism
 
-__all__ = ["Array", "Gathers", "Held", "held_of"]
-
-#: A number for each rank in question.
-Array = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Gathers:
-    """Sizes of what is gathered on a rank while a model runs, in bytes of the dtype that it is held in.
-
-    ``largest``: of the largest parameter; ``module``: of the parameters of one module that holds some itself;
-    ``total``: of all that train. ``elements`` are those of each parameter. An expert counts with what one
-    rank has of it before it is sharded. ``shared`` are the bytes of ``total`` by the number of ranks that
-    share them: those that have the same experts, or all.
-    """
-
-    largest: int
-    module: int
-    total: int
-    elements: Mapping[str, int]
-    shared: Mapping[int, int]
-
-
-@dataclass(frozen=True)
-class Held:
-    """Shares of ``ranks``, one number for each of them.
-
-    ``trained`` are elements that the optimizer updates, of which ``main`` have the dtype of most. ``device``,
-    ``host`` and ``storage`` are bytes of all shares by home. ``largest`` are elements of the largest share of
-    one parameter. ``buffers``: bytes of the model's buffers, whole on every rank. ``dtype`` is that of most
-    trained elements, ``frozen`` the bytes of shares that are not trained.
-    """
-
-    ranks: tuple[int, ...]
-    trained: Array
-    device: Array
-    host: Array
-    storage: Array
-    frozen: Array
-    largest: Array
-    buffers: int
-    dtype: torch.dtype
-    gathers: Gathers
-
-    @property
-    def nbytes(self) -> Array:
-        """Bytes of all shares."""
-        return self.device + self.host + self.storage
+__all__ = ["held_of"]
 
 
 def held_of(

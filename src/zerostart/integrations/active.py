@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from zerostart.engines.deepspeed.settings import configured_dtype
+from zerostart.engines import check_choice, titled
 from zerostart.errors import ConfigError
+from zerostart.layout import Mesh
 from zerostart.upstream.accelerate import FSDP2Plugin, fsdp2_plugin
 from zerostart.upstream.deepspeed_active import active_config, config_stage, open_init_dtype
 
-__all__ = ["STAGES", "Active", "deepspeed_dtype", "find_active", "fsdp2_config"]
+__all__ = ["STAGES", "Active", "find_active", "fsdp2_config"]
 
 #: ZeRO stages whose configuration makes ``from_pretrained`` a sharded load.
 STAGES = (1, 2, 3)
@@ -22,12 +23,41 @@ STAGES = (1, 2, 3)
 
 @dataclass(frozen=True)
 class Active:
-    """An engine, its configuration, and the dtype that it wants parameters in (None: the call's own)."""
+    """An engine, its configuration, and the dtype that it wants parameters in (None: the call's own).
+
+    ``building`` is the dtype in which models compute their buffers (None: the call's own).
+    """
 
     engine: str
     zero_stage: int = 3
     config: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype | None = None
+    building: torch.dtype | None = None
+
+    @classmethod
+    def of(
+        cls, engine: str, stage: int, config: Mapping[str, Any], dtype: torch.dtype | None = None
+    ) -> Active:
+        """With the dtypes that the engine's configuration asks for, or ``dtype`` in their place."""
+        kind = check_choice(engine, stage).of(stage, config, Mesh(1), None)
+        building = kind.building_dtype
+        return cls(engine, stage, config, dtype or kind.adopted_dtype, building and (dtype or building))
+
+    @classmethod
+    def asked(cls, engine: str, stage: int, config: Mapping[str, Any]) -> Active:
+        """An engine that the script itself is not set up for: with a dtype where ``config`` names one."""
+        kind = check_choice(engine, stage).of(stage, config, Mesh(1), None)
+        return cls(engine, stage, config, kind.parameter_dtype).at(stage)
+
+    def at(self, stage: int) -> Active:
+        """The same at another stage."""
+        builds = check_choice(self.engine, stage).of(stage, self.config, Mesh(1), None).building_dtype
+        return replace(self, zero_stage=stage, building=self.dtype if builds is not None else None)
+
+    @property
+    def title(self) -> str:
+        """What is active, in words."""
+        return titled(self.engine, self.zero_stage)
 
 
 def find_active(model: type) -> Active | None:
@@ -39,23 +69,15 @@ def find_active(model: type) -> Active | None:
     config = active_config()
     stage = config_stage(config)
     if config is not None and stage in STAGES:
-        return Active("deepspeed", stage, config, opened or deepspeed_dtype(config, stage))
+        return Active.of("deepspeed", stage, config, opened)
     if opened is not None:
-        return Active("deepspeed", 3, {}, opened)
+        return Active.of("deepspeed", 3, {}, opened)
     plugin = None if config is not None else fsdp2_plugin()
     if plugin is None:
         return None
     # accelerate trains fp32 copies wherever the precision is mixed.
     dtype = None if plugin.mixed_precision == "no" else torch.float32
-    return Active("fsdp2", 3, fsdp2_config(plugin, model), dtype)
-
-
-def deepspeed_dtype(config: Mapping[str, Any] | None, stage: int) -> torch.dtype | None:
-    """The dtype of parameters for a DeepSpeed configuration.
-
-    At stage 3 that is fp32 where none is enabled; at stages 1 and 2 the engine then takes them as they are.
-    """
-    return configured_dtype(config) or (torch.float32 if stage == 3 else None)
+    return Active.of("fsdp2", 3, fsdp2_config(plugin, model), dtype)
 
 
 def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import functools
 import os
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,14 +18,13 @@ from torch import nn
 
 from zerostart import engines
 from zerostart.distributed.world import current_world
-from zerostart.engines.deepspeed.settings import configured_dtype
 from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
 from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.pretrained import Call, Settings
 from zerostart.integrations.resizing import resize_token_embeddings
-from zerostart.loading.report import report_of
+from zerostart.loading.record import loaded_models, record_of
 from zerostart.state.full_tensors import full_tensors
 from zerostart.upstream import accelerate as accelerate_parts
 from zerostart.upstream import diffusers_loading as diffusers_parts
@@ -44,8 +42,6 @@ POLICIES = ("mp_policy", "offload_policy")
 _stack: list[Settings] = []
 #: Models that every rank read whole while zerostart was enabled, for no sharding was set up then.
 _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-#: The engine configuration with which a model was loaded for FSDP2.
-_loaded: weakref.WeakKeyDictionary[nn.Module, Active] = weakref.WeakKeyDictionary()
 
 
 def enable(settings: Settings) -> None:
@@ -116,9 +112,8 @@ def _resolved(settings: Settings, kind: type) -> Active | None:
         config = dict(settings.engine_config or {})
         configured = config_stage(config) if "stage" in (config.get("zero_optimization") or {}) else 3
         stage = configured if settings.zero_stage is None else settings.zero_stage
-        dtype = configured_dtype(config) if settings.engine == "deepspeed" else None
-        return Active(settings.engine, stage, config, dtype)
-    return found if settings.zero_stage is None else replace(found, zero_stage=settings.zero_stage)
+        return Active.asked(settings.engine, stage, config)
+    return found if settings.zero_stage is None else found.at(settings.zero_stage)
 
 
 class _Noting(Call):
@@ -126,8 +121,7 @@ class _Noting(Call):
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
-        _loaded[model] = self._active
-        if self._active.engine == "deepspeed" and self._settings.expert_parallel > 1:
+        if record_of(model).engine.wraps and self._settings.expert_parallel > 1:
             replace_consolidation(_whole_state)
         return found
 
@@ -137,7 +131,7 @@ class _Watched(_Noting):
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
-        if self._active.engine == "fsdp2" and self._active.zero_stage > 0:
+        if record_of(model).engine.units:
             model.resize_token_embeddings = functools.partial(resize_token_embeddings, model)
         return found
 
@@ -148,8 +142,8 @@ class _WatchedDiffusion(_Noting, DiffusionCall):
 
 def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
     """The state dict that DeepSpeed is to save of a model whose experts are shared out; collective."""
-    inner = next((m for m in model.modules() if m in _loaded), None)
-    if inner is None or not report_of(inner).parallelism.mesh.parallel:
+    inner = next(loaded_models(model), None)
+    if inner is None or not record_of(inner).parallelism.mesh.parallel:
         return NotImplemented
     if inner is not model:
         raise ConfigError(
@@ -170,8 +164,8 @@ def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
 
 def _whole_of_flat(model: nn.Module) -> Any:
     """The state dict of a model whose experts are shared out at ZeRO-2, where they look like the whole."""
-    inner = next((m for m in model.modules() if m in _loaded), None)
-    flat = inner is not None and _loaded[inner].engine == "deepspeed" and _loaded[inner].zero_stage < 3
+    inner = next(loaded_models(model), None)
+    flat = inner is not None and record_of(inner).engine.whole
     return _whole_state(model, False) if flat else NotImplemented
 
 
@@ -180,12 +174,12 @@ def _sharded(accelerator: Any, model: nn.Module) -> bool:
 
     Raises ConfigError where it was loaded for other settings than accelerate has now.
     """
-    _refuse_whole(model, "FSDP2")
-    inner = next((m for m in model.modules() if m in _loaded), None)
+    _refuse_whole(model, "fsdp2")
+    inner = next(loaded_models(model), None)
     if inner is None:
         return False
-    loaded = _loaded[inner]
-    tensor_parallel = report_of(inner).parallelism.mesh.tensor_parallel
+    engine = record_of(inner).engine
+    tensor_parallel = engine.mesh.tensor_parallel
     if tensor_parallel > 1:
         raise ConfigError(
             f"{type(inner).__name__} was loaded with tensor_parallel={tensor_parallel}, whose ranks must see "
@@ -193,18 +187,19 @@ def _sharded(accelerator: Any, model: nn.Module) -> bool:
             "of your own"
         )
     plugin = fsdp2_plugin()
-    if loaded.engine != "fsdp2" or plugin is None:
+    if engine.wraps or plugin is None:
         raise ConfigError(
-            f"{type(inner).__name__} was loaded for {loaded.engine}, and accelerate prepares it for FSDP2"
+            f"{type(inner).__name__} was loaded for {engine.title}, and accelerate prepares it for FSDP2"
         )
-    if loaded.zero_stage == 0:
+    if engine.whole:
         raise ConfigError(
             f"{type(inner).__name__} was loaded with zero_stage=0, whole on every rank, and accelerate "
             "prepares it for FSDP2; leave zero_stage out, or use DistributedDataParallel"
         )
     wanted = fsdp2_config(plugin, type(inner))
     # What the caller's own engine_config leaves open is no contradiction.
-    chosen = {**wanted, **{key: loaded.config.get(key) for key in POLICIES}, **loaded.config}
+    given = dict(engine.config or {})
+    chosen = {**wanted, **{key: given.get(key) for key in POLICIES}, **given}
     compared = ("reshard_after_forward", *POLICIES)
     differing = [key for key in compared if wanted.get(key) != chosen.get(key)]
     if differing:
@@ -223,16 +218,15 @@ def _partitioned(accelerator: Any, model: nn.Module) -> None:
     plugin = accelerator.state.deepspeed_plugin
     if plugin.hf_ds_config.is_zero3():
         if plugin.zero3_init_flag:
-            _refuse_whole(model, "DeepSpeed ZeRO-3")
+            _refuse_whole(model, "deepspeed")
         return
-    inner = next((m for m in model.modules() if m in _loaded), None)
-    if inner is not None and (_loaded[inner].engine != "deepspeed" or _loaded[inner].zero_stage == 3):
-        loaded = _loaded[inner]
-        what = "FSDP2" if loaded.engine == "fsdp2" else "DeepSpeed ZeRO-3"
+    inner = next(loaded_models(model), None)
+    engine = None if inner is None else record_of(inner).engine
+    if engine is not None and not (engine.wraps and engine.whole):
         raise ConfigError(
-            f"{type(inner).__name__} was loaded for {what}, and accelerate prepares it for DeepSpeed ZeRO-"
-            f"{config_stage(plugin.deepspeed_config)}; make the Accelerator or TrainingArguments before the "
-            "model"
+            f"{type(inner).__name__} was loaded for {engine.title}, and accelerate prepares it "
+            f"for DeepSpeed ZeRO-{config_stage(plugin.deepspeed_config)}; make the Accelerator or "
+            "TrainingArguments before the model"
         )
 
 
@@ -240,10 +234,11 @@ def _refuse_whole(model: nn.Module, engine: str) -> None:
     """Raise ConfigError for a model that every rank read whole, though zerostart was enabled."""
     for module in model.modules():
         if module in _whole:
+            title = engines.titled(engine, 3)
             raise ConfigError(
-                f"every rank has read {type(module).__name__} whole, since {engine} was not yet set up when "
+                f"every rank has read {type(module).__name__} whole, since {title} was not yet set up when "
                 "from_pretrained was called; make TrainingArguments or the Accelerator before the model, or "
-                f"name the engine: zerostart.enable(engine={'fsdp2' if engine == 'FSDP2' else 'deepspeed'!r})"
+                f"name the engine: zerostart.enable(engine={engine!r})"
             )
 
 

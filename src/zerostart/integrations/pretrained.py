@@ -15,7 +15,7 @@ from zerostart.checkpoint.source import Files
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, PeerError, ZerostartError
 from zerostart.integrations.active import Active
-from zerostart.loading.report import report_of
+from zerostart.loading.record import record_of
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.models import Built
@@ -74,7 +74,7 @@ class Call:
     @property
     def setup(self) -> str:
         """What the model is loaded for, in words."""
-        return f"DeepSpeed ZeRO-{self._active.zero_stage}" if self._active.engine == "deepspeed" else "FSDP2"
+        return self._active.title
 
     def check(self) -> None:
         """Raise ConfigError, by its name, for an argument that a sharded load cannot honour."""
@@ -94,10 +94,7 @@ class Call:
 
     def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[Any]]:
         """Buffers are computed in the dtype of the model: that of ``zero.Init``, or the one asked for."""
-        self._dtype = dtype
-        active = self._active
-        if active.engine == "deepspeed" and active.zero_stage == 3 and active.dtype is not None:
-            self._dtype = active.dtype
+        self._dtype = self._active.building or dtype
         return self._dtype, self._logged()
 
     @contextlib.contextmanager
@@ -149,7 +146,7 @@ class Call:
                 reinitialised=mismatched if ignore_mismatched else None,
             )
         )
-        made = report_of(built.model)
+        made = record_of(built.model).report
         return (
             set(made.missing) - mismatched.keys(),
             set(made.unexpected),

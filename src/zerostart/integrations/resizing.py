@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from zerostart.distributed.world import current_world
 from zerostart.errors import EngineError
-from zerostart.loading.report import report_of
+from zerostart.loading.record import record_of
 from zerostart.upstream.torch_fsdp2 import has_run, whole_for_a_while
 
 __all__ = ["resize_token_embeddings"]
@@ -64,7 +64,7 @@ def _check(model: Any, have: int, wanted: int | None) -> None:
     what = f"the embeddings of {type(model).__name__} cannot be resized from {have} to {wanted}"
     if has_run(model):
         raise EngineError(f"{what} once FSDP2 has run a forward; resize them right after from_pretrained")
-    if report_of(model).parallelism.mesh.tensor_parallel > 1 or not isinstance(
+    if record_of(model).parallelism.mesh.tensor_parallel > 1 or not isinstance(
         model.get_input_embeddings().weight, DTensor
     ):
         raise EngineError(

@@ -13,9 +13,8 @@ import torch
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import World
-from zerostart.engines.deepspeed.settings import configured_dtype
-from zerostart.engines.fsdp2.units import let_cast
-from zerostart.layout import Mesh, Parallelism
+from zerostart.engines import Engine
+from zerostart.layout import Parallelism
 from zerostart.loading.equality import equal_in
 from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
@@ -46,6 +45,7 @@ def undisturbed() -> Iterator[None]:
 class Prepared:
     """All that is known of a load before anything is sharded; the same on every rank."""
 
+    engine: Engine
     catalog: Catalog
     built: Built
     parallelism: Parallelism
@@ -56,13 +56,13 @@ class Prepared:
 
 def prepare(
     request: Request,
+    engine: Engine,
     world: World,
-    mesh: Mesh,
     clock: Clock,
     strict: bool,
     importing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Prepared:
-    """The start of a load over ``mesh``; collective over ``world``, which is one process in a plan.
+    """The start of a load for ``engine``; collective over ``world``, which is one process in a plan.
 
     Libraries that the model needs are imported inside ``importing()``. Raises CoverageError where ``strict``
     and a name is missing or too much, and every error that can be told before weights are read.
@@ -73,37 +73,33 @@ def prepare(
         check_model(request.model, catalog)
         with importing():
             models.require(request.model, catalog.root)
-        built = _build(request, catalog)
-        parallelism = engines.resolve(built.model, request.engine, mesh, request.engine_config)
+        built = _build(request, engine, catalog)
+        parallelism = engine.parallelism(built.model)
     with clock.phase("plan"), world.phase("planning"):
-        recipes = _recipes(request, catalog, built)
+        recipes = _recipes(request, engine, catalog, built)
         coverage = models.tie_names(built.model, recipes, equal_in(catalog, world))
         coverage.check(described(request.source, catalog), type(built.model).__name__, strict)
         origins = models.resolve_origins(built, recipes)
-    return Prepared(catalog, built, parallelism, recipes, coverage, origins)
+    return Prepared(engine, catalog, built, parallelism, recipes, coverage, origins)
 
 
-def _build(request: Request, catalog: Catalog) -> Built:
+def _build(request: Request, engine: Engine, catalog: Catalog) -> Built:
     """The model on meta, with the dtypes of the load."""
-    dtype = request.dtype
-    if dtype is None and request.engine == "deepspeed":
-        dtype = configured_dtype(request.engine_config)
+    dtype = engine.parameter_dtype if request.dtype is None else request.dtype
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     built = models.build(request.model, catalog.root, dtype, first, main_dtype(catalog.tensors.values()))
     models.set_dtypes(built, stored)
-    computing = engines.computing_dtype(request.engine, request.engine_config)
+    computing = engine.computing_dtype
     if computing is not None:
         masters = request.fp32_masters and computing == built.dtype and _stored_wider(catalog, computing)
-        models.let_cast(built, computing, masters, let_cast)
+        models.let_cast(built, computing, masters, engine.let_cast)
     return built
 
 
-def _recipes(request: Request, catalog: Catalog, built: Built) -> Recipes:
-    targets = models.expectations(built)
-    if request.flat:
-        targets = _as_cast(targets, configured_dtype(request.engine_config))
+def _recipes(request: Request, engine: Engine, catalog: Catalog, built: Built) -> Recipes:
+    targets = _as_cast(models.expectations(built), engine.cast_dtype)
     recipes = trace(catalog, built.model, targets, request.converter, built.quantizer)
     if request.reinitialised is not None:
         request.reinitialised.update(recipes.coverage.mismatched)
@@ -112,7 +108,7 @@ def _recipes(request: Request, catalog: Catalog, built: Built) -> Recipes:
 
 
 def _as_cast(targets: dict[str, Target], dtype: torch.dtype | None) -> dict[str, Target]:
-    """Parameters in the dtype that DeepSpeed's stages 1 and 2 would cast all of them to."""
+    """Parameters in the dtype that the engine would cast all of them to."""
     if dtype is None:
         return targets
     return {

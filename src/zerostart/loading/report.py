@@ -1,22 +1,15 @@
-"""The report of a load, and where it is kept."""
+"""The report of a load."""
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from zerostart.engines.residence import Residence
-from zerostart.errors import ConfigError
-from zerostart.layout import Mesh, Parallelism
 
-__all__ = ["Clock", "Report", "keep", "report_of", "unwrapped"]
-
-_reports: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
+__all__ = ["Clock", "Report"]
 
 
 class Clock:
@@ -73,7 +66,6 @@ class Report:
     world_size: int = 1
     engine: str = ""
     tier: Residence | None = None
-    parallelism: Parallelism = field(default=Parallelism(Mesh(1)), repr=False)
 
     def __str__(self) -> str:
         lines = [
@@ -124,26 +116,3 @@ def _size(nbytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.2f} GiB"
-
-
-def keep(model: nn.Module, made: Report) -> None:
-    """Remember the report of ``model`` for as long as the model lives."""
-    _reports[model] = made
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The loaded model inside engines' wrappers (``.module``), or ``model`` itself."""
-    inner: object = model
-    while isinstance(inner, nn.Module) and inner not in _reports:
-        inner = getattr(inner, "module", None)
-    return inner if isinstance(inner, nn.Module) else model
-
-
-def report_of(model: nn.Module) -> Report:
-    """The report of ``model``; raises ConfigError if zerostart did not load it."""
-    found = _reports.get(unwrapped(model))
-    if found is None:
-        raise ConfigError(
-            f"this {type(model).__name__} was not loaded by zerostart, so there is no report of it"
-        )
-    return found

@@ -10,6 +10,7 @@ import torch
 
 from zerostart import engines
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.engines import Engine
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh
 from zerostart.recipe import main_dtype
@@ -41,17 +42,22 @@ class Request:
     #: were missing; None: a mismatch is an error.
     reinitialised: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
 
-    def check(self) -> None:
-        """Raise ConfigError for arguments that no load can serve."""
+    def resolve(self, world_size: int, rank: int | None = None) -> Engine:
+        """The engine of this load over ``world_size`` ranks, all arguments checked.
+
+        ``rank``, where given, must be one of them. Raises ConfigError or EngineError for arguments that no
+        load can serve.
+        """
         engines.check_choice(self.engine, self.zero_stage)
-        engines.settings_of(self.engine, self.engine_config)
-        engines.check_settings(
-            self.engine,
-            self.zero_stage,
-            self.engine_config,
-            self.expert_parallel > 1,
-            self.tensor_parallel > 1,
-        )
+        self._check()
+        if world_size < 1:
+            raise ConfigError(f"world_size={world_size} must be at least 1")
+        if rank is not None and not 0 <= rank < world_size:
+            raise ConfigError(f"rank={rank} is not one of the {world_size} ranks")
+        mesh = Mesh(world_size, self.expert_parallel, self.tensor_parallel)
+        return engines.resolve_engine(self.engine, self.zero_stage, self.engine_config, mesh, self.exchange)
+
+    def _check(self) -> None:
         if self.dtype is not None and not (
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
@@ -63,43 +69,22 @@ class Request:
             if value is not None and (not isinstance(value, int) or value < MIN_CHUNK):
                 raise ConfigError(f"{name}={value!r} must be a number of bytes, at least {MIN_CHUNK}")
 
-    @property
-    def flat(self) -> bool:
-        """Whether parameters stay whole, in flat buffers: stage 0, and on DeepSpeed stages 1 and 2."""
-        return engines.keeps_whole(self.engine, self.zero_stage)
-
-    @property
-    def forced_exchange(self) -> bool | None:
-        """Whether bytes that several ranks want must be read once, as ``serving`` takes it.
-
-        In flat buffers an exchange that is asked for is the engine's: it has each rank want a share alone.
-        """
-        return None if self.flat and self.exchange else self.exchange
-
-    def mesh(self, world_size: int, rank: int | None = None) -> Mesh:
-        """The ranks as a mesh. Raises ConfigError where they do not fit, or the engine cannot train it so.
-
-        ``rank``, where given, must be one of them.
-        """
-        if world_size < 1:
-            raise ConfigError(f"world_size={world_size} must be at least 1")
-        if rank is not None and not 0 <= rank < world_size:
-            raise ConfigError(f"rank={rank} is not one of the {world_size} ranks")
-        mesh = Mesh(world_size, self.expert_parallel, self.tensor_parallel)
-        engines.settings_of(self.engine, self.engine_config).check_mesh(mesh)
-        return mesh
-
     def tuning(
-        self, catalog: Catalog, device: torch.device, computes: bool, ranks: int | None = None
+        self,
+        engine: Engine,
+        catalog: Catalog,
+        device: torch.device,
+        computes: bool,
+        ranks: int | None = None,
     ) -> Tuning:
         """How the catalog's bytes are read into memory of ``device``, with ``ranks`` ranks on the machine.
 
-        A thread that also ``computes`` has a chunk of scratch beside its staging buffers. DeepSpeed's own
-        ``stage3_partition_stream_chunk_size`` counts elements, and is followed where no chunk is given here.
+        A thread that also ``computes`` has a chunk of scratch beside its staging buffers. The elements of a
+        read that the engine's configuration asks for are followed where no chunk is given here.
         """
         files = catalog.files if catalog.memory is None else ()
         chunk = self.chunk_size
-        elements = getattr(engines.settings_of(self.engine, self.engine_config), "stream_elements", 0)
+        elements = engine.chunk_elements
         if chunk is None and elements > 0:
             stored = main_dtype(catalog.tensors.values())
             chunk = max(MIN_CHUNK, elements * (stored.itemsize if stored is not None else 4))

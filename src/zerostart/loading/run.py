@@ -1,91 +1,180 @@
-"""The way of a load: catalog, model, recipes, shards, plan, transfer. Read from the top."""
+"""The way of a load: catalog, model, recipes, shards, plan, transfer. Read from the top.
+
+A rehearsal is the same way with another end: one process plays a rank, and nothing is handed over.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from zerostart import engines, models
+from zerostart import models
 from zerostart.distributed.world import World, default_device, joined_world
-from zerostart.engines.deepspeed.flat import offer_runs
+from zerostart.engines import Placements, Residence, Shard, ShardMaker
+from zerostart.errors import ConfigError
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.masters import masters_of
 from zerostart.loading.preparation import Prepared, prepare, undisturbed
-from zerostart.loading.report import Clock, Report, keep
+from zerostart.loading.record import LoadRecord, keep
+from zerostart.loading.report import Clock, Report
 from zerostart.loading.request import Request
 from zerostart.loading.source import described
 from zerostart.models import Program
 from zerostart.planning import PlanOptions, join
+from zerostart.recipe import Recipe
 from zerostart.transfer import PeakMeter, Tuning
 from zerostart.transfer.strategy import ReadDemand, TransferStats, agree_on_strategy
 
-__all__ = ["reported", "run"]
+__all__ = ["rehearse", "run"]
 
 
 def run(request: Request) -> nn.Module:
     """Load, collectively; see ``zerostart.load``."""
-    clock = Clock()
     with undisturbed():
-        return _load(request, clock)
+        world = joined_world()
+        return _Load(request, world, world).through()[0]
 
 
-def _load(request: Request, clock: Clock) -> nn.Module:
-    world = joined_world()
-    with PeakMeter(default_device()) as meter:
-        with clock.phase("build"), world.phase("arguments"):
-            request.check()
-            mesh = request.mesh(world.size)
-            with meter.paused():
-                engines.require(request.engine, request.zero_stage)
-        known = prepare(request, world, mesh, clock, request.strict, meter.paused)
-        model, origins = known.built.model, known.origins
-        with clock.phase("build"), world.phase("sharding the model"):
-            engine = engines.make_engine(
-                request.engine,
-                world,
-                known.built.dtype,
-                request.engine_config,
-                known.parallelism,
-                request.zero_stage,
-                request.exchange,
+def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list[Shard]]:
+    """Do what ``rank`` of ``world_size`` does in a load of ``request``, without the other ranks.
+
+    What a rank of a big job will read, hold and wait for can be tried on one machine before the job has any
+    others. There is no engine here: the shards are those that the engine's layout gives the rank, filled;
+    what the engine would keep in files is in host memory. Buffers are loaded whole, as on every rank; what
+    the checkpoint lacks is initialised. Returns the rank's report and its shards. Raises what
+    ``zerostart.load`` raises, and ConfigError for a rank that is not there.
+    """
+    with undisturbed():
+        _, record, shards = _Load(request, World(0, 1, None), World(rank, world_size, None)).through()
+    return record.report, shards
+
+
+@dataclass
+class _Load:
+    """One load. ``world`` are the ranks that agree; ``place`` is the rank that is loaded, and of how many."""
+
+    request: Request
+    world: World
+    place: World
+
+    def __post_init__(self) -> None:
+        self.clock = Clock()
+
+    @property
+    def played(self) -> bool:
+        """Whether this process plays a rank of a job whose other ranks are not there."""
+        return self.world is not self.place
+
+    def through(self) -> tuple[nn.Module, LoadRecord, list[Shard]]:
+        """All of it: the model, its record, and this rank's shards."""
+        request, world, clock = self.request, self.world, self.clock
+        with PeakMeter(default_device()) as meter:
+            with clock.phase("build"), world.phase("arguments"):
+                engine = request.resolve(self.place.size, self.place.rank if self.played else None)
+                if self.played and request.exchange and not engine.whole:
+                    raise ConfigError("exchange=True needs all ranks, and a rehearsal has one; leave it out")
+                if not self.played:
+                    with meter.paused():
+                        engine.require()
+            known = prepare(request, engine, world, clock, request.strict, meter.paused)
+            placements, shards, destinations, maker, residence = self._shard(known)
+            tuning = request.tuning(engine, known.catalog, maker.device, bool(known.recipes.computed))
+            moved = self._fill(known, destinations, tuning)
+            if not self.played:
+                with clock.phase("build"), world.phase("handing over"):
+                    moved = _gathered(moved, maker.finish(known.built.model))
+                    self._offer_masters(known, destinations, tuning)
+                    _finish(request, known)
+        report = replace(self._report(known, moved, meter), tier=residence)
+        record = self._record(known, placements, report)
+        keep(known.built.model, record)
+        return known.built.model, record, shards
+
+    def _shard(
+        self, known: Prepared
+    ) -> tuple[Placements, list[Shard], Destinations, ShardMaker, Residence | None]:
+        """Empty shards, made by the engine; played, memory as they would have."""
+        engine, model, parallelism = known.engine, known.built.model, known.parallelism
+        names = list(known.origins.parameters)
+        with self.clock.phase("build"), self.world.phase("sharding the model"):
+            placements = engine.placements(model, parallelism)
+            maker = (
+                engine.playing(self.place, parallelism, placements)
+                if self.played
+                else engine.maker(self.world, known.built.dtype, parallelism, placements)
             )
-        with clock.phase("build"):
-            residence = engines.agree_on_residence(engine, model, list(origins.parameters))
-        with clock.phase("build"), world.phase("sharding the model"):
-            shards = engine.shard(model, list(origins.parameters))
-            destinations = Destinations.of(model, origins, shards, engine.device)
-            tuning = request.tuning(known.catalog, engine.device, bool(known.recipes.computed))
-        moved = _fill(request, known, destinations, tuning, world, clock)
-        with clock.phase("build"), world.phase("handing over"):
-            moved = _gathered(moved, engine.finish(model))
-            _offer_masters(request, known, destinations, tuning)
-            _finish(request, known)
-    made = reported(known, request, (world.rank, world.size), clock, moved, meter)
-    keep(model, replace(made, tier=residence))
-    return model
+        with self.clock.phase("build"):
+            residence = maker.agree_on_residence(model, names)
+        with self.clock.phase("build"), self.world.phase("sharding the model"):
+            shards = maker.shard(model, names)
+            destinations = Destinations.of(model, known.origins, shards, maker.device)
+        return placements, shards, destinations, maker, residence
 
+    def _fill(self, known: Prepared, destinations: Destinations, tuning: Tuning) -> TransferStats:
+        """Plan the reads, agree with the other ranks on who does them, and read."""
+        world, clock, request = self.world, self.clock, self.request
+        # In flat buffers an exchange that is asked for is the engine's: each rank wants a share alone.
+        forced = None if known.engine.whole and request.exchange else request.exchange
+        with clock.phase("plan"), world.phase("planning"):
+            wanted = destinations.wanted()
+            plan = join(known.catalog, wanted, PlanOptions(tuning.chunk_size))
+            own = ReadDemand.of(plan, tuning, forced)
+        with clock.phase("plan"):
+            strategy = agree_on_strategy(own, plan, world)
+            if strategy is not None and strategy.once:
+                with world.phase("planning"):
+                    plan = join(known.catalog, wanted, PlanOptions(strategy.chunk_size))
+        with clock.phase("read"), world.phase("reading"):
+            shown = request.progress and world.rank == 0
+            moved = destinations.read(plan, tuning, strategy, shown, world)
+        with clock.phase("read"), world.phase("initialising"):
+            destinations.initialise_missing(world)
+        return moved
 
-def _fill(
-    request: Request, known: Prepared, destinations: Destinations, tuning: Tuning, world: World, clock: Clock
-) -> TransferStats:
-    """Plan the reads, agree with the other ranks on who does them, and read."""
-    with clock.phase("plan"), world.phase("planning"):
-        wanted = destinations.wanted()
-        plan = join(known.catalog, wanted, PlanOptions(tuning.chunk_size))
-        own = ReadDemand.of(plan, tuning, request.forced_exchange)
-    with clock.phase("plan"):
-        sharing = agree_on_strategy(own, plan, world)
-        if sharing is not None and sharing.once:
-            with world.phase("planning"):
-                plan = join(known.catalog, wanted, PlanOptions(sharing.chunk_size))
-    with clock.phase("read"), world.phase("reading"):
-        shown = request.progress and world.rank == 0
-        moved = destinations.read(plan, tuning, sharing, shown, world)
-    with clock.phase("read"), world.phase("initialising"):
-        destinations.initialise_missing(world)
-    return moved
+    def _offer_masters(self, known: Prepared, destinations: Destinations, tuning: Tuning) -> None:
+        """Leave with the parameters what an engine needs to make fp32 masters of what is stored."""
+        rounded: list[str] = []
+        masters = None
+        if self.request.fp32_masters:
+            rounded, masters = masters_of(
+                known.catalog, self.request.source, known.origins.parameters, destinations.shards, tuning
+            )
+        known.engine.offer_masters(known.built.model, rounded, masters)
+
+    def _report(self, known: Prepared, moved: TransferStats, meter: PeakMeter) -> Report:
+        origins, coverage = known.origins, known.coverage
+        whole = (n for n, p in origins.parameters.items() if isinstance(p, Program) and p.whole)
+        return Report(
+            missing=coverage.missing,
+            unexpected=coverage.unexpected,
+            mismatched=tuple(coverage.mismatched),
+            ignored=coverage.ignored,
+            initialised=origins.initialised,
+            initialised_whole=tuple(whole),
+            converted=known.recipes.converted,
+            computed=known.recipes.computed,
+            computed_whole=known.recipes.computed_whole,
+            phases=self.clock.stop(),
+            read_bytes=moved.read,
+            planned_bytes=moved.planned,
+            exchanged_bytes=moved.received,
+            reading=moved.how,
+            peak_host_bytes=meter.host_bytes,
+            peak_device_bytes=meter.device_bytes,
+            rank=self.place.rank,
+            world_size=self.place.size,
+            engine=known.engine.name,
+        )
+
+    def _record(self, known: Prepared, placements: Placements, report: Report) -> LoadRecord:
+        catalog = known.catalog
+        if catalog.memory is not None:  # what it holds is the caller's, and not kept alive
+            catalog = replace(catalog, memory=replace(catalog.memory, buffers=()))
+        read = {n: r for n, r in known.origins.parameters.items() if isinstance(r, Recipe)}
+        recipes = {**read, **known.origins.buffers}
+        return LoadRecord(catalog, recipes, known.engine, known.parallelism, placements, report)
 
 
 def _gathered(moved: TransferStats, nbytes: int) -> TransferStats:
@@ -94,56 +183,6 @@ def _gathered(moved: TransferStats, nbytes: int) -> TransferStats:
         return moved
     how = f"{moved.how}; each rank a share of the flat buffers, gathered from all"
     return replace(moved, received=moved.received + nbytes, how=how)
-
-
-def reported(
-    known: Prepared,
-    request: Request,
-    place: tuple[int, int],
-    clock: Clock,
-    moved: TransferStats,
-    meter: PeakMeter,
-) -> Report:
-    """The report of the rank ``place`` (rank, world size)."""
-    return Report(
-        missing=known.coverage.missing,
-        unexpected=known.coverage.unexpected,
-        mismatched=tuple(known.coverage.mismatched),
-        ignored=known.coverage.ignored,
-        initialised=known.origins.initialised,
-        initialised_whole=tuple(
-            n for n, p in known.origins.parameters.items() if isinstance(p, Program) and p.whole
-        ),
-        converted=known.recipes.converted,
-        computed=known.recipes.computed,
-        computed_whole=known.recipes.computed_whole,
-        phases=clock.stop(),
-        read_bytes=moved.read,
-        planned_bytes=moved.planned,
-        exchanged_bytes=moved.received,
-        reading=moved.how,
-        peak_host_bytes=meter.host_bytes,
-        peak_device_bytes=meter.device_bytes,
-        rank=place[0],
-        world_size=place[1],
-        engine=request.engine,
-        parallelism=known.parallelism,
-    )
-
-
-def _offer_masters(request: Request, known: Prepared, destinations: Destinations, tuning: Tuning) -> None:
-    """Leave with the parameters what an engine needs to make fp32 masters of what the checkpoint stores."""
-    rounded: list[str] = []
-    masters = None
-    if request.fp32_masters:
-        rounded, masters = masters_of(
-            known.catalog, request.source, known.origins.parameters, destinations.shards, tuning
-        )
-    model = known.built.model
-    if not request.flat:
-        engines.offer_masters(request.engine, model, rounded, masters.read if masters else None)
-    elif masters is not None and request.zero_stage > 0:
-        offer_runs(model, rounded, masters.read_runs)
 
 
 def _finish(request: Request, known: Prepared) -> None:

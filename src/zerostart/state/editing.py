@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import World, current_world
-from zerostart.engines import Shard, local_shards
+from zerostart.engines import Shard
 from zerostart.errors import ConfigError
-from zerostart.loading.report import report_of, unwrapped
+from zerostart.loading.record import loaded_model, record_of
 from zerostart.state.full_tensors import MESSAGE, whole_tensor
 from zerostart.upstream.deepspeed_editing import partition_changed
 
@@ -24,12 +24,12 @@ __all__ = ["gathered"]
 @contextlib.contextmanager
 def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator[torch.Tensor]:
     """See ``zerostart.gathered``."""
-    inner = unwrapped(model)
-    made = report_of(inner)
+    inner = loaded_model(model)
+    record = record_of(inner)
     world = current_world()
     if modifier_rank is not None and not 0 <= modifier_rank < world.size:
         raise ConfigError(f"modifier_rank={modifier_rank} is not one of the {world.size} ranks")
-    shard = local_shards(inner, made.parallelism, made.engine, world.rank).get(name)
+    shard = record.shards(inner).get(name)
     if shard is None:
         raise _unknown(inner, name)
     whole = whole_tensor(shard, None)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import default_device
-from zerostart.engines import Shard, local_shards
+from zerostart.engines import Shard
 from zerostart.errors import ConfigError
-from zerostart.loading.report import Report, report_of, unwrapped
+from zerostart.loading.record import LoadRecord, loaded_model, record_of
 from zerostart.models import state_names
 
 __all__ = ["MESSAGE", "full_tensors", "whole_tensor"]
@@ -23,17 +23,19 @@ MESSAGE = 1 << 22
 
 def full_tensors(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
     """See ``zerostart.full_tensors``; checks its arguments when called, and not at the first step."""
-    inner = unwrapped(model)
-    made = report_of(inner)
+    inner = loaded_model(model)
+    record = record_of(inner)
     size = dist.get_world_size() if dist.is_initialized() else 1
     if rank is not None and not 0 <= rank < size:
         raise ConfigError(f"rank={rank} is not one of the {size} ranks")
-    return _walk(inner, made, rank)
+    return _walk(inner, record, rank)
 
 
-def _walk(model: nn.Module, made: Report, rank: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _walk(
+    model: nn.Module, record: LoadRecord, rank: int | None
+) -> Iterator[tuple[str, torch.Tensor | None]]:
     here = dist.get_rank() if dist.is_initialized() else 0
-    shards = local_shards(model, made.parallelism, made.engine, here)
+    shards = record.shards(model)
     for name, tensor, _ in state_names(model):
         shard = shards.get(name)
         if shard is None:

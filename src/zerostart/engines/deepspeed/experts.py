@@ -1,47 +1,69 @@
-"""ZeRO-3 partitions where experts live on several ranks: each expert partitioned among its owners alone."""
+"""Experts shared out by ranks on DeepSpeed: the experts modules cut to this rank's, and what is theirs later.
+
+Every stage composes its shards with this: at stage 3 each expert is partitioned among its owners alone, at
+stage 2 it lies in flat buffers of its own, over its owners.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines.deepspeed.cutting import cut_experts
-from zerostart.engines.deepspeed.engine import DeepSpeedShards, current_shards
-from zerostart.engines.placement import parallel_layout
+from zerostart.engines.deepspeed.partitioning import current_shards
+from zerostart.engines.exchange import exchange_tokens, expert_modules
+from zerostart.engines.flat_buffers import held_layouts
 from zerostart.engines.shard import Shard
-from zerostart.layout import Layout, Parallelism
+from zerostart.layout import Layout, Parallelism, flat_partition
 from zerostart.upstream.deepspeed_experts import ExpertGroups, mark_expert
+from zerostart.upstream.deepspeed_flat_experts import mark_flat_expert
 
-__all__ = ["DeepSpeedExpertShards", "expert_shards"]
+__all__ = ["expert_cutter", "expert_shards", "flat_expert_shards"]
 
 
-class DeepSpeedExpertShards(DeepSpeedShards):
-    """Makes ZeRO-3 partitions, of experts over their owners and of the rest over the whole world."""
+def expert_cutter(
+    world: World, parallelism: Parallelism, partitioned: bool
+) -> Callable[[nn.Module], None] | None:
+    """What leaves this rank's experts in a model; None where ranks share none. Collective.
 
-    def __init__(
-        self,
-        world: World,
-        dtype: torch.dtype | None,
-        engine_config: Mapping[str, Any] | None,
-        parallelism: Parallelism,
-    ) -> None:
-        super().__init__(world, dtype, engine_config)
-        self._parallelism = parallelism
-        self._groups = ExpertGroups(parallelism.mesh.expert_parallel)
+    ``partitioned``: experts are partitioned further, and not kept whole.
+    """
+    if parallelism.mesh.expert_parallel == 1:
+        return None
+    groups = ExpertGroups(parallelism.mesh.expert_parallel)
+    marked = mark_expert if partitioned else mark_flat_expert
+    return lambda model: _cut(model, parallelism, world.rank, groups, lambda p: marked(p, groups))
 
-    def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
-        """Cut the experts and make them serve all ranks' tokens; then partition everything."""
-        groups = self._groups
-        cut_experts(model, self._parallelism, self._world.rank, groups, lambda p: mark_expert(p, groups))
-        return super().shard(model, names)
 
-    def _at(self, name: str, parameter: nn.Parameter) -> Callable[[int], Layout]:
-        return _layouts(self._parallelism, name)
+def _cut(
+    model: nn.Module,
+    parallelism: Parallelism,
+    rank: int,
+    groups: ExpertGroups,
+    mark: Callable[[nn.Parameter], None],
+) -> None:
+    """Leave this rank's experts in ``model`` (on meta), marked, and make them serve all ranks' tokens."""
+    for module, own in expert_modules(model, parallelism).items():
+        counts: list[int] = []
+        for leaf, name in own.items():
+            sections = parallelism.expert_sections(name)
+            counts = [section.shape[0] for section in sections]
+            here = sections[parallelism.mesh.expert(rank)[0]]
+            local = _local(module._parameters[leaf], here.shape)
+            mark(local)
+            module._parameters[leaf] = local
+        exchange_tokens(module, groups.experts, counts)
+
+
+def _local(old: nn.Parameter | None, shape: tuple[int, ...]) -> nn.Parameter:
+    assert old is not None, "a cut names a parameter that is there"
+    data = torch.empty(shape, dtype=old.dtype, device="meta")
+    new = nn.Parameter(data, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    return new
 
 
 def expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
@@ -51,10 +73,23 @@ def expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict
     found = {}
     for alias, shard in current_shards(model).items():
         name = aliases[alias]  # A tied parameter lies as its first name says.
-        at = _layouts(parallelism, name)
+        at = functools.partial(_layout, parallelism, name)
         found[alias] = Shard(name, at(rank), shard.storage, at)
     return found
 
 
-def _layouts(parallelism: Parallelism, name: str) -> Callable[[int], Layout]:
-    return functools.partial(parallel_layout, "deepspeed", parallelism, name, parallelism.shapes[name])
+def _layout(parallelism: Parallelism, name: str, rank: int) -> Layout:
+    section = parallelism.section(name, parallelism.shapes[name], rank)
+    return section.holds(flat_partition(section.shape, *parallelism.owners(name, rank)))
+
+
+def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
+    """The experts of ``model`` on this rank, with layouts of the unsharded parameters."""
+    found = {}
+    first: dict[int, str] = {}
+    for alias, parameter in model.named_parameters(remove_duplicate=False):
+        name = first.setdefault(id(parameter), alias)
+        if parallelism.is_expert(name):
+            at = held_layouts(parallelism, name)
+            found[alias] = Shard(name, at(rank), parameter.detach().view(-1), at)
+    return found

@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from torch import nn
 from zerostart.distributed.world import World, current_world
 from zerostart.engines.flat_buffers import ALIGNMENT, Family, FlatBufferShards
 from zerostart.engines.residence import HOST, Residence
-from zerostart.errors import ConfigError, EngineError, InsufficientMemoryError
+from zerostart.errors import InsufficientMemoryError
 from zerostart.layout import Parallelism
 from zerostart.layout.flat import FlatGroup, FlatRules
 from zerostart.transfer.memory import free_bytes
@@ -28,42 +27,9 @@ from zerostart.upstream import deepspeed_stage12 as upstream
 from zerostart.upstream.deepspeed import import_deepspeed
 from zerostart.upstream.torch import storage_users
 
-__all__ = ["FlatKeeper", "FlatShards", "check_stage", "flat_rules", "offer_runs"]
+__all__ = ["FlatKeeper", "FlatShards", "offer_runs"]
 
 logger = logging.getLogger("zerostart")
-
-
-def check_stage(zero_stage: int, config: Mapping[str, Any] | None, parallel: bool) -> None:
-    """Raise for a configuration of another stage, and for what stages 1 and 2 do not serve."""
-    if parallel and zero_stage < 2:
-        raise ConfigError(
-            f"expert_parallel with zero_stage={zero_stage} is not available: DeepSpeed reduces gradients of "
-            "experts at stages 2 and 3; use one of these, or engine='fsdp2'"
-        )
-    zero = (config or {}).get("zero_optimization") or {}
-    for key in ("contiguous_gradients", "reduce_scatter"):
-        if parallel and zero_stage < 3 and zero.get(key, True) is False:
-            raise ConfigError(
-                f"DeepSpeed reduces gradients of experts at stage 2 with {key} alone; leave it out of "
-                "engine_config['zero_optimization'], or use zero_stage=3"
-            )
-    stage = zero.get("stage", zero_stage)
-    if stage != zero_stage:
-        raise EngineError(f"engine_config asks for ZeRO stage {stage}, and the load for stage {zero_stage}")
-
-
-def flat_rules(config: Mapping[str, Any] | None, zero_stage: int, partitions: int) -> FlatRules:
-    """How the optimizer that the configuration asks for flattens; a guess where it says too little."""
-    zero = (config or {}).get("zero_optimization") or {}
-    accumulated = ((config or {}).get("data_types") or {}).get("grad_accum_dtype")
-    offloaded = ((zero.get("offload_optimizer") or {}).get("device") or "none") != "none"
-    # BF16_Optimizer knows neither option.
-    plain = zero_stage == 1 and accumulated in ("fp32", "float32") and not offloaded
-    return FlatRules(
-        partitions,
-        round_robin=zero.get("round_robin_gradients") is True and not plain,
-        aligned=zero.get("parameter_alignment") is True and not plain,
-    )
 
 
 class FlatKeeper:
@@ -192,7 +158,10 @@ def _overlapping(segments: Sequence[Segment]) -> bool:
 
 
 class FlatShards(FlatBufferShards):
-    """Makes parameters that DeepSpeed's optimizers of stages 1 and 2 find flat, and its engine whole."""
+    """Makes parameters that DeepSpeed's optimizers of stages 1 and 2 find flat, and its engine whole.
+
+    ``cut`` leaves this rank's experts in a model, where ranks share them: an expert's owners all read it.
+    """
 
     waits = True
 
@@ -200,19 +169,22 @@ class FlatShards(FlatBufferShards):
         self,
         world: World,
         zero_stage: int,
-        engine_config: Mapping[str, Any] | None,
+        rules: FlatRules,
         exchange: bool | None,
         parallelism: Parallelism,
+        cut: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        check_stage(zero_stage, engine_config, False)
         import_deepspeed()
-        rules = flat_rules(engine_config, zero_stage, world.size)
         super().__init__(world, zero_stage, rules, exchange, parallelism)
         self._keeper = FlatKeeper(self.device)
+        self._cut = cut
 
-    def agree_on_residence(self, model: nn.Module, names: Sequence[str], alone: bool = False) -> Residence:
+    def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence:
         """As it is everywhere; the parameters are brought to the device later where it has no room yet."""
-        residence = super().agree_on_residence(model, names, alone)
+        if self._cut is not None:
+            with self._world.phase("cutting the experts"):
+                self._cut(model)
+        residence = super().agree_on_residence(model, names)
         self._keeper.waits = residence.name == HOST
         return residence
 

@@ -11,8 +11,9 @@ import torch
 
 from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Mesh
+from zerostart.layout.flat import FlatRules
 
-__all__ = ["ZeroSettings", "configured_dtype"]
+__all__ = ["ZeroSettings", "check_stage", "configured_dtype", "flat_rules"]
 
 #: Smallest partition, in bytes, that DeepSpeed swaps (MIN_AIO_BYTES).
 MIN_SWAP = 1 << 20
@@ -27,6 +28,39 @@ def configured_dtype(config: Mapping[str, Any] | None) -> torch.dtype | None:
         if isinstance(section, Mapping) and section.get("enabled") is True:
             return dtype
     return None
+
+
+def check_stage(zero_stage: int, config: Mapping[str, Any] | None, parallel: bool) -> None:
+    """Raise for a configuration of another stage, and for what stages 1 and 2 do not serve."""
+    if parallel and zero_stage < 2:
+        raise ConfigError(
+            f"expert_parallel with zero_stage={zero_stage} is not available: DeepSpeed reduces gradients of "
+            "experts at stages 2 and 3; use one of these, or engine='fsdp2'"
+        )
+    zero = (config or {}).get("zero_optimization") or {}
+    for key in ("contiguous_gradients", "reduce_scatter"):
+        if parallel and zero_stage < 3 and zero.get(key, True) is False:
+            raise ConfigError(
+                f"DeepSpeed reduces gradients of experts at stage 2 with {key} alone; leave it out of "
+                "engine_config['zero_optimization'], or use zero_stage=3"
+            )
+    stage = zero.get("stage", zero_stage)
+    if stage != zero_stage:
+        raise EngineError(f"engine_config asks for ZeRO stage {stage}, and the load for stage {zero_stage}")
+
+
+def flat_rules(config: Mapping[str, Any] | None, zero_stage: int, partitions: int) -> FlatRules:
+    """How the optimizer that the configuration asks for flattens; a guess where it says too little."""
+    zero = (config or {}).get("zero_optimization") or {}
+    accumulated = ((config or {}).get("data_types") or {}).get("grad_accum_dtype")
+    offloaded = ((zero.get("offload_optimizer") or {}).get("device") or "none") != "none"
+    # BF16_Optimizer knows neither option.
+    plain = zero_stage == 1 and accumulated in ("fp32", "float32") and not offloaded
+    return FlatRules(
+        partitions,
+        round_robin=zero.get("round_robin_gradients") is True and not plain,
+        aligned=zero.get("parameter_alignment") is True and not plain,
+    )
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ page by page.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.storage import give_storage, sharded, sharded_layout
 from zerostart.engines.fsdp2.units import units_of
+from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout
 from zerostart.transfer import Arena
@@ -35,8 +35,8 @@ class FSDP2Shards:
     Parameters that the model keeps in another dtype are units of their own, which the policy does not cast.
     """
 
-    def __init__(self, world: World, engine_config: Mapping[str, Any] | None, zero_stage: int = 3) -> None:
-        self._settings = FSDP2Settings.of(engine_config).at_stage(zero_stage)
+    def __init__(self, world: World, settings: FSDP2Settings) -> None:
+        self._settings = settings
         replicas, shares = self._settings.shape(world.size)
         device = default_device()
         # Explicit, since without it an accelerator's mesh is made wherever one is present.
@@ -48,6 +48,10 @@ class FSDP2Shards:
         self._mesh = mesh
         self._rank = world.rank
         self.device = torch.device("cpu") if mesh.device_type == "cpu" else device
+
+    def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence | None:
+        """Nothing is whole."""
+        return None
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Wrap the model's blocks and then its root; give every local shard storage."""

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerostart.layout import Layout, dimension_shard
+from zerostart.layout import Layout, Parallelism, Section, dimension_shard
 
-__all__ = ["expert_dimension", "parameter_layout"]
-
-
-def parameter_layout(shape: Sequence[int], share: int, shares: int, dim: int = 0) -> Layout:
-    """``Shard(dim)``, chunks of equal size but the last, padded to a full chunk."""
-    return dimension_shard(shape, dim, share, shares)
+__all__ = ["expert_dimension", "share_of"]
 
 
 def expert_dimension(shape: Sequence[int], owners: int) -> int:
@@ -23,3 +18,9 @@ def expert_dimension(shape: Sequence[int], owners: int) -> int:
     if owners <= shape[0]:
         return 0
     return next((dim for dim in range(1, len(shape)) if shape[dim] % owners == 0), 0)
+
+
+def share_of(parallelism: Parallelism, name: str, section: Section, place: int, owners: int) -> Layout:
+    """What the owner at ``place`` holds of a section of the parameter ``name``."""
+    dim = expert_dimension(section.shape, owners) if parallelism.is_expert(name) else 0
+    return dimension_shard(section.shape, dim, place, owners)

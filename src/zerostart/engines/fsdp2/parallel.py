@@ -20,12 +20,13 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.fsdp2.blocks import blocks_of
-from zerostart.engines.fsdp2.layouts import expert_dimension
+from zerostart.engines.fsdp2.layouts import expert_dimension, share_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.storage import give_storage
 from zerostart.engines.fsdp2.tensors import cut_tensors, distributed
 from zerostart.engines.fsdp2.units import units_of
-from zerostart.engines.placement import parallel_layout
+from zerostart.engines.placements import Placements
+from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, Parallelism
 from zerostart.transfer import Arena
@@ -40,17 +41,16 @@ class FSDP2ParallelShards:
     def __init__(
         self,
         world: World,
-        engine_config: Mapping[str, Any] | None,
+        settings: FSDP2Settings,
         parallelism: Parallelism,
-        zero_stage: int = 3,
+        placements: Placements,
     ) -> None:
-        settings = FSDP2Settings.of(engine_config).at_stage(zero_stage)
-        settings.check_mesh(parallelism.mesh)
         if parallelism.mesh.tensor_parallel > 1:
             require_styles()
         self._wrap = settings.wrap
         self._options = settings.options()
         self._parallelism = parallelism
+        self._placements = placements
         self._rank = world.rank
         self.device = default_device()
         mesh = parallelism.mesh
@@ -62,6 +62,10 @@ class FSDP2ParallelShards:
             self.device.type, (owners, mesh.expert_parallel), mesh_dim_names=("expert_data", "expert")
         )
 
+    def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence | None:
+        """Nothing is whole."""
+        return None
+
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Cut the experts, wrap them, the model's blocks and then its root; give local shards storage."""
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -72,16 +76,13 @@ class FSDP2ParallelShards:
         for unit in units_of(model, blocks_of(model, self._wrap)):
             fully_shard(unit.module, mesh=self._dense, **unit.options(self._options))
 
-        def at(name: str, rank: int) -> Layout:
-            return parallel_layout("fsdp2", self._parallelism, name, shapes[name], rank)
-
         def chunk(name: str) -> tuple[int, ...]:
             section = self._parallelism.section(name, shapes[name], self._rank).shape
             owners = self._parallelism.owners(name, self._rank)[1]
             dim = expert_dimension(section, owners) if self._parallelism.is_expert(name) else 0
             return (*section[:dim], -(-section[dim] // owners), *section[dim + 1 :])
 
-        return give_storage(model, names, Arena(self.device), self._rank, at, chunk)
+        return give_storage(model, names, Arena(self.device), self._rank, self._placements.layout, chunk)
 
     def finish(self, model: nn.Module) -> int:
         """Nothing is left to do: FSDP2 looks at the storages themselves."""
@@ -126,6 +127,11 @@ def parallel_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> di
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor):
             name = names[id(parameter)]  # A tied parameter lies as its first name says.
-            at = functools.partial(parallel_layout, "fsdp2", parallelism, name, tuple(parameter.shape))
+            at = functools.partial(_layout, parallelism, name, tuple(parameter.shape))
             shards[alias] = Shard(name, at(rank), parameter.to_local().detach().reshape(-1), at)
     return shards
+
+
+def _layout(parallelism: Parallelism, name: str, shape: tuple[int, ...], rank: int) -> Layout:
+    section = parallelism.section(name, shape, rank)
+    return section.holds(share_of(parallelism, name, section, *parallelism.owners(name, rank)))

@@ -15,49 +15,65 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines.deepspeed.layouts import parameter_layout
 from zerostart.engines.deepspeed.masters import check_mixture
 from zerostart.engines.deepspeed.settings import ZeroSettings, configured_dtype
+from zerostart.engines.placements import Placements
+from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
-from zerostart.layout import Layout, Mesh
+from zerostart.layout import Layout, flat_partition
 from zerostart.transfer import Arena
 from zerostart.upstream import deepspeed as upstream
 
-__all__ = ["DeepSpeedShards", "current_shards"]
+__all__ = ["PartitionMaker", "current_shards"]
 
 
 #: Name, parameter, this rank's layout, home of the partition and its place there.
 Placed = tuple[str, nn.Parameter, Layout, upstream.Home, int]
 
 
-class DeepSpeedShards:
-    """Makes ZeRO-3 partitions over the whole world, wherever the configuration keeps them."""
+class PartitionMaker:
+    """Makes ZeRO-3 partitions, wherever the configuration keeps them; see ``ShardMaker``.
+
+    ``cut`` leaves this rank's experts in a model, where ranks share them.
+    """
 
     def __init__(
-        self, world: World, dtype: torch.dtype | None, engine_config: Mapping[str, Any] | None
+        self,
+        world: World,
+        dtype: torch.dtype | None,
+        config: Mapping[str, Any] | None,
+        settings: ZeroSettings,
+        placements: Placements,
+        cut: Callable[[nn.Module], None] | None,
     ) -> None:
-        settings = ZeroSettings.of(engine_config)
-        settings.check_mesh(Mesh(world.size))
         if settings.offload == "nvme":
             upstream.check_swapping()
         if settings.quantized_weights or settings.quantized_frozen_weights:
             upstream.check_quantising()
         self._world = world
         self._settings = settings
-        self._init = upstream.partitioner(world.size, dtype or configured_dtype(engine_config), engine_config)
+        self._placements = placements
+        self._cut = cut
+        self._init = upstream.partitioner(world.size, dtype or configured_dtype(config), config)
         self._swapped: list[nn.Parameter] = []
         self.device = upstream.parameter_device(self._init)
 
+    def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence | None:
+        """Nothing is whole."""
+        return None
+
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Replace each parameter by an empty ZeRO-3 parameter."""
+        if self._cut is not None:
+            self._cut(model)
         parameters = dict(model.named_parameters())
         self._check_frozen(parameters)
         check_mixture(parameters, self._settings)
         arenas: dict[upstream.Home, Arena] = {}
         placed: list[Placed] = []
         for name in names:
-            layout = self._at(name, parameters[name])(self._world.rank)
+            layout = self._placements.layout(name, self._world.rank)
             parameter = upstream.converted_parameter(self._init, parameters[name])
             home = upstream.home_of(self._init, parameter)
             place = 0
@@ -75,7 +91,8 @@ class DeepSpeedShards:
             else:
                 partition = arenas[home].take(place, layout.numel, parameter.dtype)
             upstream.give_partition(self._init, parameter, partition, home)
-            shards.append(Shard(name, layout, partition, self._at(name, parameters[name])))
+            at = functools.partial(self._placements.layout, name)
+            shards.append(Shard(name, layout, partition, at))
         replace_everywhere(model, {id(parameters[name]): parameter for name, parameter, *_ in placed})
         return shards
 
@@ -84,10 +101,6 @@ class DeepSpeedShards:
         if self._swapped:
             upstream.write_through(self._init, self._swapped)
         return 0
-
-    def _at(self, name: str, parameter: nn.Parameter) -> Callable[[int], Layout]:
-        """What each rank holds of the parameter ``name`` of the unsharded model."""
-        return _layouts(parameter.shape, self._world.size)
 
     def _check_frozen(self, parameters: Mapping[str, nn.Parameter]) -> None:
         frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
@@ -111,10 +124,6 @@ def _leave_room(arenas: Mapping[upstream.Home, Arena], placed: Sequence[Placed])
             hosts[0].reserve(layout.numel, parameter.dtype)
 
 
-def _layouts(shape: Sequence[int], world_size: int) -> Callable[[int], Layout]:
-    return functools.partial(parameter_layout, tuple(shape), world_size=world_size)
-
-
 def _pinned(nbytes: int) -> torch.Tensor:
     return upstream.pinned_bytes(nbytes)
 
@@ -126,6 +135,6 @@ def current_shards(model: nn.Module) -> dict[str, Shard]:
         state = upstream.partition_of(parameter)
         if state is not None:
             partition, shape, rank, size = state
-            at = _layouts(shape, size)
+            at = functools.partial(flat_partition, tuple(shape), world_size=size)
             shards[name] = Shard(name, at(rank), partition, at)
     return shards

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import torch
 
-from zerostart.forecast.moments import Moment, Target
-from zerostart.forecast.optimizers import Optimizer
-from zerostart.forecast.shares import Held
+from zerostart.engines.memory import FP32, Held, Moment, Optimizer, Target
 
 __all__ = ["after_load"]
 
-FP32 = 4
 
+def after_load(held: Held, whole: int, optimizer: Optimizer, target: Target, masters: bool) -> list[Moment]:
+    """The moments of ``initialize`` and of the first step; ``whole``: bytes of the flat buffers.
 
-def after_load(held: Held, whole: int, optimizer: Optimizer, target: Target, engine: str) -> list[Moment]:
-    """The moments of ``initialize`` and of the first step; ``whole``: bytes of the flat buffers."""
+    ``masters``: DeepSpeed's optimizers train, with masters of their own, and not DistributedDataParallel.
+    """
     gradients = held.gathers.total
     trained = gradients // held.dtype.itemsize
-    mixed = engine == "deepspeed" and held.dtype != torch.float32
+    mixed = masters and held.dtype != torch.float32
     each = FP32 if mixed else held.dtype.itemsize
-    buckets = gradients if engine == "fsdp2" and target.world_size > 1 else 0
+    buckets = gradients if not masters and target.world_size > 1 else 0
     resident = {
         "parameters": whole,
         "buffers": held.buffers,

@@ -17,9 +17,7 @@ from torch import nn
 
 from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
-from zerostart.forecast.moments import Moment, Sizes, Target
-from zerostart.forecast.optimizers import Optimizer
-from zerostart.forecast.shares import Held
+from zerostart.engines.memory import Held, Moment, Optimizer, Sizes, Target
 
 __all__ = ["Units", "after_load"]
 

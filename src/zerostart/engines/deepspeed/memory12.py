@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import torch
 
-from zerostart.forecast.moments import Moment, Sizes, Target
-from zerostart.forecast.optimizers import Optimizer
-from zerostart.forecast.shares import Array, Held
-from zerostart.forecast.zero_config import ZeroCosts
+from zerostart.engines.deepspeed.costs import ZeroCosts
+from zerostart.engines.memory import FP32, Array, Held, Moment, Optimizer, Sizes, Target
 
 __all__ = ["after_load"]
 
-FP32 = 4
 #: Elements that a partition is a multiple of (``nccl_start_alignment_factor``).
 ALIGNED = 2
 

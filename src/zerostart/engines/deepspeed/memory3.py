@@ -18,14 +18,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from zerostart.forecast.moments import Moment, Sizes, Target
-from zerostart.forecast.optimizers import Optimizer
-from zerostart.forecast.shares import Array, Held
-from zerostart.forecast.zero_config import ZeroCosts
+from zerostart.engines.deepspeed.costs import ZeroCosts
+from zerostart.engines.memory import FP32, Array, Held, Moment, Optimizer, Sizes, Target
 
 __all__ = ["after_load"]
-
-FP32 = 4
 
 
 def after_load(held: Held, costs: ZeroCosts, optimizer: Optimizer, target: Target) -> list[Moment]:

@@ -1,0 +1,211 @@
+"""What an engine is to the rest of the house: one object for each job, resolved once and handed on.
+
+An outsider's engine is a subclass of ``Engine``, registered by name (``register_engine``, or the entry point
+group ``zerostart.engines``); ``zerostart.testing.EngineConformance`` is what it has to pass.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from zerostart.distributed.world import World, default_device
+from zerostart.engines.memory import Array, Held, Moment, Optimizer, Target
+from zerostart.engines.parallelism import resolve
+from zerostart.engines.placed import PlacedShards
+from zerostart.engines.placements import Placements
+from zerostart.engines.residence import Residence
+from zerostart.engines.shard import Shard
+from zerostart.layout import Mesh, Parallelism
+
+__all__ = ["Engine", "MasterReader", "ShardMaker"]
+
+
+class MasterReader(Protocol):
+    """Reads parameters once more, as the checkpoint stores them, into fp32 memory; collective."""
+
+    def read(self, wanted: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Fill each 1-D tensor with this rank's share of the parameter of that name."""
+        ...
+
+    def read_runs(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+        """Fill each 1-D tensor with a run of the parameter's row-major order, from the element given."""
+        ...
+
+
+class ShardMaker(Protocol):
+    """Makes the empty shards of one model on one rank, which the engine will accept as its own.
+
+    ``device`` is where the model's buffers go, and what is read arrives.
+    """
+
+    device: torch.device
+
+    def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence | None:
+        """Agree with the other ranks where whole parameters will lie; collective, before any is allocated.
+
+        None where the engine shards them. Raises InsufficientMemoryError on every rank.
+        """
+        ...
+
+    def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
+        """Shard the meta parameters ``names`` (``named_parameters`` order, the same on all ranks)."""
+        ...
+
+    def finish(self, model: nn.Module) -> int:
+        """Hand over after all storages are filled; returns the bytes that this rank got from others."""
+        ...
+
+
+@dataclass(frozen=True)
+class Engine(abc.ABC):
+    """One engine at one ZeRO stage, with its configuration, over one mesh of ranks.
+
+    ``config`` is the ``engine_config`` of a load; ``exchange`` its argument of that name. Nothing here needs
+    a process group, but ``maker`` and what is asked of a live model.
+    """
+
+    #: The name in ``engine=``, and the ZeRO stages that it can be asked for.
+    name: ClassVar[str]
+    stages: ClassVar[tuple[int, ...]] = (3,)
+    #: Whether parameters lie whole on every rank, in flat buffers.
+    whole: ClassVar[bool] = False
+    #: Whether modules are units of ``fully_shard``, with DTensors as parameters.
+    units: ClassVar[bool] = False
+    #: Whether the engine makes masters and an optimizer of its own, and writes consolidated weights itself.
+    wraps: ClassVar[bool] = False
+
+    zero_stage: int
+    config: Mapping[str, Any] | None
+    mesh: Mesh
+    exchange: bool | None = None
+
+    @classmethod
+    def of(
+        cls, zero_stage: int, config: Mapping[str, Any] | None, mesh: Mesh, exchange: bool | None
+    ) -> Engine:
+        """The engine of this family for a stage; one class may serve several names' stages differently."""
+        return cls(zero_stage, config, mesh, exchange)
+
+    @classmethod
+    def titled(cls, zero_stage: int) -> str:
+        """The engine at a stage, in words."""
+        return f"{cls.name} ZeRO-{zero_stage}"
+
+    @property
+    def title(self) -> str:
+        """This engine in words."""
+        return self.titled(self.zero_stage)
+
+    # --- What is asked before anything is built.
+
+    def check(self) -> None:  # noqa: B027  # nothing to refuse, unless an engine says so
+        """Raise ConfigError or EngineError for settings that no load can serve, or not at this stage."""
+
+    def check_mesh(self) -> None:  # noqa: B027
+        """Raise ConfigError for a mesh that cannot be trained, or not with these settings."""
+
+    def require(self) -> None:  # noqa: B027
+        """Import what the engine needs. Raises EngineError or UnsupportedVersionError where that fails."""
+
+    @property
+    def parameter_dtype(self) -> torch.dtype | None:
+        """The dtype in which the configuration wants parameters held; None where it does not say."""
+        return None
+
+    @property
+    def adopted_dtype(self) -> torch.dtype | None:
+        """The dtype of parameters in a script that is set up for this engine; None: the one it asks for."""
+        return self.parameter_dtype
+
+    @property
+    def building_dtype(self) -> torch.dtype | None:
+        """The dtype in which such a script's models compute their buffers; None: the one it asks for."""
+        return None
+
+    @property
+    def cast_dtype(self) -> torch.dtype | None:
+        """The dtype to which the engine would cast every floating parameter; None where it casts none."""
+        return None
+
+    @property
+    def computing_dtype(self) -> torch.dtype | None:
+        """The dtype to which parameters are cast when they are gathered, None where they are not.
+
+        Such an engine has no masters of its own: the parameters that it is given are the masters.
+        """
+        return None
+
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of one read that the configuration asks for; 0 where it does not."""
+        return 0
+
+    @property
+    def configured_optimizer(self) -> str | None:
+        """The name, as ``zerostart.plan`` takes it, of the optimizer that the engine is to make itself."""
+        return None
+
+    # --- What is asked of a model on meta.
+
+    def given_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
+        """Plans for experts and for tensors that come before the model's own, and DeepSpeed's section."""
+        return None, None, None
+
+    def parallelism(self, model: nn.Module) -> Parallelism:
+        """What the mesh does to the parameters of ``model``, with their true shapes; raises ConfigError."""
+        return resolve(model, self.mesh, *self.given_plans())
+
+    def let_cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:  # noqa: B027
+        """Note that ``parameter`` may be cast to ``dtype`` when it is gathered."""
+
+    @abc.abstractmethod
+    def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
+        """What every rank will hold of the parameters, and where it keeps it.
+
+        Raises ConfigError or EngineError for what ``maker`` would refuse of the model.
+        """
+
+    # --- What happens on a rank.
+
+    @abc.abstractmethod
+    def maker(
+        self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
+    ) -> ShardMaker:
+        """What makes this rank's shards of a model that is held in ``dtype``; collective."""
+
+    def playing(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
+        """What makes the shards of ``world.rank`` in a process that is alone, without the engine."""
+        return PlacedShards(placements, world.rank, default_device())
+
+    def offer_masters(  # noqa: B027
+        self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None
+    ) -> None:
+        """Let the engine read fp32 masters of the parameters ``rounded`` when it makes them."""
+
+    @abc.abstractmethod
+    def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
+        """The shards of a live model as they are now, by parameter name, aliases included.
+
+        What is not there is whole on every rank.
+        """
+
+    # --- What a forecast asks.
+
+    def moments(
+        self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target
+    ) -> list[Moment]:
+        """The moments after the load, through the first step, at which memory may be at its highest."""
+        shards: dict[str, Array | int] = {"parameters": held.device, "buffers": held.buffers}
+        gradients = held.trained * held.dtype.itemsize
+        full = {**shards, "gradients": gradients, "optimizer state": optimizer.states * gradients}
+        return [Moment("initialize", {}, shards), Moment("step", {"parameters": held.host}, full)]
+
+    def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
+        """Other settings for as many ranks, each on top of those before: what differs, and the engine."""
+        return iter(())

@@ -1,0 +1,253 @@
+"""DeepSpeed as engines: ZeRO-3, and what keeps parameters whole in flat buffers (stages 0 to 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.distributed.world import World
+from zerostart.engines.base import Engine, MasterReader, ShardMaker
+from zerostart.engines.deepspeed import memory3, memory12
+from zerostart.engines.deepspeed.costs import ZeroCosts
+from zerostart.engines.deepspeed.settings import ZeroSettings, check_stage, configured_dtype, flat_rules
+from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
+from zerostart.engines.flat_memory import after_load as after_load_whole
+from zerostart.engines.memory import Held, Moment, Optimizer, Target
+from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
+from zerostart.engines.shard import Shard
+from zerostart.layout import Layout, Mesh, Parallelism, flat_partition
+
+__all__ = ["DeepSpeed", "FlatBuffers", "ZeroThree"]
+
+#: Elements of a reduction bucket that still makes messages of a good size; DeepSpeed's own is ten times that.
+BUCKET = 50_000_000
+#: Names of DeepSpeed's optimizers, which are fused kernels.
+_OPTIMIZERS = {"adam": "fused_adamw", "adamw": "fused_adamw", "sgd": "sgd"}
+
+
+class DeepSpeed(Engine):
+    """What its stages have in common; ``config`` is DeepSpeed's own configuration."""
+
+    name = "deepspeed"
+    stages = (0, 1, 2, 3)
+    wraps = True
+
+    @classmethod
+    def of(
+        cls, zero_stage: int, config: Mapping[str, Any] | None, mesh: Mesh, exchange: bool | None
+    ) -> Engine:
+        """Stage 3 partitions parameters; the others keep them whole."""
+        return (ZeroThree if zero_stage == 3 else FlatBuffers)(zero_stage, config, mesh, exchange)
+
+    @classmethod
+    def titled(cls, zero_stage: int) -> str:
+        """DeepSpeed's stage, in words."""
+        return f"DeepSpeed ZeRO-{zero_stage}"
+
+    @cached_property
+    def settings(self) -> ZeroSettings:
+        """The part of the configuration that a load follows."""
+        return ZeroSettings.of(self.config)
+
+    @cached_property
+    def costs(self) -> ZeroCosts:
+        """The part of the configuration that decides what the engine allocates."""
+        return ZeroCosts.of(self.config)
+
+    def check(self) -> None:
+        """See ``Engine``."""
+        _ = self.settings
+        check_stage(self.zero_stage, self.config, self.mesh.expert_parallel > 1)
+
+    def check_mesh(self) -> None:
+        """See ``Engine``."""
+        self.settings.check_mesh(self.mesh)
+
+    @property
+    def parameter_dtype(self) -> torch.dtype | None:
+        """See ``Engine``."""
+        return configured_dtype(self.config)
+
+    @property
+    def chunk_elements(self) -> int:
+        """See ``Engine``; it is ``stage3_partition_stream_chunk_size``."""
+        return self.settings.stream_elements
+
+    @property
+    def configured_optimizer(self) -> str | None:
+        """See ``Engine``; it is the section ``optimizer``."""
+        section = (self.config or {}).get("optimizer")
+        if not isinstance(section, Mapping):
+            return None
+        kind = str(section.get("type", "")).lower()
+        plain = (section.get("params") or {}).get("torch_adam") is True
+        return "adamw" if plain or kind not in _OPTIMIZERS else _OPTIMIZERS[kind]
+
+    def given_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
+        """See ``Engine``."""
+        return self.settings.ep_plan, self.settings.tp_plan, self.settings.tensor_parallel
+
+    def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
+        """See ``Engine``: the bucket, the states on the host, a higher stage, parameters on the host."""
+        engine, words = self, list[str]()
+        if self.costs.bucket > BUCKET:
+            engine, words = engine._with(reduce_bucket_size=BUCKET), [f"reduce_bucket_size={BUCKET}"]
+            yield words, engine
+        # On the CPU, to offload is to stay.
+        if accelerator and self.costs.optimizer_home == "none":
+            engine = engine._with(offload_optimizer={"device": "cpu"})
+            words = ["offload_optimizer to cpu", *words]
+            yield words, engine
+        aside = words
+        for stage in range(self.zero_stage + 1, 4):
+            engine, words = engine._with(stage=stage), [f"zero_stage={stage}", *aside]
+            yield words, engine
+        if accelerator and engine.settings.offload == "none":
+            engine = engine._with(offload_param={"device": "cpu"})
+            yield ["offload_param to cpu", *words], engine
+
+    def _with(self, **settings: Any) -> DeepSpeed:
+        """The engine with other settings of ``zero_optimization``."""
+        config = dict(self.config or {})
+        config["zero_optimization"] = {**(config.get("zero_optimization") or {}), **settings}
+        made = self.of(settings.get("stage", self.zero_stage), config, self.mesh, self.exchange)
+        assert isinstance(made, DeepSpeed), "a family stays in itself"
+        return made
+
+
+class ZeroThree(DeepSpeed):
+    """Every parameter partitioned over the ranks that hold it, by runs of its row-major order."""
+
+    def require(self) -> None:
+        """See ``Engine``."""
+        from zerostart.upstream.deepspeed_stage3 import require_stage3
+
+        require_stage3()
+
+    @property
+    def adopted_dtype(self) -> torch.dtype | None:
+        """See ``Engine``; ``zero.Init`` makes parameters in fp32 where no other dtype is enabled."""
+        return self.parameter_dtype or torch.float32
+
+    @property
+    def building_dtype(self) -> torch.dtype | None:
+        """See ``Engine``; inside ``zero.Init`` what is computed has the parameters' dtype."""
+        return self.adopted_dtype
+
+    def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
+        """See ``Engine``."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        # Of rank 0, which has as many experts as any.
+        sizes = {
+            name: (
+                prod(parallelism.section(name, shapes[name], 0).shape),
+                parallelism.owners(name, 0)[1],
+                parameter.dtype.itemsize,
+            )
+            for name, parameter in model.named_parameters()
+        }
+        homes = self.settings.homes(sizes, self.mesh.world_size)
+        names = {"none": DEVICE, "cpu": HOST, "nvme": STORAGE}
+        return placed_on_mesh(
+            parallelism, shapes, {name: names[home] for name, home in homes.items()}, _partition
+        )
+
+    def maker(
+        self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
+    ) -> ShardMaker:
+        """See ``Engine``."""
+        from zerostart.engines.deepspeed.experts import expert_cutter
+        from zerostart.engines.deepspeed.partitioning import PartitionMaker
+
+        cutter = expert_cutter(world, parallelism, partitioned=True)
+        return PartitionMaker(world, dtype, self.config, self.settings, placements, cutter)
+
+    def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:
+        """See ``Engine``."""
+        from zerostart.engines.deepspeed.masters import mark_parameters
+
+        mark_parameters(model, rounded, reader.read if reader else None)
+
+    def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
+        """See ``Engine``."""
+        from zerostart.engines.deepspeed.experts import expert_shards
+        from zerostart.engines.deepspeed.partitioning import current_shards
+
+        return expert_shards(model, parallelism, rank) if parallelism.mesh.parallel else current_shards(model)
+
+    def moments(
+        self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target
+    ) -> list[Moment]:
+        """See ``Engine``."""
+        return memory3.after_load(held, self.costs, optimizer, target)
+
+
+def _partition(name: str, section: Any, place: int, owners: int) -> Layout:
+    return flat_partition(section.shape, place, owners)
+
+
+class FlatBuffers(DeepSpeed):
+    """Parameters whole on every rank, in flat buffers that the optimizers of stages 0 to 2 take over."""
+
+    whole = True
+
+    def require(self) -> None:
+        """See ``Engine``."""
+        from zerostart.upstream.deepspeed_stage12 import known
+
+        known()
+
+    @property
+    def cast_dtype(self) -> torch.dtype | None:
+        """See ``Engine``."""
+        return self.parameter_dtype
+
+    def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
+        """See ``Engine``."""
+        parameters = dict(model.named_parameters())
+        return placed_whole(parameters, parallelism, self._rules(), self.exchange, True, self.zero_stage)
+
+    def maker(
+        self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
+    ) -> ShardMaker:
+        """See ``Engine``."""
+        from zerostart.engines.deepspeed.experts import expert_cutter
+        from zerostart.engines.deepspeed.flat import FlatShards
+
+        cutter = expert_cutter(world, parallelism, partitioned=False)
+        return FlatShards(world, self.zero_stage, self._rules(), self.exchange, parallelism, cutter)
+
+    def playing(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
+        """See ``Engine``: buffers as large as they will be; where ranks are to exchange, the rest stays."""
+        rules = self._rules()
+        return FlatBufferShards(world, self.zero_stage, rules, self.exchange, parallelism, alone=True)
+
+    def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:
+        """See ``Engine``."""
+        from zerostart.engines.deepspeed.flat import offer_runs
+
+        if reader is not None and self.zero_stage > 0:
+            offer_runs(model, rounded, reader.read_runs)
+
+    def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
+        """See ``Engine``: this rank's experts; everything else is whole."""
+        from zerostart.engines.deepspeed.experts import flat_expert_shards
+
+        return flat_expert_shards(model, parallelism, rank)
+
+    def moments(
+        self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target
+    ) -> list[Moment]:
+        """See ``Engine``."""
+        whole = placements.held or 0
+        if self.zero_stage == 0:
+            return after_load_whole(held, whole, optimizer, target, masters=True)
+        return memory12.after_load(held, whole, self.costs, optimizer, target, self.zero_stage)
+
+    def _rules(self) -> Any:
+        return flat_rules(self.config, self.zero_stage, self.mesh.world_size)

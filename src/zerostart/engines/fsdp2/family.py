@@ -1,0 +1,188 @@
+"""FSDP2 as engines: shards at stages 1 to 3, and whole parameters for DistributedDataParallel at stage 0."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.distributed.world import World
+from zerostart.engines.base import Engine, ShardMaker
+from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
+from zerostart.engines.flat_memory import after_load as after_load_whole
+from zerostart.engines.fsdp2 import memory
+from zerostart.engines.fsdp2.layouts import share_of
+from zerostart.engines.fsdp2.settings import FSDP2Settings
+from zerostart.engines.memory import Held, Moment, Optimizer, Target
+from zerostart.engines.placements import DEVICE, HOST, Placements, placed_on_mesh
+from zerostart.engines.shard import Shard
+from zerostart.layout import Mesh, Parallelism, dimension_shard
+from zerostart.layout.flat import FlatRules
+
+__all__ = ["FSDP2", "Replicated"]
+
+
+class FSDP2(Engine):
+    """DTensors over the mesh; ``config`` has keyword arguments of ``fully_shard`` and zerostart's own."""
+
+    name = "fsdp2"
+    stages = (0, 1, 2, 3)
+    units = True
+
+    @classmethod
+    def of(
+        cls, zero_stage: int, config: Mapping[str, Any] | None, mesh: Mesh, exchange: bool | None
+    ) -> Engine:
+        """Stage 0 shards nothing."""
+        return (FSDP2 if zero_stage else Replicated)(zero_stage, config, mesh, exchange)
+
+    @classmethod
+    def titled(cls, zero_stage: int) -> str:
+        """The engine in words; its stages differ in how long parameters stay gathered."""
+        return "FSDP2" if zero_stage else "DistributedDataParallel"
+
+    @cached_property
+    def settings(self) -> FSDP2Settings:
+        """The configuration, at the stage."""
+        return FSDP2Settings.of(self.config).at_stage(self.zero_stage, self.mesh.parallel)
+
+    def check(self) -> None:
+        """See ``Engine``."""
+        _ = self.settings
+
+    def check_mesh(self) -> None:
+        """See ``Engine``."""
+        self.settings.check_mesh(self.mesh)
+
+    def require(self) -> None:
+        """See ``Engine``."""
+        import zerostart.engines.fsdp2.engine  # noqa: F401
+
+    @property
+    def computing_dtype(self) -> torch.dtype | None:
+        """See ``Engine``."""
+        policy = self.settings.mp_policy
+        return None if policy is None else policy.param_dtype
+
+    def given_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
+        """See ``Engine``."""
+        return self.settings.ep_plan, self.settings.tp_plan, self.settings.tensor_parallel
+
+    def let_cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """See ``Engine``."""
+        from zerostart.engines.fsdp2.units import let_cast
+
+        let_cast(parameter, dtype)
+
+    def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
+        """See ``Engine``."""
+        parameters = dict(model.named_parameters())
+        if parallelism.mesh.parallel:
+            shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+            share = functools.partial(share_of, parallelism)
+            return placed_on_mesh(parallelism, shapes, dict.fromkeys(parameters, DEVICE), share)
+        return self._over_all(parameters)
+
+    def _over_all(self, parameters: Mapping[str, nn.Parameter]) -> Placements:
+        settings, size = self.settings, self.mesh.world_size
+        _, shares = settings.shape(size)
+        dims = settings.dimensions(parameters, shares)
+        share_of = functools.cache(functools.partial(settings.share_of, world_size=size))
+        first: dict[int, int] = {}
+        for rank in range(size):
+            first.setdefault(share_of(rank), rank)
+        return Placements(
+            layout=lambda name, rank: dimension_shard(
+                tuple(parameters[name].shape), dims[name], share_of(rank), shares
+            ),
+            alike=lambda name: dims[name],
+            twin=lambda rank: first[share_of(rank)],
+            homes=dict.fromkeys(parameters, HOST if settings.offloaded else DEVICE),
+        )
+
+    def maker(
+        self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
+    ) -> ShardMaker:
+        """See ``Engine``."""
+        if parallelism.mesh.parallel:
+            from zerostart.engines.fsdp2.parallel import FSDP2ParallelShards
+
+            return FSDP2ParallelShards(world, self.settings, parallelism, placements)
+        from zerostart.engines.fsdp2.engine import FSDP2Shards
+
+        return FSDP2Shards(world, self.settings)
+
+    def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
+        """See ``Engine``; parameters that a forward left gathered are resharded."""
+        if parallelism.mesh.parallel:
+            from zerostart.engines.fsdp2.parallel import parallel_shards
+
+            return parallel_shards(model, parallelism, rank)
+        from zerostart.engines.fsdp2.engine import current_shards
+
+        return current_shards(model)
+
+    def moments(
+        self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target
+    ) -> list[Moment]:
+        """See ``Engine``."""
+        units = memory.Units.of(model, self.settings, held, target.world_size)
+        return memory.after_load(held, units, optimizer, target)
+
+    def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
+        """See ``Engine``: the highest stage, resharding after the forward, shards on the host."""
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        config, words = dict(self.config or {}), list[str]()
+        if self.zero_stage < 3:
+            words = ["zero_stage=3"]
+            yield words, self.of(3, config, self.mesh, self.exchange)
+        if config.get("reshard_after_forward") is False:
+            config = {**config, "reshard_after_forward": True}
+            words = ["reshard_after_forward=True", *words]
+            yield words, self.of(3, config, self.mesh, self.exchange)
+        if accelerator and config.get("offload_policy") is None:
+            # Pinning needs an accelerator, which the machine that plans may lack.
+            config = {**config, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+            words = ["offload_policy=CPUOffloadPolicy()", *words]
+            yield words, self.of(3, config, self.mesh, self.exchange)
+
+
+class Replicated(FSDP2):
+    """Everything whole on every rank, for DistributedDataParallel."""
+
+    whole = True
+    units = False
+
+    def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
+        """See ``Engine``."""
+        return placed_whole(
+            dict(model.named_parameters()), parallelism, self._rules(), self.exchange, False, 0
+        )
+
+    def maker(
+        self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
+    ) -> ShardMaker:
+        """See ``Engine``."""
+        return FlatBufferShards(world, 0, self._rules(), self.exchange, parallelism)
+
+    def playing(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
+        """See ``Engine``."""
+        return FlatBufferShards(world, 0, self._rules(), self.exchange, parallelism, alone=True)
+
+    def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
+        """See ``Engine``."""
+        return {}
+
+    def moments(
+        self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target
+    ) -> list[Moment]:
+        """See ``Engine``."""
+        return after_load_whole(held, placements.held or 0, optimizer, target, masters=False)
+
+    def _rules(self) -> FlatRules:
+        return FlatRules(self.mesh.world_size)

@@ -1,0 +1,110 @@
+"""The terms in which an engine tells what memory a training takes: who holds what, and moments of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["FP32", "Array", "Gathers", "Held", "Moment", "Optimizer", "Sizes", "Target"]
+
+#: A number for each rank in question.
+Array = npt.NDArray[np.int64]
+#: Bytes by component; a number for each rank, or one for all.
+Sizes = Mapping[str, Array | int]
+#: Bytes of a single-precision element.
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """``states``: copies that stay; ``host_scratch`` and ``device_scratch``: copies during an update."""
+
+    name: str
+    states: int
+    host_scratch: int = 0
+    device_scratch: int = 0
+
+    def scratch(self, on_host: bool) -> int:
+        """Copies of what is updated at a time that the update takes for itself."""
+        return self.host_scratch if on_host else self.device_scratch
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """Sizes of what is gathered on a rank while a model runs, in bytes of the dtype that it is held in.
+
+    ``largest``: of the largest parameter; ``module``: of the parameters of one module that holds some itself;
+    ``total``: of all that train. ``elements`` are those of each parameter. An expert counts with what one
+    rank has of it before it is sharded. ``shared`` are the bytes of ``total`` by the number of ranks that
+    share them: those that have the same experts, or all.
+    """
+
+    largest: int
+    module: int
+    total: int
+    elements: Mapping[str, int]
+    shared: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Shares of ``ranks``, one number for each of them.
+
+    ``trained`` are elements that the optimizer updates, of which ``main`` have the dtype of most. ``device``,
+    ``host`` and ``storage`` are bytes of all shares by home. ``largest`` are elements of the largest share of
+    one parameter. ``buffers``: bytes of the model's buffers, whole on every rank. ``dtype`` is that of most
+    trained elements, ``frozen`` the bytes of shares that are not trained.
+    """
+
+    ranks: tuple[int, ...]
+    trained: Array
+    device: Array
+    host: Array
+    storage: Array
+    frozen: Array
+    largest: Array
+    buffers: int
+    dtype: torch.dtype
+    gathers: Gathers
+
+    @property
+    def nbytes(self) -> Array:
+        """Bytes of all shares."""
+        return self.device + self.host + self.storage
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the ranks run on.
+
+    Without an ``accelerator`` the device is the host, memory counts once it is written to, and gloo takes a
+    copy of what a collective reduces or gathers.
+    """
+
+    accelerator: bool
+    world_size: int
+
+    @property
+    def copies(self) -> int:
+        """Further copies of a message that a collective makes."""
+        return 0 if self.accelerator or self.world_size == 1 else 1
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes by component, on the host and on the device, at one moment of a phase."""
+
+    phase: str
+    host: Sizes = field(default_factory=dict)
+    device: Sizes = field(default_factory=dict)
+
+    def on(self, target: Target) -> Moment:
+        """The moment with the device's memory on the host, if there is no accelerator."""
+        if target.accelerator:
+            return self
+        names = dict.fromkeys((*self.device, *self.host))
+        return Moment(self.phase, {n: self.host.get(n, 0) + self.device.get(n, 0) for n in names})

@@ -1,0 +1,81 @@
+"""Engines by name: those of zerostart, and those that other packages bring."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from zerostart.engines.base import Engine
+from zerostart.errors import ConfigError
+from zerostart.layout import Mesh
+
+__all__ = ["check_choice", "engine_names", "register_engine", "resolve_engine", "titled"]
+
+#: Entry points of other packages: a name, and the subclass of ``Engine``.
+GROUP = "zerostart.engines"
+#: Names, and where the class is; imported when it is asked for.
+_OWN: Mapping[str, tuple[str, str]] = {
+    "deepspeed": ("zerostart.engines.deepspeed.family", "DeepSpeed"),
+    "fsdp2": ("zerostart.engines.fsdp2.family", "FSDP2"),
+}
+_registered: dict[str, type[Engine]] = {}
+
+
+def register_engine(kind: type[Engine]) -> type[Engine]:
+    """Have ``engine=kind.name`` choose ``kind`` in this process; also a decorator.
+
+    Raises ConfigError for a name that another engine has.
+    """
+    if kind.name in _OWN or _registered.get(kind.name, kind) is not kind:
+        raise ConfigError(f"an engine named {kind.name!r} is there already; choose another name")
+    _registered[kind.name] = kind
+    return kind
+
+
+def engine_names() -> list[str]:
+    """The names that ``engine=`` takes."""
+    return list(dict.fromkeys((*_OWN, *_registered, *_installed())))
+
+
+def check_choice(name: str, zero_stage: int) -> type[Engine]:
+    """The family of engines of that name. Raises ConfigError for a name or a stage that is not known."""
+    if name in _OWN:
+        module, attribute = _OWN[name]
+        family: type[Engine] = getattr(importlib.import_module(module), attribute)
+    elif name in _registered:
+        family = _registered[name]
+    elif name in _installed():
+        family = _installed()[name].load()
+    else:
+        raise ConfigError(f"engine={name!r} is unknown; choose one of {', '.join(engine_names())}")
+    if zero_stage not in family.stages:
+        stages = ", ".join(map(str, family.stages))
+        raise ConfigError(f"zero_stage={zero_stage} is not available on {name} in this version; use {stages}")
+    return family
+
+
+def resolve_engine(
+    name: str,
+    zero_stage: int,
+    config: Mapping[str, Any] | None,
+    mesh: Mesh,
+    exchange: bool | None = None,
+) -> Engine:
+    """The engine of a job, its settings checked. Raises ConfigError or EngineError."""
+    engine = check_choice(name, zero_stage).of(zero_stage, config, mesh, exchange)
+    engine.check()
+    engine.check_mesh()
+    return engine
+
+
+def titled(name: str, zero_stage: int) -> str:
+    """The engine of that name at a stage, in words."""
+    return check_choice(name, zero_stage).titled(zero_stage)
+
+
+@functools.cache
+def _installed() -> dict[str, Any]:
+    return {point.name: point for point in entry_points(group=GROUP)}

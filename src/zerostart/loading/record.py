@@ -1,0 +1,70 @@
+"""The record of a load: the join that it made, kept with the model for whatever comes later."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.engines import Engine, Placements, Shard
+from zerostart.errors import ConfigError
+from zerostart.layout import Parallelism
+from zerostart.loading.report import Report
+from zerostart.recipe import Recipe
+
+__all__ = ["LoadRecord", "keep", "loaded_model", "loaded_models", "record_of"]
+
+
+@dataclass(frozen=True)
+class LoadRecord:
+    """What one model was loaded from and for; it holds none of its tensors, and dies with it.
+
+    ``catalog`` and ``recipes`` say which checkpoint elements make up which parameter or buffer, by its first
+    name (what is not there has been initialised); ``engine``, ``parallelism`` and ``placements`` who has
+    which of them; ``report`` is this rank's.
+    """
+
+    catalog: Catalog
+    recipes: Mapping[str, Recipe]
+    engine: Engine
+    parallelism: Parallelism
+    placements: Placements
+    report: Report
+
+    def shards(self, model: nn.Module) -> dict[str, Shard]:
+        """The shards of the live ``model`` of this record as they are now, by parameter name."""
+        return self.engine.shards_of(model, self.parallelism, self.report.rank)
+
+
+_records: weakref.WeakKeyDictionary[nn.Module, LoadRecord] = weakref.WeakKeyDictionary()
+
+
+def keep(model: nn.Module, record: LoadRecord) -> None:
+    """Remember the record of ``model`` for as long as the model lives."""
+    _records[model] = record
+
+
+def loaded_model(model: nn.Module) -> nn.Module:
+    """The loaded model inside engines' wrappers (``.module``), or ``model`` itself."""
+    inner: object = model
+    while isinstance(inner, nn.Module) and inner not in _records:
+        inner = getattr(inner, "module", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def loaded_models(model: nn.Module) -> Iterator[nn.Module]:
+    """All loaded models that ``model`` is or contains."""
+    return (module for module in model.modules() if module in _records)
+
+
+def record_of(model: nn.Module) -> LoadRecord:
+    """The record of ``model``; raises ConfigError if zerostart did not load it."""
+    found = _records.get(loaded_model(model))
+    if found is None:
+        raise ConfigError(
+            f"this {type(model).__name__} was not loaded by zerostart, so there is no report of it"
+        )
+    return found
