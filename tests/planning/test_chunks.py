@@ -16,9 +16,11 @@ STREAMED = {"zero_optimization": {"stage": 3, "stage3_partition_stream_chunk_siz
 def test_deepspeed_counts_elements(dtype: torch.dtype, nbytes: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", dtype)
     catalog, cpu = open_catalog(path), torch.device("cpu")
-    assert Request(path, engine_config=STREAMED).tuning(catalog, cpu, False).chunk_size == nbytes
+    streamed = Request(path, engine_config=STREAMED)
+    engine = streamed.resolve(1)
+    assert streamed.tuning(engine, catalog, cpu, False).chunk_size == nbytes
     # The argument comes first, and the limit holds in any case.
     given = Request(path, engine_config=STREAMED, chunk_size=1 << 20)
-    assert given.tuning(catalog, cpu, False).chunk_size == 1 << 20
+    assert given.tuning(engine, catalog, cpu, False).chunk_size == 1 << 20
     limited = Request(path, engine_config=STREAMED, memory_limit=1 << 17)
-    assert limited.tuning(catalog, cpu, False).ring_bytes <= 1 << 17
+    assert limited.tuning(engine, catalog, cpu, False).ring_bytes <= 1 << 17
