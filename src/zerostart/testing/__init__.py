@@ -1,0 +1,10 @@
+"""What an engine, a storage or a model library of somebody else's has to pass: suites for pytest to collect.
+
+An outsider subclasses one of them in a test module of their own, and says there what is to be tested. Needs
+pytest, and nothing else that zerostart does not need itself.
+"""
+
+from zerostart.testing.engines import EngineConformance
+from zerostart.testing.ranks import on_ranks
+
+__all__ = ["EngineConformance", "on_ranks"]

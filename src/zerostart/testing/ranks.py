@@ -1,0 +1,79 @@
+"""A function on several real ranks of this machine, over gloo."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+__all__ = ["on_ranks"]
+
+
+def on_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0
+) -> list[Any]:
+    """Call the module-level ``function(*arguments)`` on every rank; its values, in the order of the ranks.
+
+    What is passed and returned has to be picklable. Raises AssertionError, with the stacks of the ranks,
+    where one raises or dies, or where not all have returned after ``timeout`` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="zerostart-ranks-") as folder:
+        context = mp.get_context("spawn")
+        ranks = [
+            context.Process(target=_main, args=(function, arguments, rank, world_size, folder), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + timeout
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        wrong = []
+        for rank, process in enumerate(ranks):
+            if process.is_alive():
+                process.kill()
+                wrong.append(f"rank {rank} had not returned after {timeout:.0f} s")
+            elif process.exitcode:
+                told = Path(folder, f"{rank}.error")
+                text = told.read_text() if told.exists() else f"exit code {process.exitcode}"
+                wrong.append(f"rank {rank}: {text}")
+        if wrong:
+            raise AssertionError("\n".join(wrong))
+        return [torch.load(Path(folder, f"{rank}.value"), weights_only=False) for rank in range(world_size)]
+
+
+def _main(
+    function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, world_size: int, folder: str
+) -> None:
+    """One rank: its process group meets in a file of the folder."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        value = function(*arguments)
+        torch.save(value, Path(folder, f"{rank}.value"))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"{rank}.error").write_text(traceback.format_exc())
+        os._exit(1)  # threads of a broken process group must not keep a failed rank alive
