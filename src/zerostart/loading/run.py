@@ -9,6 +9,7 @@ from torch import nn
 
 from zerostart import engines, models
 from zerostart.distributed.world import World, default_device, joined_world
+from zerostart.engines import Residence
 from zerostart.engines.deepspeed.flat import offer_runs
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.masters import masters_of
@@ -33,38 +34,46 @@ def run(request: Request) -> nn.Module:
 
 def _load(request: Request, clock: Clock) -> nn.Module:
     world = joined_world()
-    with PeakMeter(default_device()) as meter:
-        with clock.phase("build"), world.phase("arguments"):
-            request.check()
-            mesh = request.mesh(world.size)
-            with meter.paused():
-                engines.require(request.engine, request.zero_stage)
-        known = prepare(request, world, mesh, clock, request.strict, meter.paused)
-        model, origins = known.built.model, known.origins
-        with clock.phase("build"), world.phase("sharding the model"):
-            engine = engines.make_engine(
-                request.engine,
-                world,
-                known.built.dtype,
-                request.engine_config,
-                known.parallelism,
-                request.zero_stage,
-                request.exchange,
-            )
-        with clock.phase("build"):
-            residence = engines.agree_on_residence(engine, model, list(origins.parameters))
-        with clock.phase("build"), world.phase("sharding the model"):
-            shards = engine.shard(model, list(origins.parameters))
-            destinations = Destinations.of(model, origins, shards, engine.device)
-            tuning = request.tuning(known.catalog, engine.device, bool(known.recipes.computed))
-        moved = _fill(request, known, destinations, tuning, world, clock)
-        with clock.phase("build"), world.phase("handing over"):
-            moved = _gathered(moved, engine.finish(model))
-            _offer_masters(request, known, destinations, tuning)
-            _finish(request, known)
-    made = reported(known, request, (world.rank, world.size), clock, moved, meter)
-    keep(model, replace(made, tier=residence))
-    return model
+    # Phases inside are where a rank's error is told early; this one has what lies between them, and the end.
+    with world.phase("loading"):
+        with PeakMeter(default_device()) as meter:
+            with clock.phase("build"), world.phase("arguments"):
+                request.check()
+                mesh = request.mesh(world.size)
+                with meter.paused():
+                    engines.require(request.engine, request.zero_stage)
+            known = prepare(request, world, mesh, clock, request.strict, meter.paused)
+            moved, residence = _into_shards(request, known, world, clock)
+        made = reported(known, request, (world.rank, world.size), clock, moved, meter)
+        keep(known.built.model, replace(made, tier=residence))
+    return known.built.model
+
+
+def _into_shards(
+    request: Request, known: Prepared, world: World, clock: Clock
+) -> tuple[TransferStats, Residence | None]:
+    """Shard the model, fill the shards, and leave the model as its engine and its library want it."""
+    model, origins = known.built.model, known.origins
+    names = list(origins.parameters)
+    with clock.phase("build"), world.phase("sharding the model"):
+        engine = engines.make_engine(
+            request.engine,
+            world,
+            known.built.dtype,
+            request.engine_config,
+            known.parallelism,
+            request.zero_stage,
+            request.exchange,
+        )
+        residence = engines.agree_on_residence(engine, model, names)
+        destinations = Destinations.of(model, origins, engine.shard(model, names), engine.device)
+        tuning = request.tuning(known.catalog, engine.device, bool(known.recipes.computed))
+    moved = _fill(request, known, destinations, tuning, world, clock)
+    with clock.phase("build"):
+        moved = _gathered(moved, engine.finish(model))
+        _offer_masters(request, known, destinations, tuning)
+        _finish(request, known)
+    return moved, residence
 
 
 def _fill(

@@ -15,7 +15,7 @@ from zerostart.engines.deepspeed.engine import DeepSpeedShards, current_shards
 from zerostart.engines.placement import parallel_layout
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, Parallelism
-from zerostart.upstream.deepspeed_experts import ExpertGroups, mark_expert
+from zerostart.upstream.deepspeed_experts import ExpertGroups, mark_expert, require_groups
 
 __all__ = ["DeepSpeedExpertShards", "expert_shards"]
 
@@ -32,7 +32,9 @@ class DeepSpeedExpertShards(DeepSpeedShards):
     ) -> None:
         super().__init__(world, dtype, engine_config)
         self._parallelism = parallelism
-        self._groups = ExpertGroups(parallelism.mesh.expert_parallel)
+        require_groups()
+        with world.collectives("making the experts' groups"):
+            self._groups = ExpertGroups(parallelism.mesh.expert_parallel)
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Cut the experts and make them serve all ranks' tokens; then partition everything."""

@@ -26,6 +26,7 @@ from zerostart.transfer.memory import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream import deepspeed_stage12 as upstream
 from zerostart.upstream.deepspeed import import_deepspeed
+from zerostart.upstream.extensions import load_operations
 from zerostart.upstream.torch import storage_users
 
 __all__ = ["FlatKeeper", "FlatShards", "check_stage", "flat_rules", "offer_runs"]
@@ -206,6 +207,7 @@ class FlatShards(FlatBufferShards):
     ) -> None:
         check_stage(zero_stage, engine_config, False)
         import_deepspeed()
+        load_operations(("ShareMemCommBuilder",), world.rank == 0)
         rules = flat_rules(engine_config, zero_stage, world.size)
         super().__init__(world, zero_stage, rules, exchange, parallelism)
         self._keeper = FlatKeeper(self.device)

@@ -14,7 +14,7 @@ from zerostart.engines.flat_buffers import held_layouts
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.layout import Parallelism
-from zerostart.upstream.deepspeed_experts import ExpertGroups
+from zerostart.upstream.deepspeed_experts import ExpertGroups, require_groups
 from zerostart.upstream.deepspeed_flat_experts import mark_flat_expert
 
 __all__ = ["FlatExpertShards", "flat_expert_shards"]
@@ -33,18 +33,19 @@ class FlatExpertShards(FlatShards):
     ) -> None:
         check_stage(zero_stage, engine_config, True)
         super().__init__(world, zero_stage, engine_config, exchange, parallelism)
-        self._groups = ExpertGroups(parallelism.mesh.expert_parallel)
+        require_groups()
+        with world.collectives("making the experts' groups"):
+            self._groups = ExpertGroups(parallelism.mesh.expert_parallel)
 
     def agree_on_residence(self, model: nn.Module, names: Sequence[str], alone: bool = False) -> Residence:
         """Cut the experts and make them serve all ranks' tokens; then find room for what is left."""
-        with self._world.phase("cutting the experts"):
-            cut_experts(
-                model,
-                self._parallelism,
-                self._world.rank,
-                self._groups,
-                lambda p: mark_flat_expert(p, self._groups),
-            )
+        cut_experts(
+            model,
+            self._parallelism,
+            self._world.rank,
+            self._groups,
+            lambda p: mark_flat_expert(p, self._groups),
+        )
         return super().agree_on_residence(model, names, alone)
 
 
