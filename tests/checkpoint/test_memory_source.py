@@ -28,7 +28,7 @@ from zerostart.layout import flat_partition
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
 from zerostart.transfer import MemoryReader, Progress, execute
-from zerostart.transfer.exchange import ExchangeReader
+from zerostart.transfer.holder import HeldReader
 
 ENGINES = ("deepspeed", "fsdp2")
 
@@ -326,7 +326,7 @@ def load_failing(victim: int) -> None:
             raise MemoryError("no room")
         original(self, file, offset, buffers)
 
-    reader: Any = MemoryReader if victim == 0 else ExchangeReader
+    reader: Any = MemoryReader if victim == 0 else HeldReader
     original = reader.read
     tensors = large().state_dict() if dist.get_rank() == 0 else None
     if dist.get_rank() == victim:
@@ -351,7 +351,7 @@ def test_a_rank_that_dies_is_noticed(victim: int) -> None:
 
 def load_dying(victim: int) -> None:
     if dist.get_rank() == victim:
-        reader: Any = MemoryReader if victim == 0 else ExchangeReader
+        reader: Any = MemoryReader if victim == 0 else HeldReader
         reader.read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     tensors = large().state_dict() if dist.get_rank() == 0 else None
     zerostart.load(tensors, large, engine="fsdp2", progress=False, chunk_size=1 << 16)

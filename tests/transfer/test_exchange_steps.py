@@ -21,11 +21,11 @@ from zerostart.planning import (
     Read,
     Table,
     Traffic,
+    batches,
     choose,
     exchange_schedule,
     pieces_within,
     spans_within,
-    steps_of_one,
     table_of,
 )
 
@@ -73,9 +73,8 @@ def check(
                 assert number == next(following[delivery.to])
             places = wanted(given_tables[delivery.to], delivery.first, delivery.stop)
             assert len(places) == delivery.nbytes
-            if step.extent is not None:
-                file, begin, end = step.extent
-                assert all(f == file and begin <= at < end for f, at in places)
+            file, begin, end = step.extent
+            assert all(f == file and begin <= at < end for f, at in places)
     assert all(next(left, None) is None for left in following)
 
 
@@ -86,7 +85,6 @@ def test_shared_errands(given_tables: list[Table], between: int) -> None:
     check(made.steps, given_tables, [set(numbers) for numbers in made.alone])
     steps = [step for step in made.steps if isinstance(step, ExchangeStep)]
     for step in steps:
-        assert step.extent is not None
         assert step.extent[2] - step.extent[1] <= 2 * LIMIT
         assert all(delivery.nbytes <= 2 * LIMIT for delivery in step.deliveries)
         assert step.server in {delivery.to for delivery in step.deliveries}
@@ -103,13 +101,14 @@ def test_shared_errands(given_tables: list[Table], between: int) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(tables(), st.integers(1, 200))
-def test_errands_of_one(given_tables: list[Table], limit: int) -> None:
-    steps = list(steps_of_one(given_tables, 0, limit))
-    check(steps, given_tables, [set()] * len(given_tables))
-    for step in steps:
-        (delivery,) = step.deliveries
-        assert delivery.nbytes <= limit or delivery.stop == delivery.first + 1
+@given(st.lists(st.integers(1, 300), max_size=20), st.integers(1, 200))
+def test_messages_of_one_rank(sizes: list[int], limit: int) -> None:
+    following = 0
+    for first, stop, nbytes in batches(sizes, limit):
+        assert (first, nbytes) == (following, sum(sizes[first:stop]))
+        assert nbytes <= limit or stop == first + 1
+        following = stop
+    assert following == len(sizes)
 
 
 def test_replicas_read_each_byte_once_and_evenly() -> None:

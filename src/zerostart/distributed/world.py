@@ -1,9 +1,11 @@
 """The ranks of a load: who they are, and agreeing on success.
 
-A load makes no collective call but these: one exchange about the source, one broadcast of the catalog, and
-one agreement after each phase (a mapping that only some ranks hold is served to the others besides, see
-``serving``). Without the agreement a rank that fails leaves the others waiting in the engine's next
-collective.
+One rule: wherever ranks meet, each first says whether it has failed. A rank that fails inside a ``phase``
+goes to the end of it, and tells its error there; the others learn of it in the collective that they are in by
+then, whichever that is, and all raise it. So phases may be nested, and code between collectives may fail
+anywhere inside one. What other libraries exchange by themselves knows nothing of this: such calls are made
+inside ``collectives``, before which the ranks meet, and with nothing in it that one rank could fail at by
+itself.
 """
 
 from __future__ import annotations
@@ -11,14 +13,17 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zerostart.errors import ConfigError, PeerError, ZerostartError
+from zerostart.distributed.interrupts import HeldSignals
+from zerostart.distributed.reports import agreed_since, mark_agreed, now, report_of, restored
+from zerostart.errors import ConfigError, PeerError
 
 __all__ = ["World", "current_world", "default_device", "joined_world"]
 
@@ -85,77 +90,172 @@ class World:
     def all_gather_object(self, value: T, during: str) -> list[T]:
         """``value`` of every rank, in rank order.
 
-        Raises PeerError if a rank has died or does not answer.
+        Raises PeerError if a rank has died or does not answer, and what another rank failed with meanwhile.
         """
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(values, value, group=self.group)
-        except (RuntimeError, dist.DistBackendError) as error:
-            raise PeerError(
-                f"a rank died or stopped answering during '{during}' (noticed by the process group of "
-                f"{self.size} ranks); its own output, or the system log where memory ran out, tells why. "
-                "Nothing was loaded: start all ranks again"
-            ) from error
-        return values
+        data, failure = _pickled(value)
+        gathered, _ = self._meet(during, failure, data)
+        return [value if rank == self.rank else pickle.loads(d) for rank, d in enumerate(gathered)]
 
     def broadcast_object(self, make: Callable[[], T], during: str, source: int = 0) -> T:
         """What ``make`` gives on rank ``source``, or its error, on every rank."""
-        if self.size == 1:
-            return make()
-        made: list[Any] = [None]
+        made, data = None, b""
         failure: BaseException | None = None
         if self.rank == source:
             try:
-                made = [make()]
-            except Exception as error:
+                made = make()
+                data, failure = _pickled(made) if self.size > 1 else (b"", None)
+            except BaseException as error:
                 failure = error
-        self.raise_together(failure, during)
-        try:
-            dist.broadcast_object_list(made, src=source, group=self.group)
-        except (RuntimeError, dist.DistBackendError) as error:
-            raise PeerError(f"rank {source} died during '{during}'; start all ranks again") from error
-        value: T = made[0]
+        with HeldSignals() as signals:
+            _, lengths = self._meet(during, failure, announced=len(data))
+            if self.size > 1:
+                sent = _room(lengths[source], data)
+                self._transfer(during, lambda: dist.broadcast(sent, src=source, group=self.group))
+                made = made if self.rank == source else pickle.loads(sent.numpy().data)
+        signals.deliver()
+        value: T = made  # type: ignore[assignment]  # every rank has it now
         return value
 
     def raise_together(self, failure: BaseException | None, during: str) -> None:
         """Raise the first failing rank's error on every rank, with the same type and text."""
-        reports = self.all_gather_object(_report(failure), during)
-        failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
-        if not failed:
-            return
-        rank, report = failed[0]
-        error = _restore(report, rank if self.size > 1 and len(failed) < self.size else None)
-        raise error from failure
+        self._meet(during, failure)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Run a body on every rank; if it fails on one, the same error is raised on all."""
-        failure: Exception | None = None
+        """Run a body on every rank; if it fails on one, the same error is raised on all, soon.
+
+        Phases may be nested. An interrupt stays what it is on its own rank, and is a PeerError on the others.
+        """
+        begun = now()
+        failure: BaseException | None = None
         try:
             yield
-        except PeerError:
+        except (PeerError, GeneratorExit):
             raise
-        except Exception as error:
+        except BaseException as error:
+            agreed = agreed_since(error, begun)
+            if agreed is error:
+                raise
+            if agreed is not None:  # wrapped on the way, which the rank that failed knows nothing of
+                raise agreed from None
             failure = error
         self.raise_together(failure, name)
 
+    @contextlib.contextmanager
+    def collectives(self, during: str, prepare: Callable[[], Any] = lambda: None) -> Iterator[Any]:
+        """Inside, ranks make collective calls that are not of this class, and nothing else that may fail.
 
-def _report(failure: BaseException | None) -> tuple[bytes | None, str] | None:
-    """An error in a form that travels: pickled where it is ours, and its text in any case."""
-    if failure is None:
-        return None
-    text = str(failure) if isinstance(failure, ZerostartError) else f"{type(failure).__name__}: {failure}"
-    if isinstance(failure, ZerostartError):
-        return pickle.dumps(failure), text
-    return None, text
+        What may is in ``prepare``, whose result is given; a rank that fails there, or has failed before,
+        meets the others first. Raises PeerError where a rank dies inside.
+        """
+        prepared = None
+        failure: BaseException | None = None
+        try:
+            prepared = prepare()
+        except BaseException as error:
+            failure = error
+        self.raise_together(failure, during)
+        try:
+            yield prepared
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                raise self._lost(during) from error
+            raise
+
+    def _meet(
+        self, during: str, failure: BaseException | None, data: bytes = b"", announced: int = 0
+    ) -> tuple[Sequence[bytes], list[int]]:
+        """``data`` of every rank, and the lengths ``announced``; one small message if all ``data`` are empty.
+
+        Raises, on every rank, the first error if any rank has a ``failure``, and ConfigError if the ranks are
+        in different places.
+        """
+        if self.size == 1:
+            if failure is not None:
+                self._raise(failure, report_of(failure), None)
+            return [data], [announced]
+        report, place = b"" if failure is None else report_of(failure), during.encode()
+        with HeldSignals() as signals:
+            head = [failure is not None, zlib.crc32(place), len(report or data), announced, len(place)]
+            heads = self._gathered(during, torch.tensor(head, device="cpu")).tolist()
+            failed = [rank for rank, head in enumerate(heads) if head[0]]
+            astray = not failed and len({head[1] for head in heads}) > 1
+            message, lengths = data, [head[2] for head in heads]
+            if failed:  # from here on reports alone are of interest
+                message, lengths = report, [head[2] * head[0] for head in heads]
+            elif astray:
+                message, lengths = place, [head[4] for head in heads]
+            bodies = self._bodies(during, message, lengths)
+        try:
+            signals.deliver()
+        except BaseException as interrupt:
+            if failed or astray:  # the others raise, and wait for nothing more
+                mark_agreed(interrupt)
+            raise
+        if failed:
+            self._raise(failure, bodies[failed[0]], failed[0] if len(failed) < self.size else None)
+        if astray:
+            raise _astray([body.decode() for body in bodies])
+        return bodies, [head[3] for head in heads]
+
+    def _raise(self, failure: BaseException | None, report: bytes, rank: int | None) -> NoReturn:
+        if failure is not None and not isinstance(failure, Exception):
+            mark_agreed(failure)
+            raise failure
+        error = restored(report, rank)
+        mark_agreed(error)
+        raise error from failure
+
+    def _bodies(self, during: str, message: bytes, lengths: Sequence[int]) -> list[bytes]:
+        """``message`` of every rank, of the ``lengths`` that are known."""
+        if not any(lengths):
+            return [b""] * self.size
+        rows = self._gathered(during, _room(max(lengths), message))
+        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def _gathered(self, during: str, own: torch.Tensor) -> torch.Tensor:
+        """The 1-D tensor ``own`` of every rank, as rows."""
+        rows = own.new_empty(self.size, own.numel())
+        self._transfer(during, lambda: dist.all_gather(list(rows), own, group=self.group))
+        return rows
+
+    def _transfer(self, during: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise self._lost(during) from error
+
+    def _lost(self, during: str) -> PeerError:
+        return PeerError(
+            f"a rank died or stopped answering during '{during}' (noticed by the process group of "
+            f"{self.size} ranks); its own output, or the system log where memory ran out, tells why. "
+            "Nothing was loaded: start all ranks again"
+        )
 
 
-def _restore(report: tuple[bytes | None, str], rank: int | None) -> ZerostartError:
-    """The error to raise; names the rank where not all ranks failed."""
-    data, text = report
-    error: ZerostartError = pickle.loads(data) if data is not None else ZerostartError(text)
-    if rank is not None:
-        error.args = (f"rank {rank}: {text}", *error.args[1:])
+def _room(length: int, data: bytes) -> torch.Tensor:
+    """``length`` bytes, the first of which are ``data``."""
+    room = torch.zeros(length, dtype=torch.uint8, device="cpu")
+    if data:
+        room[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return room
+
+
+def _pickled(value: object) -> tuple[bytes, Exception | None]:
+    """``value`` as bytes, or why it has none."""
+    try:
+        return pickle.dumps(value), None
+    except Exception as error:
+        return b"", error
+
+
+def _astray(places: Sequence[str]) -> ConfigError:
+    first = next(rank for rank, place in enumerate(places) if place != places[0])
+    error = ConfigError(
+        f"the ranks do not do the same: rank 0 is at '{places[0]}' and rank {first} at '{places[first]}'; "
+        "call the same functions of zerostart, with the same arguments, on every rank"
+    )
+    mark_agreed(error)
     return error

@@ -285,8 +285,10 @@ class FlatBufferShards:
     def finish(self, model: nn.Module) -> int:
         """Exchange what the ranks have read, in place; returns the bytes that came from the others."""
         buffers, self._gathered = self._gathered, []
-        for buffer in buffers:
-            gather_in_place(buffer, self._world.rank, self._world.size)
+        if buffers:
+            with self._world.collectives("gathering the flat buffers"):
+                for buffer in buffers:
+                    gather_in_place(buffer, self._world.rank, self._world.size)
         return sum(b.nbytes - b.nbytes // self._world.size for b in buffers)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from zerostart.checkpoint.source import Files
-from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.integrations.pretrained import Call
 from zerostart.models import Built
@@ -45,13 +44,10 @@ class DiffusionCall(Call):
 
     def load(self, model: Any, files: list[str] | None, state_dict: Any, config: Any) -> Findings:
         """Load, collectively; ``state_dict`` is the name of the checkpoint, ``config`` the call's options."""
-        self._agreed = True
-        with current_world().phase("from_pretrained"):
-            if config.get("hf_quantizer") is not None:
-                raise ConfigError(
-                    f"{state_dict} is quantised, and quantised weights are not trained; load weights that "
-                    "are not"
-                )
+        if config.get("hf_quantizer") is not None:
+            raise ConfigError(
+                f"{state_dict} is quantised, and quantised weights are not trained; load weights that are not"
+            )
         asked = config.get("dtype")
         built = Built(model, self._log, self._active.dtype or asked, True)
         source = Files(tuple(files or ()), str(state_dict))

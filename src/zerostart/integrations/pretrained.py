@@ -13,7 +13,7 @@ import torch
 from zerostart import engines
 from zerostart.checkpoint.source import Files
 from zerostart.distributed.world import current_world
-from zerostart.errors import ConfigError, PeerError, ZerostartError
+from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.active import Active
 from zerostart.loading.record import record_of
 from zerostart.loading.request import Request
@@ -68,7 +68,6 @@ class Call:
             del self.arguments["device_map"]
         self._log = OperatorLog()
         self._dtype = torch.get_default_dtype()
-        self._agreed = False
         self.model: Any = None
 
     @property
@@ -104,15 +103,13 @@ class Call:
 
     def load(self, model: Any, files: list[str] | None, state_dict: Any, config: Any) -> Findings:
         """Load, collectively, by transformers' rules for what is missing, unexpected or mismatched."""
-        self._agreed = True  # From here on, whatever fails does so on every rank.
-        with current_world().phase("from_pretrained"):
-            if config.device_map is not None:
-                raise ConfigError(
-                    f"a device is set for the model ({config.device_map}), by torch.set_default_device or "
-                    "`with torch.device(...)`, which zerostart.enabled() cannot honour: "
-                    f"{REFUSED['device_map']}"
-                )
-            quantizer = self._quantizer(config)
+        if config.device_map is not None:
+            raise ConfigError(
+                f"a device is set for the model ({config.device_map}), by torch.set_default_device or "
+                "`with torch.device(...)`, which zerostart.enabled() cannot honour: "
+                f"{REFUSED['device_map']}"
+            )
+        quantizer = self._quantizer(config)
         named = model.config.dtype
         source = (
             state_dict if state_dict is not None else Files(tuple(files or ()), model.config.name_or_path)
@@ -153,17 +150,18 @@ class Call:
             {(name, have, want) for name, (have, want) in mismatched.items()},
         )
 
-    def failed(self, error: Exception) -> None:
-        """Raise ``error`` on every rank, if it came before the ranks began to load together."""
-        if self._agreed or isinstance(error, PeerError):
-            return
-        self._agreed = True
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around the whole call: what fails on one rank is raised on all."""
         try:
-            current_world().raise_together(error, "from_pretrained")
+            with current_world().phase("from_pretrained"):
+                yield
         except ZerostartError as agreed:
             # Where all ranks failed alike, the caller gets the library's own error.
-            if str(agreed) != f"{type(error).__name__}: {error}":
-                raise
+            own = agreed.__cause__
+            if isinstance(own, Exception) and str(agreed) == f"{type(own).__name__}: {own}":
+                raise own from own.__cause__
+            raise
 
     def _quantizer(self, config: Any) -> Any:
         """zerostart's own dequantisation, in the place of transformers' for the same checkpoint."""

@@ -8,7 +8,7 @@ kept is where each share lies (recipe, layout, catalog), and the shares are read
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,24 +83,23 @@ class Masters:
         Collective, with the same names in the same order. Raises EngineError where the mapping that was
         loaded is gone, ReadError where files or tensors have changed since, the same on every rank.
         """
-        self._read([(name, self._shares[name][1], storage) for name, storage in wanted])
+        self._read((name, self._shares[name][1], storage) for name, storage in wanted)
 
     def read_runs(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
         """Like ``read``, of other shares: a run of the row-major order from the element given."""
         self._read(
-            [
-                (name, flat_run(self._shares[name][1].shape, first, first + storage.numel()), storage)
-                for name, first, storage in wanted
-            ]
+            (name, flat_run(self._shares[name][1].shape, first, first + storage.numel()), storage)
+            for name, first, storage in wanted
         )
 
-    def _read(self, wanted: Sequence[tuple[str, Layout, torch.Tensor]]) -> None:
+    def _read(self, shares: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
         world = current_world()
         with world.phase("reading fp32 masters"):
             catalog = self._checked(world)
+            wanted = list(shares)
             destined = [self._destined(*item) for item in wanted]
             plan = join(catalog, destined, PlanOptions(self._tuning.chunk_size))
-        with world.phase("reading fp32 masters"):
+            world.raise_together(None, "finding what fp32 masters are read from")
             storages = [storage for _, _, storage in wanted]
             execute_together(plan, storages, Progress(plan.read_bytes, False), self._tuning, world)
 

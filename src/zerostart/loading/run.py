@@ -12,7 +12,7 @@ from torch import nn
 
 from zerostart import models
 from zerostart.distributed.world import World, default_device, joined_world
-from zerostart.engines import Placements, Residence, Shard, ShardMaker
+from zerostart.engines import Engine, Placements, Residence, Shard, ShardMaker
 from zerostart.errors import ConfigError
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.masters import masters_of
@@ -70,27 +70,34 @@ class _Load:
     def through(self) -> tuple[nn.Module, LoadRecord, list[Shard]]:
         """All of it: the model, its record, and this rank's shards."""
         request, world, clock = self.request, self.world, self.clock
-        with PeakMeter(default_device()) as meter:
-            with clock.phase("build"), world.phase("arguments"):
-                engine = request.resolve(self.place.size, self.place.rank if self.played else None)
-                if self.played and request.exchange and not engine.whole:
-                    raise ConfigError("exchange=True needs all ranks, and a rehearsal has one; leave it out")
+        # Phases inside tell a rank's error early; this one has what lies between them, and the end.
+        with world.phase("loading"):
+            with PeakMeter(default_device()) as meter:
+                with clock.phase("build"), world.phase("arguments"):
+                    engine = self._engine(meter)
+                known = prepare(request, engine, world, clock, request.strict, meter.paused)
+                placements, shards, destinations, maker, residence = self._shard(known)
+                tuning = request.tuning(engine, known.catalog, maker.device, bool(known.recipes.computed))
+                moved = self._fill(known, destinations, tuning)
                 if not self.played:
-                    with meter.paused():
-                        engine.require()
-            known = prepare(request, engine, world, clock, request.strict, meter.paused)
-            placements, shards, destinations, maker, residence = self._shard(known)
-            tuning = request.tuning(engine, known.catalog, maker.device, bool(known.recipes.computed))
-            moved = self._fill(known, destinations, tuning)
-            if not self.played:
-                with clock.phase("build"), world.phase("handing over"):
-                    moved = _gathered(moved, maker.finish(known.built.model))
-                    self._offer_masters(known, destinations, tuning)
-                    _finish(request, known)
-        report = replace(self._report(known, moved, meter), tier=residence)
-        record = self._record(known, placements, report)
-        keep(known.built.model, record)
+                    with clock.phase("build"):
+                        moved = _gathered(moved, maker.finish(known.built.model))
+                        self._offer_masters(known, destinations, tuning)
+                        _finish(request, known)
+            report = replace(self._report(known, moved, meter), tier=residence)
+            record = self._record(known, placements, report)
+            keep(known.built.model, record)
         return known.built.model, record, shards
+
+    def _engine(self, meter: PeakMeter) -> Engine:
+        request = self.request
+        engine = request.resolve(self.place.size, self.place.rank if self.played else None)
+        if self.played and request.exchange and not engine.whole:
+            raise ConfigError("exchange=True needs all ranks, and a rehearsal has one; leave it out")
+        if not self.played:
+            with meter.paused():
+                engine.require()
+        return engine
 
     def _shard(
         self, known: Prepared
@@ -105,9 +112,7 @@ class _Load:
                 if self.played
                 else engine.maker(self.world, known.built.dtype, parallelism, placements)
             )
-        with self.clock.phase("build"):
             residence = maker.agree_on_residence(model, names)
-        with self.clock.phase("build"), self.world.phase("sharding the model"):
             shards = maker.shard(model, names)
             destinations = Destinations.of(model, known.origins, shards, maker.device)
         return placements, shards, destinations, maker, residence

@@ -7,10 +7,10 @@ from zerostart.planning.exchange import (
     Exchange,
     ExchangeStep,
     Table,
+    batches,
     exchange_schedule,
     pieces_within,
     spans_within,
-    steps_of_one,
     table_of,
 )
 from zerostart.planning.join import join
@@ -38,9 +38,9 @@ __all__ = [
     "Step",
     "Table",
     "Traffic",
+    "batches",
     "choose",
     "count_reads",
-    "steps_of_one",
     "join",
     "pieces_within",
     "runs_of",

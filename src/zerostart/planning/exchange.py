@@ -21,7 +21,7 @@ __all__ = [
     "ExchangeStep",
     "Exchange",
     "Table",
-    "steps_of_one",
+    "batches",
     "pieces_within",
     "exchange_schedule",
     "spans_within",
@@ -44,14 +44,11 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeStep:
-    """What ``server`` reads, and for whom.
-
-    An ``extent`` (file, begin, end) is read once for all; without it each request is read on its own.
-    """
+    """What ``server`` reads, and for whom: the ``extent`` (file, begin, end) once for all."""
 
     server: int
     deliveries: tuple[Delivery, ...]
-    extent: tuple[int, int, int] | None = None
+    extent: tuple[int, int, int]
 
 
 class Agreement:
@@ -64,20 +61,11 @@ def table_of(reads: Sequence[Read]) -> Table:
     return np.array(rows, np.int64).reshape(-1, 5)
 
 
-def steps_of_one(tables: Sequence[Table], server: int, limit: int) -> Iterator[ExchangeStep]:
-    """All requests served by one rank: to each in turn one request, or several of ``limit`` bytes at most."""
-    turns = {rank: _batches(table[:, 2].tolist(), limit) for rank, table in enumerate(tables) if len(table)}
-    while turns:
-        for rank in list(turns):
-            batch = next(turns[rank], None)
-            if batch is None:
-                del turns[rank]
-            else:
-                yield ExchangeStep(server, (Delivery(rank, *batch),))
+def batches(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int, int]]:
+    """Consecutive requests of these ``sizes`` that go in one message: first, one past the last, bytes.
 
-
-def _batches(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int, int]]:
-    """Consecutive requests that go in one message: first, one past the last, bytes."""
+    A message takes one request, or several of ``limit`` bytes at most.
+    """
     first = total = 0
     for number, size in enumerate(sizes):
         if number > first and total + size > limit:

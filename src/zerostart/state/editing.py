@@ -29,24 +29,25 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
     world = current_world()
     if modifier_rank is not None and not 0 <= modifier_rank < world.size:
         raise ConfigError(f"modifier_rank={modifier_rank} is not one of the {world.size} ranks")
-    shard = record.shards(inner).get(name)
-    if shard is None:
-        raise _unknown(inner, name)
-    whole = whole_tensor(shard, None)
-    assert whole is not None, "every rank asked for it"
-    before = _fingerprint(whole)
     with world.phase(f"changing {name}"):
+        shard = record.shards(inner).get(name)
+        if shard is None:
+            raise _unknown(inner, name)
+        whole = whole_tensor(shard, None)
+        assert whole is not None, "every rank asked for it"
+        before = _fingerprint(whole)
         yield whole
-    changed = [_fingerprint(whole) != before and world.rank != modifier_rank]
-    others = [r for r, (was,) in enumerate(world.all_gather_object(changed, "looking for changes")) if was]
-    if others:
-        raise ConfigError(
-            f"{name} was changed on {_ranks(others)}, which would be lost: the shards are as they were. Pass "
-            "modifier_rank= with the rank whose changes are to count, and change the tensor there alone"
-        )
-    if modifier_rank is not None:
-        _write_back(shard, whole, world, modifier_rank)
-        partition_changed(inner.get_parameter(name))
+        changed = _fingerprint(whole) != before and world.rank != modifier_rank
+        others = [r for r, was in enumerate(world.all_gather_object(changed, "looking for changes")) if was]
+        if others:
+            raise ConfigError(
+                f"{name} was changed on {_ranks(others)}, which would be lost: the shards are as they were. "
+                "Pass modifier_rank= with the rank whose changes are to count, and change the tensor there "
+                "alone"
+            )
+        if modifier_rank is not None:
+            _write_back(shard, whole, world, modifier_rank)
+            partition_changed(inner.get_parameter(name))
 
 
 def _write_back(shard: Shard, whole: torch.Tensor, world: World, source: int) -> None:
@@ -54,15 +55,15 @@ def _write_back(shard: Shard, whole: torch.Tensor, world: World, source: int) ->
     flat = whole.detach().reshape(-1)
     runs = shard.layout.runs()
     device = shard.storage.device
-    for start in range(0, flat.numel(), MESSAGE):
-        part = flat[start : start + MESSAGE].to(device).contiguous()
-        if world.size > 1:
-            # As bytes: not every backend carries every dtype.
-            dist.broadcast(part.view(torch.uint8), src=source)
-        for first, length, place in runs:
-            low, high = max(first, start), min(first + length, start + part.numel())
-            if low < high:
-                with torch.no_grad():
+    with torch.no_grad(), world.collectives("sending what was changed"):
+        for start in range(0, flat.numel(), MESSAGE):
+            part = flat[start : start + MESSAGE].to(device).contiguous()
+            if world.size > 1:
+                # As bytes: not every backend carries every dtype.
+                dist.broadcast(part.view(torch.uint8), src=source)
+            for first, length, place in runs:
+                low, high = max(first, start), min(first + length, start + part.numel())
+                if low < high:
                     shard.storage[place + low - first : place + high - first] = part[
                         low - start : high - start
                     ]

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerostart.distributed.world import default_device
+from zerostart.distributed.world import current_world, default_device
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError
+from zerostart.layout import Layout
 from zerostart.loading.record import LoadRecord, loaded_model, record_of
 from zerostart.models import state_names
 
@@ -25,7 +26,7 @@ def full_tensors(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torc
     """See ``zerostart.full_tensors``; checks its arguments when called, and not at the first step."""
     inner = loaded_model(model)
     record = record_of(inner)
-    size = dist.get_world_size() if dist.is_initialized() else 1
+    size = current_world().size
     if rank is not None and not 0 <= rank < size:
         raise ConfigError(f"rank={rank} is not one of the {size} ranks")
     return _walk(inner, record, rank)
@@ -34,33 +35,39 @@ def full_tensors(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torc
 def _walk(
     model: nn.Module, record: LoadRecord, rank: int | None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    here = dist.get_rank() if dist.is_initialized() else 0
-    shards = record.shards(model)
-    for name, tensor, _ in state_names(model):
-        shard = shards.get(name)
-        if shard is None:
-            yield name, tensor.detach().cpu().clone() if rank in (None, here) else None
-        else:
-            yield name, whole_tensor(shard, rank)
+    world = current_world()
+    with world.phase("giving whole tensors"):
+        shards = record.shards(model)
+        for name, tensor, _ in state_names(model):
+            shard = shards.get(name)
+            if shard is None:
+                yield name, tensor.detach().cpu().clone() if rank in (None, world.rank) else None
+            else:
+                yield name, whole_tensor(shard, rank)
 
 
 def whole_tensor(shard: Shard, rank: int | None) -> torch.Tensor | None:
     """One parameter, on ``rank`` or on all; every rank sends its share in messages of bounded size."""
-    here, size = dist.get_rank(), dist.get_world_size()
-    layouts = [shard.at(r) for r in range(size)]
-    longest = max(layout.numel for layout in layouts)
-    wanted = rank in (None, here)
-    out = torch.empty(prod(shard.layout.shape), dtype=shard.storage.dtype) if wanted else None
-    for start in range(0, longest, MESSAGE):
-        count = min(MESSAGE, longest - start)
-        parts = _exchange(_segment(shard.storage, start, count), rank, here, size)
-        if out is None:
-            continue
-        for layout, part in zip(layouts, parts, strict=True):
-            for first, length, place in layout.runs():
-                low, high = max(place, start), min(place + length, start + count)
-                if low < high:
-                    out[first + low - place : first + high - place] = part[low - start : high - start]
+    world = current_world()
+    here, size = world.rank, world.size
+
+    def prepare() -> tuple[list[Layout], torch.Tensor | None]:
+        wanted = rank in (None, here)
+        out = torch.empty(prod(shard.layout.shape), dtype=shard.storage.dtype) if wanted else None
+        return [shard.at(r) for r in range(size)], out
+
+    with world.collectives(f"gathering {shard.name}", prepare) as (layouts, out):
+        longest = max(layout.numel for layout in layouts)
+        for start in range(0, longest, MESSAGE):
+            count = min(MESSAGE, longest - start)
+            parts = _exchange(_segment(shard.storage, start, count), rank, here, size)
+            if out is None:
+                continue
+            for layout, part in zip(layouts, parts, strict=True):
+                for first, length, place in layout.runs():
+                    low, high = max(place, start), min(place + length, start + count)
+                    if low < high:
+                        out[first + low - place : first + high - place] = part[low - start : high - start]
     return None if out is None else out.view(shard.layout.shape)
 
 

@@ -7,7 +7,7 @@ its error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerostart.distributed.interrupts import HeldSignals
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
-from zerostart.planning import Agreement, Delivery, ExchangeStep, Table
+from zerostart.planning import Agreement, ExchangeStep, Table
 from zerostart.transfer import MemoryReader, Reader, Rows, bytes_view
+from zerostart.transfer.messages import pack, place_rows, send_or_receive
 
 __all__ = ["ExchangeReader"]
 
@@ -40,9 +42,7 @@ class ExchangeReader:
     ) -> None:
         me = world.rank
         own = [e for e in steps if isinstance(e, Agreement) or _concerns(e, me)]
-        extents = [
-            e.extent for e in own if isinstance(e, ExchangeStep) and e.server == me and e.extent is not None
-        ]
+        extents = [e.extent for e in own if isinstance(e, ExchangeStep) and e.server == me]
         self._steps = iter(own)
         self._extents = iter(extents)
         self._tables = tables
@@ -57,6 +57,7 @@ class ExchangeReader:
             if me in (e.server, d.to)
         )
         self._rooms = [_room(end - begin for _, begin, end in extents[turn::2]) for turn in range(2)]
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zerostart-extents")
         self._left = memoryview(b"")  # of the last message to this rank
         self._ahead: tuple[torch.Tensor, list[Future[None]]] | None = None
         self._failure: BaseException | None = None
@@ -64,9 +65,11 @@ class ExchangeReader:
         self.received_bytes = 0  #: got from others
 
     def __enter__(self) -> ExchangeReader:
-        self._reader.__enter__()
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="zerostart-extents")
-        self._fetch()
+        try:
+            self._reader.__enter__()
+            self._fetch()
+        except BaseException as error:  # told at the first step, since others wait for this rank by now
+            self._failure = error
         return self
 
     def __exit__(
@@ -74,15 +77,18 @@ class ExchangeReader:
     ) -> None:
         """Run the steps that are left: others wait for their bytes. Raises what failed on the way."""
         self._failure = self._failure or error
-        try:
-            if not isinstance(error, PeerError):
-                while self._run():
-                    pass
-        finally:
-            self._pool.shutdown(cancel_futures=True)
-            self._reader.__exit__(kind, error, trace)
-        if self._failure is not None and error is None:
-            raise self._failure
+        with HeldSignals() as signals:
+            try:
+                if not isinstance(error, PeerError):
+                    while self._run():
+                        pass
+            finally:
+                self._pool.shutdown(cancel_futures=True)
+                self._reader.__exit__(kind, error, trace)
+        if error is None:
+            if self._failure is not None:
+                raise self._failure
+            signals.deliver()
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers`` with the next request's bytes."""
@@ -94,11 +100,7 @@ class ExchangeReader:
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
         """Fill the rows of ``target`` with the next request's bytes."""
         self._next()
-        nbytes = rows.count * rows.width
-        source = torch.frombuffer(self._left, dtype=torch.uint8)[:nbytes].view(rows.count, rows.width)
-        place = torch.frombuffer(target, dtype=torch.uint8)
-        place.as_strided((rows.count, rows.width), (step, 1)).copy_(source)
-        self._left = self._left[nbytes:]
+        self._left = place_rows(self._left, rows, target, step)
 
     def announce(self, file: int, offset: int, rows: Rows) -> None:
         """All ranks know what is read."""
@@ -112,7 +114,13 @@ class ExchangeReader:
                 raise self._failure
 
     def _run(self) -> bool:
-        """Run the next step; False if there is none. Raises at an agreement if a rank has failed."""
+        """Run the next step, whole; False if there is none. Raises at an agreement if a rank has failed."""
+        with HeldSignals() as signals:
+            going = self._step()
+        signals.deliver()
+        return going
+
+    def _step(self) -> bool:
         step = next(self._steps, None)
         if step is None:
             return False
@@ -122,7 +130,7 @@ class ExchangeReader:
             self._serve(step)
         else:
             (own,) = (delivery for delivery in step.deliveries if delivery.to == self._world.rank)
-            _message(dist.recv, self._message[: own.nbytes], step.server, self._world)
+            send_or_receive(dist.recv, self._message[: own.nbytes], step.server, self._world)
             self._left = bytes_view(self._message)[: own.nbytes]
             self.received_bytes += own.nbytes
         return True
@@ -142,38 +150,23 @@ class ExchangeReader:
         the message until the caller has taken them.
         """
         me, size = self._world.rank, self._world.size
-        reader = self._reader if step.extent is None else self._fetched()
+        reader: Reader = MemoryReader([])
+        try:
+            reader = self._fetched()
+        except BaseException as error:
+            self._failure = self._failure or error
         for delivery in sorted(step.deliveries, key=lambda delivery: (delivery.to - me - 1) % size):
             room = self._message[: delivery.nbytes]
             try:
                 if self._failure is None:
-                    self._fill(bytes_view(room), reader, step.extent, delivery)
-            except Exception as error:
+                    requests = self._tables[delivery.to][delivery.first : delivery.stop]
+                    pack(bytes_view(room), requests, reader, step.extent[1])
+            except BaseException as error:
                 self._failure = error
             if delivery.to != me:
-                _message(dist.send, room, delivery.to, self._world)
+                send_or_receive(dist.send, room, delivery.to, self._world)
             else:
                 self._left = bytes_view(room)
-
-    def _fill(
-        self, view: memoryview, reader: Reader, extent: tuple[int, int, int] | None, delivery: Delivery
-    ) -> None:
-        """Pack the requests of a delivery, out of a source or of an ``extent`` of it that is in memory."""
-        at = 0
-        for file, offset, nbytes, count, stride in self._tables[delivery.to][
-            delivery.first : delivery.stop
-        ].tolist():
-            place = view[at : at + nbytes]
-            if extent is not None:
-                file, offset = 0, offset - extent[1]
-            if count == 1:
-                reader.read(file, offset, [place])
-            else:
-                width = nbytes // count
-                reader.gather(file, offset, Rows(count, width, stride), place, width)
-            at += nbytes
-        if extent is None:
-            self.read_bytes += at
 
     def _fetch(self) -> None:
         """Have the next extent read that this rank serves, a part by each thread."""
@@ -210,14 +203,3 @@ def _concerns(step: ExchangeStep, rank: int) -> bool:
 
 def _room(sizes: Any) -> torch.Tensor:
     return torch.empty(max(sizes, default=0), dtype=torch.uint8)
-
-
-def _message(call: Callable[..., Any], tensor: torch.Tensor, peer: int, world: World) -> None:
-    """One message to or from a peer."""
-    try:
-        call(tensor, peer, group=world.group)
-    except (RuntimeError, dist.DistBackendError) as error:
-        raise PeerError(
-            f"rank {peer} died or stopped answering while rank {world.rank} exchanged the checkpoint's bytes "
-            "with it; nothing was loaded: start all ranks again"
-        ) from error

@@ -32,23 +32,16 @@ def execute(
     error of any thread stops the others and is raised here; the storages are then partly filled and of no
     use.
     """
-    _zero_padding(plan.destinations, storages)
     threads = min(threads or 2, max(1, len(plan.reads) + len(plan.computations)))
-    device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
-    if device is not None:
-        # The padding was zeroed on a stream that the threads' own know nothing of.
-        torch.accelerator.current_stream(device).synchronize()
+    # The reader first: with one that gets its bytes from other ranks, these have to hear of whatever fails.
     with reader or _reader(plan) as source, progress:
+        _zero_padding(plan.destinations, storages)
+        device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
+        if device is not None:
+            # The padding was zeroed on a stream that the threads' own know nothing of.
+            torch.accelerator.current_stream(device).synchronize()
         pool = _Pool(plan, storages, source, progress, device, threads, depth)
-        workers = [
-            threading.Thread(target=pool.work_beside, name=f"zerostart-reader-{i}", daemon=True)
-            for i in range(threads - 1)
-        ]
-        for worker in workers:
-            worker.start()
-        pool.work()
-        for worker in workers:
-            worker.join()
+        pool.run(threads - 1)
         if pool.error is not None:
             raise pool.error
     return progress.done
@@ -86,6 +79,24 @@ class _Pool:
         self._items = enumerate(chain[Read | Computation](plan.reads, plan.computations))
         self._ahead, self._depth = ahead, depth
         self._lock = threading.Lock()
+
+    def run(self, beside: int) -> None:
+        """``work``, in this thread and in others ``beside`` it, until all have ended."""
+        started: list[threading.Thread] = []
+        try:
+            for number in range(beside):
+                worker = threading.Thread(
+                    target=self.work_beside, name=f"zerostart-reader-{number}", daemon=True
+                )
+                worker.start()
+                started.append(worker)
+            self.work()
+            for worker in started:
+                worker.join()
+        except BaseException as error:  # an interrupt: what the others read from is closed after they end
+            self.error = self.error or error
+            for worker in started:
+                worker.join()
 
     def work(self) -> None:
         """Take reads and computations until there are none left or one has failed."""

@@ -19,11 +19,11 @@ from zerostart.planning import (
     exchange_schedule,
     pieces_within,
     spans_within,
-    steps_of_one,
     table_of,
 )
 from zerostart.transfer import MIN_CHUNK, Progress, Reader, Rows, Tuning, execute
 from zerostart.transfer.exchange import ExchangeReader
+from zerostart.transfer.holder import HeldReader, serve_others
 
 __all__ = ["MOST_REQUESTS", "TransferStats", "ReadDemand", "agree_on_strategy", "chosen", "execute_together"]
 
@@ -155,19 +155,19 @@ def _once(
     world: World,
 ) -> TransferStats:
     """What no other rank wants, and computations, by all threads; then the rest in the order of steps."""
-    with world.phase("planning the exchange"):
-        plan = spans_within(plan, plan.chunk_size)
-        table = table_of(plan.reads)
+    plan = spans_within(plan, plan.chunk_size)
+    table = table_of(plan.reads)
     tables = world.all_gather_object(table, "planning the exchange")
     with world.phase("reading own slices"):
         exchange = exchange_schedule(tables, plan.chunk_size, BETWEEN)
         alone = frozenset(exchange.alone[world.rank])
         # Computations make their reads in no order that ranks could agree on.
         own = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n in alone))
+        others = tuple(r for n, r in enumerate(plan.reads) if n not in alone)
+        rest = replace(plan, reads=others, computations=())
         execute(own, storages, progress, tuning.threads, reader, tuning.depth)
         read = progress.done
         reader = ExchangeReader(exchange.steps, tables, reader, world, tuning.threads)
-    rest = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n not in alone), computations=())
     execute(rest, storages, progress, 1, reader, tuning.depth)
     return TransferStats(
         read=read + reader.read_bytes,
@@ -183,20 +183,18 @@ def _from_holder(
     assert plan.memory is not None, "only a mapping has holders"
     holders = plan.memory.holders
     holds = world.rank in holders
-    tables = world.all_gather_object(
-        table_of(() if holds else tuple(plan.all_reads())), "agreeing who reads what"
-    )
-    chunk = max(world.all_gather_object(plan.chunk_size, "agreeing who reads what"))
     with world.phase("agreeing who reads what"):
-        steps = list(steps_of_one(tables, holders[0], chunk))
-        reader = ExchangeReader(steps, tables, tuning.reader(plan), world)
+        table = table_of(() if holds else tuple(plan.all_reads()))
+        longest = max(plan.chunk_size, int(table[:, 2].max(initial=0)))
+        told = world.all_gather_object((len(table), longest), "agreeing who reads what")
+        served = [rank for rank, (requests, _) in enumerate(told) if requests]
+        room = torch.empty(max(nbytes for _, nbytes in told), dtype=torch.uint8, device="cpu")
+        reader = HeldReader(table, holders[0], len(served), room, world)
     if not holds:
         execute(plan, storages, progress, 1, reader, tuning.depth)
         return TransferStats(0, 0, reader.received_bytes)
-    served = 0
+    sent = 0
     if world.rank == holders[0]:
-        with reader:
-            pass
-        served = sum(int(table[:, 2].sum()) for table in tables)
+        sent = serve_others(served, tuning.reader(plan), room, world)
     execute(plan, storages, progress, tuning.threads, tuning.reader(plan), tuning.depth)
-    return TransferStats(progress.done + reader.read_bytes, plan.read_bytes + served)
+    return TransferStats(progress.done + sent, plan.read_bytes + sent)

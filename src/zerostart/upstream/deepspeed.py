@@ -28,6 +28,7 @@ __all__ = [
     "import_deepspeed",
     "SUPPORTED",
     "Home",
+    "check_config",
     "check_quantising",
     "check_swapping",
     "contexts_aside",
@@ -35,6 +36,7 @@ __all__ = [
     "give_partition",
     "home_of",
     "join_group",
+    "join_hierarchical_groups",
     "parameter_device",
     "partition_available",
     "partition_of",
@@ -88,7 +90,7 @@ def require() -> None:
 
 
 def join_group() -> None:
-    """Set up DeepSpeed's layer over the process group, unless it is."""
+    """Set up DeepSpeed's layer over the process group, unless it is. Collective."""
     import deepspeed
 
     os.environ.setdefault("LOCAL_RANK", str(_local_rank()))
@@ -96,33 +98,58 @@ def join_group() -> None:
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
 
 
+def join_hierarchical_groups(size: int) -> None:
+    """Make the groups of ``size`` ranks of hierarchical partitions, unless they are. Collective.
+
+    They are made once in a process, and found again by a second load.
+    """
+    from deepspeed.utils import groups
+
+    private: Any = groups
+    if private._get_zero_param_intra_parallel_group() is None:
+        private._create_zero_param_parallel_group(size)
+
+
 def partitioner(world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None) -> Any:
-    """A ``zero.Init`` that converts nothing by itself; joins the process group where needed.
+    """A ``zero.Init`` that converts nothing by itself, in a process that has joined all groups.
 
     It is given a whole configuration, and not ``dtype=``, which is ignored for fp32 on a host without fp16.
     Raises ConfigError for a configuration that DeepSpeed refuses.
     """
     module = _partition_parameters()
     import deepspeed
-    from deepspeed.runtime.config import DeepSpeedConfigError
-    from pydantic import ValidationError
 
-    join_group()
-    # A group of hierarchical partitions is made once in a process, and found again by a second load.
     hierarchical = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
-    try:
+    with _refusals():
         init = module.Init(
             config_dict_or_path=_init_config(world_size, dtype, config),
             zero_param_parallel_group=hierarchical if _secondary(config) > 1 else None,
             enabled=True,
         )
-    except (DeepSpeedConfigError, ValidationError, AssertionError) as error:
-        raise ConfigError(f"DeepSpeed refuses engine_config: {error}") from error
     _check_secondary(init, config, world_size)
     if init.mem_efficient_linear:
         # Runs by itself only in a context or for a prebuilt module; ZeRO-3 needs it for its backward hooks.
         init._enable_mem_efficient_linear()
     return init
+
+
+def check_config(world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError for a configuration that DeepSpeed refuses."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    with _refusals():
+        DeepSpeedConfig(_init_config(world_size, dtype, config))
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    from deepspeed.runtime.config import DeepSpeedConfigError
+    from pydantic import ValidationError
+
+    try:
+        yield
+    except (DeepSpeedConfigError, ValidationError, AssertionError) as error:
+        raise ConfigError(f"DeepSpeed refuses engine_config: {error}") from error
 
 
 def _secondary(config: Mapping[str, Any] | None) -> int:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import deepspeed as upstream
 
-__all__ = ["ExpertGroups", "mark_expert"]
+__all__ = ["ExpertGroups", "mark_expert", "require_groups"]
 
 _USED = (
     "_create_expert_and_data_parallel",
@@ -26,21 +26,27 @@ _USED = (
 )
 
 
+def require_groups() -> None:
+    """Raise UnsupportedVersionError unless DeepSpeed has what is used of it."""
+    upstream.require()
+    from deepspeed.utils import groups
+
+    absent = [name for name in _USED if not hasattr(groups, name)]
+    if absent:
+        raise UnsupportedVersionError(f"this DeepSpeed has no deepspeed.utils.groups.{', '.join(absent)}")
+
+
 class ExpertGroups:
     """This rank's group of ranks that together have all experts, and its group of those that have the same.
 
-    Collective: DeepSpeed makes the groups, once for each size.
+    Collective: DeepSpeed makes the groups, once for each size. See ``require_groups``.
     """
 
     def __init__(self, expert_parallel: int) -> None:
-        upstream.require()
         upstream.join_group()
         from deepspeed.utils import groups
 
         private: Any = groups
-        absent = [name for name in _USED if not hasattr(private, name)]
-        if absent:
-            raise UnsupportedVersionError(f"this DeepSpeed has no deepspeed.utils.groups.{', '.join(absent)}")
         self.name = f"ep_size_{expert_parallel}"
         if self.name not in private._get_expert_parallel_group_dict():
             private._create_expert_and_data_parallel(expert_parallel)

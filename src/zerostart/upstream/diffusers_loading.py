@@ -115,12 +115,11 @@ class Override:
                 self._left(result[0] if isinstance(result, tuple) else result)
                 return result
             default = torch.get_default_dtype()
-            with serving(served):
+            with serving(served), served.together():
                 try:
                     return original(cls, *args, **served.arguments)
-                except Exception as error:
+                except BaseException:
                     torch.set_default_dtype(default)  # diffusers sets it, and back where nothing fails
-                    served.failed(error)
                     raise
 
         return from_pretrained

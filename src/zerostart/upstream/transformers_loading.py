@@ -53,8 +53,8 @@ class Served(Protocol):
         """Give ``model`` (on meta) its weights; collective."""
         ...
 
-    def failed(self, error: Exception) -> None:
-        """The call failed with ``error``; may raise another error in its place."""
+    def together(self) -> AbstractContextManager[None]:
+        """A context for the whole call; may raise another error in the place of one that is raised inside."""
         ...
 
 
@@ -140,12 +140,8 @@ class Override:
                 result = original(cls, *args, **kwargs)
                 self._left(result[0] if isinstance(result, tuple) else result)
                 return result
-            with serving(served):
-                try:
-                    return original(cls, *args, **served.arguments)
-                except Exception as error:
-                    served.failed(error)
-                    raise
+            with serving(served), served.together():
+                return original(cls, *args, **served.arguments)
 
         return classmethod(from_pretrained)
 

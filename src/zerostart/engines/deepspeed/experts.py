@@ -18,7 +18,7 @@ from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.flat_buffers import held_layouts
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, Parallelism, flat_partition
-from zerostart.upstream.deepspeed_experts import ExpertGroups, mark_expert
+from zerostart.upstream.deepspeed_experts import ExpertGroups, mark_expert, require_groups
 from zerostart.upstream.deepspeed_flat_experts import mark_flat_expert
 
 __all__ = ["expert_cutter", "expert_shards", "flat_expert_shards"]
@@ -33,7 +33,9 @@ def expert_cutter(
     """
     if parallelism.mesh.expert_parallel == 1:
         return None
-    groups = ExpertGroups(parallelism.mesh.expert_parallel)
+    require_groups()
+    with world.collectives("making the experts' groups"):
+        groups = ExpertGroups(parallelism.mesh.expert_parallel)
     marked = mark_expert if partitioned else mark_flat_expert
     return lambda model: _cut(model, parallelism, world.rank, groups, lambda p: marked(p, groups))
 

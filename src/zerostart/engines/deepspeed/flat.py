@@ -25,6 +25,7 @@ from zerostart.transfer.memory import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream import deepspeed_stage12 as upstream
 from zerostart.upstream.deepspeed import import_deepspeed
+from zerostart.upstream.extensions import load_operations
 from zerostart.upstream.torch import storage_users
 
 __all__ = ["FlatKeeper", "FlatShards", "offer_runs"]
@@ -175,6 +176,7 @@ class FlatShards(FlatBufferShards):
         cut: Callable[[nn.Module], None] | None = None,
     ) -> None:
         import_deepspeed()
+        load_operations(("ShareMemCommBuilder",), world.rank == 0)
         super().__init__(world, zero_stage, rules, exchange, parallelism)
         self._keeper = FlatKeeper(self.device)
         self._cut = cut
@@ -182,8 +184,7 @@ class FlatShards(FlatBufferShards):
     def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence:
         """As it is everywhere; the parameters are brought to the device later where it has no room yet."""
         if self._cut is not None:
-            with self._world.phase("cutting the experts"):
-                self._cut(model)
+            self._cut(model)
         residence = super().agree_on_residence(model, names)
         self._keeper.waits = residence.name == HOST
         return residence

@@ -24,10 +24,12 @@ from zerostart.errors import EngineError
 from zerostart.layout import Layout, flat_partition
 from zerostart.transfer import Arena
 from zerostart.upstream import deepspeed as upstream
+from zerostart.upstream.extensions import load_operations
 
 __all__ = ["PartitionMaker", "current_shards"]
 
-
+#: Builders of the operations of DeepSpeed's that are compiled at first use: of its layer, and of swapping.
+OPERATIONS = ("ShareMemCommBuilder", "AsyncIOBuilder")
 #: Name, parameter, this rank's layout, home of the partition and its place there.
 Placed = tuple[str, nn.Parameter, Layout, upstream.Home, int]
 
@@ -55,7 +57,15 @@ class PartitionMaker:
         self._settings = settings
         self._placements = placements
         self._cut = cut
-        self._init = upstream.partitioner(world.size, dtype or configured_dtype(config), config)
+        dtype = dtype or configured_dtype(config)
+        load_operations(OPERATIONS if settings.offload == "nvme" else OPERATIONS[:1], world.rank == 0)
+        with world.collectives("starting DeepSpeed"):
+            upstream.join_group()
+        if settings.secondary > 1:
+            upstream.check_config(world.size, dtype, config)
+            with world.collectives("making groups of hierarchical partitions"):
+                upstream.join_hierarchical_groups(settings.secondary)
+        self._init = upstream.partitioner(world.size, dtype, config)
         self._swapped: list[nn.Parameter] = []
         self.device = upstream.parameter_device(self._init)
 

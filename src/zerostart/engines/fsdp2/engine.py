@@ -41,10 +41,12 @@ class FSDP2Shards:
         device = default_device()
         # Explicit, since without it an accelerator's mesh is made wherever one is present.
         mesh = self._settings.mesh
-        if mesh is None and replicas == 1:
-            mesh = init_device_mesh(device.type, (shares,))
-        elif mesh is None:
-            mesh = init_device_mesh(device.type, (replicas, shares), mesh_dim_names=("replicate", "shard"))
+        if mesh is None:
+            shape, names = (
+                ((shares,), None) if replicas == 1 else ((replicas, shares), ("replicate", "shard"))
+            )
+            with world.collectives("making the device mesh"):
+                mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         self._mesh = mesh
         self._rank = world.rank
         self.device = torch.device("cpu") if mesh.device_type == "cpu" else device

@@ -55,12 +55,13 @@ class FSDP2ParallelShards:
         self.device = default_device()
         mesh = parallelism.mesh
         sizes = (mesh.world_size // mesh.tensor_parallel, mesh.tensor_parallel)
-        dense = init_device_mesh(self.device.type, sizes, mesh_dim_names=("data", "tensor"))
-        self._dense, self._tensors = dense["data"], dense["tensor"]
         owners = mesh.world_size // mesh.expert_parallel
-        self._experts = init_device_mesh(
-            self.device.type, (owners, mesh.expert_parallel), mesh_dim_names=("expert_data", "expert")
-        )
+        with world.collectives("making the device meshes"):
+            dense = init_device_mesh(self.device.type, sizes, mesh_dim_names=("data", "tensor"))
+            self._experts = init_device_mesh(
+                self.device.type, (owners, mesh.expert_parallel), mesh_dim_names=("expert_data", "expert")
+            )
+        self._dense, self._tensors = dense["data"], dense["tensor"]
 
     def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence | None:
         """Nothing is whole."""

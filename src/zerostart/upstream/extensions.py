@@ -1,0 +1,194 @@
+"""Private parts of torch and DeepSpeed: operations that are compiled at first use, and the lock of that.
+
+torch keeps other processes off a build by a file ``lock`` in its folder (torch.utils.file_baton), which
+outlives a builder that is killed: every later process then waits for it without end. Used of torch:
+``cpp_extension._get_build_directory``; of DeepSpeed: ``OpBuilder.load``, ``_loaded_ops``, ``name``, and
+``installed_ops``.
+
+A build here takes a lock of its own first, which the system gives back when its holder ends. Who has that one
+and finds torch's lock knows whose it is: a build's that was killed, if such a build left its mark; else some
+other program's, which is waited for as long as it can be seen at work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from zerostart.errors import EngineError
+
+__all__ = ["built", "load_operations"]
+
+logger = logging.getLogger("zerostart")
+
+#: Seconds after which a person is told what is waited for.
+SILENCE = 2.0
+#: Seconds without a change in a folder after which nobody is at work there whom this process cannot see.
+QUIET = 120.0
+_POLL = 0.2
+#: Beside torch's ``lock``: locked by whom zerostart lets build, and not empty while it does.
+_MARK = "zerostart.building"
+
+
+def load_operations(names: tuple[str, ...], told: bool) -> None:
+    """Load DeepSpeed's operations of the builders ``names``, compiling what is not compiled yet.
+
+    Those that this accelerator has not or cannot have are left out. With ``told`` a person is told if it
+    takes long. Raises EngineError, naming the operation, if it cannot be compiled.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import installed_ops
+
+    for name in names:
+        builder: Any = get_accelerator().create_op_builder(name)
+        if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
+            continue
+        if builder.name in builder._loaded_ops or installed_ops.get(builder.name, False):
+            continue
+        try:
+            built(_folder(builder.name), builder.load, builder.name, told)
+        except (RuntimeError, OSError, ImportError) as error:
+            raise EngineError(
+                f"DeepSpeed's operation {builder.name} cannot be compiled on this machine ({error}); it "
+                "needs a C++ compiler and ninja"
+            ) from error
+
+
+def _folder(name: str) -> Path:
+    from torch.utils import cpp_extension
+
+    return Path(cpp_extension._get_build_directory(name, False))
+
+
+def built(folder: Path, build: Callable[[], Any], name: str, told: bool) -> None:
+    """Run ``build``, which compiles in ``folder`` under torch's lock, as the only one that zerostart lets.
+
+    What an earlier build left that was killed does not stand in the way. An interrupt ends the compilers, and
+    leaves nothing either.
+    """
+    with _telling(name, folder, told), contextlib.ExitStack() as stack:
+        try:
+            mark = stack.enter_context((folder / _MARK).open("a+b"))
+            fcntl.flock(mark, fcntl.LOCK_EX)
+        except OSError:  # A folder that cannot be written, or a file system without locks.
+            _await_others(folder, False)
+            build()
+            return
+        mark.seek(0)
+        _await_others(folder, bool(mark.read()))
+        mark.write(b"building")
+        mark.flush()
+        with _ending_children():
+            build()
+        mark.truncate(0)
+
+
+def _await_others(folder: Path, killed: bool) -> None:
+    """Wait until nobody builds in ``folder``, and remove the lock of one that has ended without.
+
+    ``killed``: a build of zerostart's did, and its compilers may still be at it.
+    """
+    lock = folder / "lock"
+    while lock.exists():
+        quiet = time.time() - max(path.stat().st_mtime for path in _present(folder))
+        if not _at_work(folder) and (killed or quiet > QUIET):
+            logger.warning("removed %s, which a build that was killed has left", lock)
+            lock.unlink(missing_ok=True)
+            return
+        time.sleep(_POLL)
+
+
+def _present(folder: Path) -> Iterator[Path]:
+    yield folder
+    with contextlib.suppress(FileNotFoundError):
+        yield from (path for path in folder.iterdir() if path.exists())
+
+
+def _at_work(folder: Path) -> bool:
+    """Whether a process that can be seen from here builds in ``folder``, or holds torch's lock there."""
+    lock = folder / "lock"
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if (process / "cwd").samefile(folder):
+                return True
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if descriptor.samefile(lock):
+                        return True
+    return False
+
+
+@contextlib.contextmanager
+def _telling(name: str, folder: Path, told: bool) -> Iterator[None]:
+    """Tell a person what takes so long, if it does."""
+    timer = threading.Timer(
+        SILENCE,
+        lambda: logger.warning(
+            "DeepSpeed's operation %s is being compiled in %s, once for this environment; it takes about a "
+            "minute",
+            name,
+            folder,
+        ),
+    )
+    timer.daemon = True
+    if told:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def _ending_children() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM end what was started inside first, and then do what they did.
+
+    A SIGTERM that nobody handles raises SystemExit, so that torch gives its lock back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    others = _children(os.getpid())
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for child in _children(os.getpid()) - others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        handler = before[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
+        elif handler != signal.SIG_IGN:
+            raise SystemExit(128 + number)
+
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _children(ancestor: int) -> set[int]:
+    """Processes that ``ancestor`` has started, and those that they have."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found: set[int] = set()
+    while more := {child for child, parent in parents.items() if parent in {ancestor, *found}} - found:
+        found |= more
+    return found
