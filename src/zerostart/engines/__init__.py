@@ -11,6 +11,7 @@ import torch
 
 from zerostart.distributed.world import World
 from zerostart.engines.flat_buffers import FlatBufferShards
+from zerostart.engines.names import plain_name
 from zerostart.engines.parallelism import resolve
 from zerostart.engines.placement import parallel_layout
 from zerostart.engines.placements import DEVICE, Placements, planned, rules_of
@@ -37,6 +38,7 @@ __all__ = [
     "make_engine",
     "offer_masters",
     "parallel_layout",
+    "plain_name",
     "planned",
     "require",
     "resolve",

@@ -22,6 +22,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -51,7 +52,12 @@ _BF16_OPTIMIZER = ("_flatten_dense_tensors_aligned", "_update_storage_to_flatten
 
 
 class Keeper(Protocol):
-    """What holds the flat buffers of one loaded model."""
+    """What holds the flat buffers of one loaded model.
+
+    ``optimizer`` refers to DeepSpeed's optimizer of the model, once an engine has been made.
+    """
+
+    optimizer: weakref.ref[Any] | None
 
     def bring(self) -> None:
         """Move buffers that wait in host memory to the device; collective."""
@@ -163,6 +169,9 @@ def _enter() -> None:
             keeper.bring()
         with _undone(self, given.get("model"), given.get("optimizer")):
             construct(self, *args, **kwargs)
+        if self.optimizer is not None:
+            for keeper in _keepers(given.get("model")):
+                keeper.optimizer = weakref.ref(self.optimizer)
 
     DeepSpeedEngine._broadcast_model = broadcast_model
     DeepSpeedEngine.__init__ = construct_engine

@@ -12,6 +12,7 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.cutting import cut_experts
 from zerostart.engines.deepspeed.engine import DeepSpeedShards, current_shards
+from zerostart.engines.names import loaded_names
 from zerostart.engines.placement import parallel_layout
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, Parallelism
@@ -46,13 +47,13 @@ class DeepSpeedExpertShards(DeepSpeedShards):
 
 def expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
     """The ZeRO-3 partitions of ``model`` as they are now, with layouts of the unsharded parameters."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    aliases = {alias: names[id(p)] for alias, p in model.named_parameters(remove_duplicate=False)}
-    found = {}
-    for alias, shard in current_shards(model).items():
-        name = aliases[alias]  # A tied parameter lies as its first name says.
-        at = _layouts(parallelism, name)
-        found[alias] = Shard(name, at(rank), shard.storage, at)
+    names = loaded_names(model)
+    found = current_shards(model)
+    for alias, shard in found.items():
+        name = names[alias]  # A tied parameter lies as its first name says.
+        if parallelism.is_expert(name):
+            at = _layouts(parallelism, name)
+            found[alias] = Shard(name, at(rank), shard.storage, at)
     return found
 
 

@@ -72,6 +72,7 @@ class FlatKeeper:
     def __init__(self, device: torch.device) -> None:
         #: Whether the parameters lie in host memory until the engine starts; alike on all ranks.
         self.waits = False
+        self.optimizer: weakref.ref[Any] | None = None
         self._device = device
         self._parameters: list[weakref.ref[nn.Parameter]] = []
 

@@ -11,6 +11,7 @@ from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.cutting import cut_experts
 from zerostart.engines.deepspeed.flat import FlatShards, check_stage
 from zerostart.engines.flat_buffers import held_layouts
+from zerostart.engines.names import loaded_names
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.layout import Parallelism
@@ -51,9 +52,9 @@ class FlatExpertShards(FlatShards):
 def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
     """The experts of ``model`` on this rank, with layouts of the unsharded parameters."""
     found = {}
-    first: dict[int, str] = {}
+    names = loaded_names(model)
     for alias, parameter in model.named_parameters(remove_duplicate=False):
-        name = first.setdefault(id(parameter), alias)
+        name = names[alias]
         if parallelism.is_expert(name):
             at = held_layouts(parallelism, name)
             found[alias] = Shard(name, at(rank), parameter.detach().view(-1), at)
