@@ -191,8 +191,8 @@ def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
     that it made, and calls into it.
     """
     ours = isinstance(model, torch.nn.Module) and any(map(marked, model.parameters()))
-    groups = getattr(client, "param_groups", []) if ours else []
-    before = [list(group["params"]) for group in groups]
+    groups = list(getattr(client, "param_groups", [])) if ours else []
+    before = [{**group, "params": list(group["params"])} for group in groups]
     noted = [(p, dict(p.__dict__)) for p in model.parameters()] if ours else []
     try:
         yield
@@ -205,8 +205,11 @@ def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
             with contextlib.suppress(Exception):  # It may lack anything: the first error is the one to tell.
                 engine.destroy()
             engine.__dict__ |= {"optimizer": None, "basic_optimizer": None}
-            for group, parameters in zip(groups, before, strict=False):
-                group["params"] = parameters
+            if groups:
+                client.param_groups[:] = groups  # Empty ones were dropped.
+            for group, settings in zip(groups, before, strict=True):
+                group.clear()
+                group.update(settings)
             for parameter, attributes in noted:
                 parameter.__dict__.clear()
                 parameter.__dict__.update(attributes)
