@@ -25,7 +25,7 @@ from zerostart.layout.flat import FlatGroup, FlatRules
 from zerostart.transfer.memory import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream import deepspeed_stage12 as upstream
-from zerostart.upstream.deepspeed import import_deepspeed
+from zerostart.upstream.deepspeed import check_sections, import_deepspeed
 from zerostart.upstream.torch import storage_users
 
 __all__ = ["FlatKeeper", "FlatShards", "check_stage", "flat_rules", "offer_runs"]
@@ -207,6 +207,8 @@ class FlatShards(FlatBufferShards):
     ) -> None:
         check_stage(zero_stage, engine_config, False)
         import_deepspeed()
+        if upstream.known():
+            check_sections(engine_config)
         rules = flat_rules(engine_config, zero_stage, world.size)
         super().__init__(world, zero_stage, rules, exchange, parallelism)
         self._keeper = FlatKeeper(self.device)
