@@ -229,9 +229,11 @@ def gathered(
     """Inside, one whole parameter of a loaded model as a CPU tensor on every rank, experts whole too.
 
     Collective, with the same arguments on every rank; ``name`` is a state-dict name of the unsharded model.
-    With ``modifier_rank`` the tensor as that rank leaves it goes back to the shards, and to DeepSpeed's fp32
-    masters where there are some. Raises ConfigError at the end, on every rank, if another rank (or, without
-    ``modifier_rank``, any) has changed its tensor; the shards are then as they were.
+    ``model`` may be inside wrappers (an engine, DDP, PEFT, ``torch.compile``). With ``modifier_rank`` the
+    elements that that rank has changed go back to what every rank holds, and to DeepSpeed's fp32 masters
+    where there are some; masters of all other elements keep their bits. Raises ConfigError at the end, on
+    every rank, if another rank (or, without ``modifier_rank``, any) has changed its tensor; the shards are
+    then as they were.
     """
     from zerostart.state.editing import gathered as gather
 

@@ -22,7 +22,8 @@ from ranks import Outcome, rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.distributed.world import current_world
-from zerostart.loading import run as running
+from zerostart.engines.deepspeed.family import ZeroThree
+from zerostart.loading.record import record_of
 
 LIMIT = 30.0
 
@@ -30,17 +31,15 @@ LIMIT = 30.0
 def rounded(path: Path, options: Mapping[str, Any]) -> None:
     """Load in less precision, and read the fp32 masters that the engine would."""
     offered: list[Any] = []
-    kept = running.engines.offer_masters
-    running.engines.offer_masters = lambda *given: offered.append(given)
+    kept = ZeroThree.offer_masters
+    ZeroThree.offer_masters = lambda self, *given: offered.append(given)  # type: ignore[method-assign]
     try:
         model = zerostart.load(path, dtype=torch.bfloat16, progress=False, **options)
     finally:
-        running.engines.offer_masters = kept
-    ((_, _, names, reader),) = offered
-    shards = running.engines.local_shards(
-        model, zerostart.report(model).parallelism, "deepspeed", dist.get_rank()
-    )
-    reader([(name, torch.empty(shards[name].layout.numel)) for name in names])
+        ZeroThree.offer_masters = kept  # type: ignore[method-assign]
+    ((_, names, reader),) = offered
+    shards = record_of(model).shards(model)
+    reader.read([(name, torch.empty(shards[name].layout.numel)) for name in names])
 
 
 def held(path: Path, options: Mapping[str, Any]) -> None:

@@ -48,11 +48,20 @@ def keep(model: nn.Module, record: LoadRecord) -> None:
 
 
 def loaded_model(model: nn.Module) -> nn.Module:
-    """The loaded model inside engines' wrappers (``.module``), or ``model`` itself."""
-    inner: object = model
-    while isinstance(inner, nn.Module) and inner not in _records:
-        inner = getattr(inner, "module", None)
-    return inner if isinstance(inner, nn.Module) else model
+    """The loaded model inside the wrappers of engines, of torch.compile and of PEFT, or ``model`` itself."""
+    inner: nn.Module | None = model
+    while inner is not None and inner not in _records:
+        inner = _inside(inner)
+    return model if inner is None else inner
+
+
+def _inside(wrapper: nn.Module) -> nn.Module | None:
+    """What a wrapper wraps; None for a module that is none."""
+    names: tuple[str, ...] = ("module", "_orig_mod")
+    if type(wrapper).__module__.partition(".")[0] == "peft":
+        names += ("base_model", "model")
+    found = (wrapper._modules.get(name) for name in names)
+    return next((module for module in found if module is not None), None)
 
 
 def loaded_models(model: nn.Module) -> Iterator[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
 import torch
@@ -12,13 +12,17 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import World, current_world
-from zerostart.engines import Shard
+from zerostart.engines import Shard, plain_name
 from zerostart.errors import ConfigError
+from zerostart.layout import replicated
 from zerostart.loading.record import loaded_model, record_of
-from zerostart.state.full_tensors import MESSAGE, whole_tensor
-from zerostart.upstream.deepspeed_editing import partition_changed
+from zerostart.state.full_tensors import MESSAGE, carried, whole_tensor
+from zerostart.upstream.deepspeed_editing import Master, check_editable, has_own_values, master_of
 
 __all__ = ["gathered"]
+
+#: Integers as wide as an element, in which two elements of one dtype are compared bit for bit.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @contextlib.contextmanager
@@ -30,55 +34,103 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
     if modifier_rank is not None and not 0 <= modifier_rank < world.size:
         raise ConfigError(f"modifier_rank={modifier_rank} is not one of the {world.size} ranks")
     with world.phase(f"changing {name}"):
-        shard = record.shards(inner).get(name)
-        if shard is None:
-            raise _unknown(inner, name)
-        whole = whole_tensor(shard, None)
-        assert whole is not None, "every rank asked for it"
+        # Before anything is looked up: this leaves no gathered copy in the place of a parameter.
+        shards = record.shards(inner)
+        given = _current_name(inner, name)
+        parameter = inner.get_parameter(given)
+        if modifier_rank is not None:
+            check_editable(parameter, name)
+            if given not in shards and has_own_values(parameter):
+                raise ConfigError(
+                    f"{name} is of an expert of DeepSpeed's MoE, and other ranks have other experts under "
+                    "that name: it is no one tensor; use deepspeed.utils.safe_set_full_fp32_param"
+                )
+        shard, whole = _share(shards, given, parameter)
         before = _fingerprint(whole)
         yield whole
-        changed = _fingerprint(whole) != before and world.rank != modifier_rank
-        others = [r for r, was in enumerate(world.all_gather_object(changed, "looking for changes")) if was]
+        changed = world.all_gather_object(_fingerprint(whole) != before, "looking for changes")
+        others = [rank for rank, was in enumerate(changed) if was and rank != modifier_rank]
         if others:
             raise ConfigError(
                 f"{name} was changed on {_ranks(others)}, which would be lost: the shards are as they were. "
                 "Pass modifier_rank= with the rank whose changes are to count, and change the tensor there "
                 "alone"
             )
-        if modifier_rank is not None:
-            _write_back(shard, whole, world, modifier_rank)
-            partition_changed(inner.get_parameter(name))
+        if modifier_rank is not None and changed[modifier_rank]:
+            with master_of(parameter) as master:
+                _write_back(shard, master, whole, world, modifier_rank)
 
 
-def _write_back(shard: Shard, whole: torch.Tensor, world: World, source: int) -> None:
-    """Each rank takes its elements out of what rank ``source`` sends, in messages of bounded size."""
+def _current_name(model: nn.Module, name: str) -> str:
+    """The name that the parameter ``name`` of the unsharded model has now, where wrappers have renamed it."""
+    names = [given for given, _ in model.named_parameters(remove_duplicate=False)]
+    found = name if name in names else next((given for given in names if plain_name(given) == name), None)
+    if found is None:
+        close = get_close_matches(name, names, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"{type(model).__name__} has no parameter {name}{hint}")
+    return found
+
+
+def _share(shards: Mapping[str, Shard], name: str, parameter: nn.Parameter) -> tuple[Shard, torch.Tensor]:
+    """This rank's share of ``parameter``, and the whole of it; collective where it is sharded."""
+    if name not in shards:
+        held = parameter.detach()
+        layout = replicated(tuple(held.shape))
+        return Shard(name, layout, held.view(-1), lambda _: layout), held.to("cpu", copy=True)
+    whole = whole_tensor(shards[name], None)
+    assert whole is not None, "every rank asked for it"
+    return shards[name], whole
+
+
+def _write_back(shard: Shard, master: Master | None, whole: torch.Tensor, world: World, source: int) -> None:
+    """Each rank takes its changed elements out of what rank ``source`` sends, in messages of bounded size."""
     flat = whole.detach().reshape(-1)
     runs = shard.layout.runs()
-    device = shard.storage.device
     with torch.no_grad(), world.collectives("sending what was changed"):
         for start in range(0, flat.numel(), MESSAGE):
-            part = flat[start : start + MESSAGE].to(device).contiguous()
+            part = carried(flat[start : start + MESSAGE].contiguous())
             if world.size > 1:
                 # As bytes: not every backend carries every dtype.
                 dist.broadcast(part.view(torch.uint8), src=source)
             for first, length, place in runs:
                 low, high = max(first, start), min(first + length, start + part.numel())
                 if low < high:
-                    shard.storage[place + low - first : place + high - first] = part[
-                        low - start : high - start
-                    ]
+                    _take(shard.storage, master, part[low - start : high - start], place + low - first)
+
+
+def _take(storage: torch.Tensor, master: Master | None, new: torch.Tensor, place: int) -> None:
+    """Put ``new`` at ``place`` of ``storage``, and into the master what is not there already.
+
+    A master has more bits than its parameter: where that stays as it is, so does the master.
+    """
+    held = storage[place : place + new.numel()]
+    new = new.to(held.device)
+    differs = _differing(held, new)
+    if not bool(differs.any()):
+        return
+    with torch.no_grad():
+        held.copy_(new)
+        if master is None:
+            return
+        first, values = master
+        low, high = max(place, first), min(place + new.numel(), first + values.numel())
+        if low < high:
+            high_bits = values[low - first : high - first]
+            chosen = differs[low - place : high - place].to(values.device)
+            given = new[low - place : high - place].to(values.device, values.dtype)
+            high_bits.copy_(torch.where(chosen, given, high_bits))
+
+
+def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of two contiguous 1-D tensors of one dtype, where their bits differ: signs of zero and NaNs count."""
+    word = _WORDS.get(a.itemsize, torch.int64)
+    return (a.view(word) != b.view(word)).view(a.numel(), -1).any(dim=1)
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:
     """A checksum of the bytes: a change through a view, ``.data`` or NumPy shows as well."""
     return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _unknown(model: nn.Module, name: str) -> ConfigError:
-    names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
-    close = get_close_matches(name, names, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return ConfigError(f"{type(model).__name__} has no sharded parameter {name}{hint}")
 
 
 def _ranks(ranks: list[int]) -> str:

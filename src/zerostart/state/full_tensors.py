@@ -16,7 +16,7 @@ from zerostart.layout import Layout
 from zerostart.loading.record import LoadRecord, loaded_model, record_of
 from zerostart.models import state_names
 
-__all__ = ["MESSAGE", "full_tensors", "whole_tensor"]
+__all__ = ["MESSAGE", "carried", "full_tensors", "whole_tensor"]
 
 #: Elements of each rank's share that travel in one message.
 MESSAGE = 1 << 22
@@ -79,10 +79,17 @@ def _segment(storage: torch.Tensor, start: int, count: int) -> torch.Tensor:
     return part.contiguous()
 
 
+def carried(part: torch.Tensor) -> torch.Tensor:
+    """``part`` on a device that the process group's backend carries."""
+    alone = not dist.is_initialized()
+    if alone or part.device.type != "cpu" or "cpu" in str(dist.get_backend_config()):
+        return part
+    return part.to(default_device())
+
+
 def _exchange(part: torch.Tensor, rank: int | None, here: int, size: int) -> list[torch.Tensor]:
     """``part`` of every rank, as CPU tensors, where they are wanted; [] elsewhere."""
-    if part.device.type == "cpu" and "cpu" not in str(dist.get_backend_config()):
-        part = part.to(default_device())
+    part = carried(part)
     # As bytes: not every backend carries every dtype.
     sent = part.view(torch.uint8)
     received = [torch.empty_like(sent) for _ in range(size)] if rank in (None, here) else []

@@ -30,6 +30,7 @@ __all__ = [
     "Home",
     "check_config",
     "check_quantising",
+    "check_sections",
     "check_swapping",
     "contexts_aside",
     "converted_parameter",
@@ -189,6 +190,23 @@ def _settled(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _settled(item) for key, item in value.items() if item != "auto"}
     return value
+
+
+def check_sections(config: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError for what DeepSpeed refuses of the sections that decide how parameters are held.
+
+    It knows every key of them, and refuses others.
+    """
+    from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
+    from deepspeed.runtime.zero.config import get_zero_config
+    from pydantic import ValidationError
+
+    settled = _settled(config or {})
+    try:
+        for parse in (get_zero_config, get_bfloat16_config, get_float16_config):
+            parse(settled)
+    except (ValidationError, ValueError, AssertionError) as error:
+        raise ConfigError(f"DeepSpeed refuses engine_config: {error}") from error
 
 
 def check_quantising() -> None:

@@ -1,39 +1,116 @@
-"""Private parts of DeepSpeed: what has to follow when the partition of a ZeRO-3 parameter is changed.
+"""Private parts of DeepSpeed: the fp32 master of a parameter, and what else follows when that changes.
 
-Used: ``free_param`` and ``ZeroParamStatus`` of ``runtime/zero/partition_parameters.py``; and, once there is
-an optimizer, ``set_local_hp_param`` of the ``_z3_optimizer`` that it leaves on each parameter (as
-``deepspeed.utils.safe_set_local_fp32_param`` does). At stages 1 and 2 ``_hp_mapping``, which the optimizer
-leaves on a parameter, and ``deepspeed.utils.safe_set_full_fp32_param``.
+Used, by stage: at 3 ``_z3_optimizer`` on a parameter, its ``grad_position``, ``get_param_id``,
+``_get_fp32_opt_state_partition``, ``_swappable_optimizer_subgroup`` and
+``_optimizer_states_and_gradient_swap_out`` (as ``set_local_hp_param`` uses them), ``ds_secondary_tensor`` (as
+``invalidate_secondary_tensor``), and ``free_param`` and ``ZeroParamStatus`` of
+``runtime/zero/partition_parameters.py``. At 1 and 2 what ``deepspeed_stage12_optimizers`` uses. At 0 the
+groups of ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``. ``offloaded_states`` of every optimizer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["partition_changed"]
+from zerostart.errors import ConfigError, UnsupportedVersionError
+from zerostart.upstream.deepspeed_stage12 import marked
+from zerostart.upstream.deepspeed_stage12_optimizers import shares_of
+
+__all__ = ["Master", "check_editable", "has_own_values", "master_of"]
 
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
+#: ``(first, values)``: element ``i`` of the 1-D ``values`` is the master of element ``first + i`` of what
+#: this rank holds of the parameter.
+Master = tuple[int, torch.Tensor]
 
-def partition_changed(parameter: torch.Tensor) -> None:
-    """Make a gathered copy of ``parameter``, and its fp32 master, follow what was changed.
 
-    Does nothing for a parameter that is not DeepSpeed's. Every rank that has a share must call it.
+def has_own_values(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` is of an expert of DeepSpeed's, with other values on other ranks."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def check_editable(parameter: torch.Tensor, name: str) -> None:
+    """Raise ConfigError where the values that are trained are not where they are changed."""
+    if getattr(_optimizer_of(parameter), "offloaded_states", None):
+        raise ConfigError(
+            f"{name} cannot be changed while engine.offload_states() has moved the state of the engine; call "
+            "engine.reload_states() before"
+        )
+
+
+@contextlib.contextmanager
+def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
+    """The master of this rank's share of ``parameter``, to be changed in place; None where there is none.
+
+    Afterwards gathered copies of a changed partition are gone. Not collective, but every rank that has a
+    share must come through it.
     """
-    module: Any = sys.modules.get(_MODULE)
-    if getattr(parameter, "_hp_mapping", None) is not None:
-        from deepspeed.utils import safe_set_full_fp32_param
+    if "deepspeed" not in sys.modules:
+        yield None
+    elif hasattr(parameter, "ds_id"):
+        with _partitioned(parameter) as found:
+            yield found
+    else:
+        optimizer = _optimizer_of(parameter)
+        if optimizer is None and hasattr(parameter, "_hp_mapping"):
+            raise UnsupportedVersionError(
+                "this DeepSpeed is not one that zerostart knows, and the fp32 masters of its optimizer would "
+                "not follow a change"
+            )
+        flat = any(hasattr(optimizer, name) for name in ("round_robin_bit16_groups", "bf16_groups"))
+        yield _in_partition(optimizer, parameter) if flat else _in_groups(optimizer, parameter)
 
-        safe_set_full_fp32_param(parameter, parameter.detach().float())
-        return
-    if module is None or not hasattr(parameter, "ds_id"):
-        return
-    p: Any = parameter
-    optimizer = getattr(p, "_z3_optimizer", None)
-    if optimizer is not None:
-        optimizer.set_local_hp_param(p.ds_tensor.detach().float(), p)
-    if p.ds_status == module.ZeroParamStatus.AVAILABLE:
-        module.free_param(p)  # Gathered again when a module needs it.
+
+def _optimizer_of(parameter: Any) -> Any:
+    """DeepSpeed's optimizer of a parameter, once there is one; None for others."""
+    if hasattr(parameter, "ds_id"):
+        return getattr(parameter, "_z3_optimizer", None)
+    mark = marked(parameter)
+    reference = None if mark is None else mark.keeper.optimizer
+    return None if reference is None else reference()
+
+
+@contextlib.contextmanager
+def _partitioned(parameter: Any) -> Iterator[Master | None]:
+    """As ``master_of``, at stage 3."""
+    module: Any = sys.modules[_MODULE]
+    optimizer = _optimizer_of(parameter)
+    if optimizer is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
+        yield None  # Not started, or frozen: what the partition holds is all there is.
+    else:
+        values, group = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)
+        try:
+            yield 0, values.detach()
+        finally:
+            if optimizer._swappable_optimizer_subgroup(group):
+                optimizer._optimizer_states_and_gradient_swap_out(group)
+    if getattr(parameter, "ds_secondary_tensor", None) is not None:
+        parameter.ds_secondary_tensor = None  # Made again of what the next forward gathers.
+    if parameter.ds_status == module.ZeroParamStatus.AVAILABLE:
+        module.free_param(parameter)  # Gathered again when a module needs it.
+
+
+def _in_partition(optimizer: Any, parameter: torch.Tensor) -> Master | None:
+    """As ``master_of``, at stages 1 and 2."""
+    shares = shares_of(optimizer)
+    return next(((first, share) for member, first, share in shares if member is parameter), None)
+
+
+def _in_groups(optimizer: Any, parameter: torch.Tensor) -> Master | None:
+    """As ``master_of``, at stage 0: one flat buffer of masters for each group, or one tensor for each."""
+    for number, group in enumerate(getattr(optimizer, "fp16_groups", ())):
+        offset = 0
+        for place, member in enumerate(group):
+            if member is parameter:
+                flats = getattr(optimizer, "fp32_groups_flat", None)
+                if flats is None:
+                    return 0, optimizer.fp32_groups[number][place].detach().view(-1)
+                return 0, flats[number].detach()[offset : offset + parameter.numel()]
+            offset += member.numel()
+    return None

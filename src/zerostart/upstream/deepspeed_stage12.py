@@ -22,6 +22,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -51,7 +52,12 @@ _BF16_OPTIMIZER = ("_flatten_dense_tensors_aligned", "_update_storage_to_flatten
 
 
 class Keeper(Protocol):
-    """What holds the flat buffers of one loaded model."""
+    """What holds the flat buffers of one loaded model.
+
+    ``optimizer`` refers to DeepSpeed's optimizer of the model, once an engine has been made.
+    """
+
+    optimizer: weakref.ref[Any] | None
 
     def bring(self) -> None:
         """Move buffers that wait in host memory to the device; collective."""
@@ -163,6 +169,9 @@ def _enter() -> None:
             keeper.bring()
         with _undone(self, given.get("model"), given.get("optimizer")):
             construct(self, *args, **kwargs)
+        if self.optimizer is not None:
+            for keeper in _keepers(given.get("model")):
+                keeper.optimizer = weakref.ref(self.optimizer)
 
     DeepSpeedEngine._broadcast_model = broadcast_model
     DeepSpeedEngine.__init__ = construct_engine
@@ -182,8 +191,8 @@ def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
     that it made, and calls into it.
     """
     ours = isinstance(model, torch.nn.Module) and any(map(marked, model.parameters()))
-    groups = getattr(client, "param_groups", []) if ours else []
-    before = [list(group["params"]) for group in groups]
+    groups = list(getattr(client, "param_groups", [])) if ours else []
+    before = [{**group, "params": list(group["params"])} for group in groups]
     noted = [(p, dict(p.__dict__)) for p in model.parameters()] if ours else []
     try:
         yield
@@ -196,8 +205,11 @@ def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
             with contextlib.suppress(Exception):  # It may lack anything: the first error is the one to tell.
                 engine.destroy()
             engine.__dict__ |= {"optimizer": None, "basic_optimizer": None}
-            for group, parameters in zip(groups, before, strict=False):
-                group["params"] = parameters
+            if groups:
+                client.param_groups[:] = groups  # Empty ones were dropped.
+            for group, settings in zip(groups, before, strict=True):
+                group.clear()
+                group.update(settings)
             for parameter, attributes in noted:
                 parameter.__dict__.clear()
                 parameter.__dict__.update(attributes)

@@ -10,6 +10,7 @@ import abc
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from zerostart.upstream.deepspeed_stage12 import Keeper, RunReader, marked, remark
 
-__all__ = ["over_bf16", "over_zero"]
+__all__ = ["over_bf16", "over_zero", "shares_of"]
 
 logger = logging.getLogger("zerostart")
 
@@ -84,10 +85,6 @@ class _Adoption(abc.ABC):
     def rules(self) -> tuple[bool, bool]:
         """Whether the optimizer deals parameters round robin, and aligns each of them."""
         return False, False
-
-    @abc.abstractmethod
-    def parts(self) -> list[tuple[list[Any], list[int], torch.Tensor]]:
-        """Of each group of the finished optimizer: parameters, their offsets, and this rank's master."""
 
     def ranks(self) -> list[Any]:
         """Of each group the process group that partitions it: an expert group has its own."""
@@ -163,18 +160,11 @@ class _Adoption(abc.ABC):
         """Read the masters of rounded parameters into this rank's partitions."""
         wanted: dict[RunReader, list[tuple[str, int, torch.Tensor]]] = {}
         read: list[tuple[Any, int, torch.Tensor]] = []
-        for (parameters, offsets, master), ranks in zip(self.parts(), self.ranks(), strict=True):
-            if master.dtype != torch.float32:
+        for parameter, low, share in shares_of(self.optimizer):
+            found = marked(parameter)
+            if found is None or found.reader is None or parameter.dtype == torch.float32:
                 continue
-            begin = dist.get_rank(group=ranks) * master.numel()
-            for parameter, offset in zip(parameters, offsets, strict=True):
-                found = marked(parameter)
-                if found is None or found.reader is None or parameter.dtype == torch.float32:
-                    continue
-                low = min(max(begin - offset, 0), parameter.numel())
-                high = max(low, min(begin + master.numel() - offset, parameter.numel()))
-                at = max(offset + low - begin, 0) if low < high else 0
-                share = master.detach()[at : at + high - low]
+            if share.dtype == torch.float32:
                 wanted.setdefault(found.reader, []).append((found.name, found.first + low, share))
                 read.append((parameter, low, share))
         for reader, runs in wanted.items():
@@ -206,17 +196,6 @@ class _Zero(_Adoption):
 
     def made(self) -> list[Any]:
         return list(self.optimizer.__dict__.get("bit16_groups", ()))
-
-    def parts(self) -> list[tuple[list[Any], list[int], torch.Tensor]]:
-        o = self.optimizer
-        return list(
-            zip(
-                o.round_robin_bit16_groups,
-                o.round_robin_bit16_offsets,
-                o.single_partition_of_fp32_groups,
-                strict=True,
-            )
-        )
 
     @contextlib.contextmanager
     def overrides(self) -> Iterator[None]:
@@ -302,17 +281,34 @@ class _BF16(_Adoption):
     def made(self) -> list[Any]:
         return list(self.optimizer.__dict__.get("bf16_groups", ()))
 
-    def parts(self) -> list[tuple[list[Any], list[int], torch.Tensor]]:
-        found = []
-        for group, master in zip(
-            self.optimizer.bf16_groups, self.optimizer.fp32_groups_flat_partition, strict=True
-        ):
-            offsets, end = [], 0
-            for parameter in group:
-                offsets.append(end)
-                end += parameter.numel()
-            found.append((group, offsets, master))
-        return found
+
+def shares_of(optimizer: Any) -> Iterator[tuple[Any, int, torch.Tensor]]:
+    """Of each parameter of a finished optimizer this rank's share of its master, as a 1-D view.
+
+    With the element of the parameter's row-major order that the share begins with; a share may be empty.
+    ``_hp_mapping``, which DeepSpeed leaves on parameters, is no way to it: with ``round_robin_gradients`` and
+    without padding it takes the parameters in the order before they were dealt.
+    """
+    groups: list[tuple[list[Any], list[int], torch.Tensor]]
+    if hasattr(optimizer, "round_robin_bit16_groups"):
+        o = optimizer
+        parts = (o.round_robin_bit16_groups, o.round_robin_bit16_offsets, o.single_partition_of_fp32_groups)
+        groups = list(zip(*parts, strict=True))
+    else:
+        flats = optimizer.fp32_groups_flat_partition
+        groups = [(g, _ends(g), flat) for g, flat in zip(optimizer.bf16_groups, flats, strict=True)]
+    for (parameters, offsets, master), ranks in zip(groups, optimizer.real_dp_process_group, strict=True):
+        begin = dist.get_rank(group=ranks) * master.numel()
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            low = min(max(begin - offset, 0), parameter.numel())
+            high = max(low, min(begin + master.numel() - offset, parameter.numel()))
+            at = max(offset + low - begin, 0) if low < high else 0
+            yield parameter, low, master.detach()[at : at + high - low]
+
+
+def _ends(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Where each of ``parameters`` begins when they lie one after another."""
+    return [0, *itertools.accumulate(p.numel() for p in parameters)][: len(parameters)]
 
 
 def _fits(

@@ -16,6 +16,7 @@ from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.partitioning import current_shards
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.flat_buffers import held_layouts
+from zerostart.engines.names import loaded_names
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, Parallelism, flat_partition
 from zerostart.upstream.deepspeed_experts import ExpertGroups, mark_expert, require_groups
@@ -70,13 +71,13 @@ def _local(old: nn.Parameter | None, shape: tuple[int, ...]) -> nn.Parameter:
 
 def expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
     """The ZeRO-3 partitions of ``model`` as they are now, with layouts of the unsharded parameters."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    aliases = {alias: names[id(p)] for alias, p in model.named_parameters(remove_duplicate=False)}
-    found = {}
-    for alias, shard in current_shards(model).items():
-        name = aliases[alias]  # A tied parameter lies as its first name says.
-        at = functools.partial(_layout, parallelism, name)
-        found[alias] = Shard(name, at(rank), shard.storage, at)
+    names = loaded_names(model)
+    found = current_shards(model)
+    for alias, shard in found.items():
+        name = names[alias]  # A tied parameter lies as its first name says.
+        if parallelism.is_expert(name):
+            at = functools.partial(_layout, parallelism, name)
+            found[alias] = Shard(name, at(rank), shard.storage, at)
     return found
 
 
@@ -88,9 +89,9 @@ def _layout(parallelism: Parallelism, name: str, rank: int) -> Layout:
 def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
     """The experts of ``model`` on this rank, with layouts of the unsharded parameters."""
     found = {}
-    first: dict[int, str] = {}
+    names = loaded_names(model)
     for alias, parameter in model.named_parameters(remove_duplicate=False):
-        name = first.setdefault(id(parameter), alias)
+        name = names[alias]
         if parallelism.is_expert(name):
             at = held_layouts(parallelism, name)
             found[alias] = Shard(name, at(rank), parameter.detach().view(-1), at)

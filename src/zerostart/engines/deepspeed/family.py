@@ -198,9 +198,11 @@ class FlatBuffers(DeepSpeed):
 
     def require(self) -> None:
         """See ``Engine``."""
+        from zerostart.upstream.deepspeed import check_sections
         from zerostart.upstream.deepspeed_stage12 import known
 
-        known()
+        if known():
+            check_sections(self.config)
 
     @property
     def cast_dtype(self) -> torch.dtype | None:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ class FlatKeeper:
     def __init__(self, device: torch.device) -> None:
         #: Whether the parameters lie in host memory until the engine starts; alike on all ranks.
         self.waits = False
+        self.optimizer: weakref.ref[Any] | None = None
         self._device = device
         self._parameters: list[weakref.ref[nn.Parameter]] = []
 

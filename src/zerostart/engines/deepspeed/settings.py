@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zerostart.engines.deepspeed.config_keys import check_keys
 from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Mesh
 from zerostart.layout.flat import FlatRules
@@ -70,7 +71,8 @@ class ZeroSettings:
     ``offload`` is one of ``DEVICES``. ``secondary`` is the number of ranks of a hierarchical partition group
     (ZeRO++), 1 for none. ``stream_elements`` is DeepSpeed's ``stage3_partition_stream_chunk_size``, in
     elements, 0 for unset. ``one_dtype`` names the settings with which DeepSpeed handles trainable parameters
-    of one dtype only. ``ep_plan`` and ``tp_plan``, which are zerostart's, come before the model's own plans.
+    of one dtype only. ``unshared`` names the settings at the top with which experts cannot be shared over
+    ranks. ``ep_plan`` and ``tp_plan``, which are zerostart's, come before the model's own plans.
     """
 
     offload: str = "none"
@@ -82,6 +84,7 @@ class ZeroSettings:
     persistent_model: int = sys.maxsize
     aio_block_size: int = MIN_SWAP
     one_dtype: tuple[str, ...] = ()
+    unshared: tuple[str, ...] = ()
     ep_plan: Mapping[str, str] | None = None
     tp_plan: Mapping[str, str] | None = None
     tensor_parallel: Mapping[str, Any] | None = None
@@ -93,6 +96,7 @@ class ZeroSettings:
             raise ConfigError(
                 f"engine_config is a {type(config).__name__}; for DeepSpeed it is the configuration as a dict"
             )
+        check_keys(config or {})
         zero = (config or {}).get("zero_optimization") or {}
         if not isinstance(zero, Mapping):
             raise ConfigError("engine_config['zero_optimization'] is not a dict")
@@ -106,6 +110,9 @@ class ZeroSettings:
                 "zero_hpz_partition_size out"
             )
         reducing = "stage3_use_all_reduce_for_fetch_params"
+        sequences = _number(config or {}, "sequence_parallel_size", 1)
+        before = (config or {}).get("use_data_before_expert_parallelism") is True
+        unshared = {"sequence_parallel_size": sequences > 1, "use_data_before_expert_parallelism": before}
         one_dtype = {"offload_param to nvme": offload == "nvme", reducing: zero.get(reducing) is True}
         return cls(
             offload=offload,
@@ -119,6 +126,7 @@ class ZeroSettings:
             persistent_model=_number(zero, "stage3_model_persistence_threshold", cls.persistent_model),
             aio_block_size=_number((config or {}).get("aio") or {}, "block_size", MIN_SWAP),
             one_dtype=tuple(setting for setting, there in one_dtype.items() if there),
+            unshared=tuple(setting for setting, there in unshared.items() if there),
             ep_plan=(config or {}).get("ep_plan"),
             tp_plan=(config or {}).get("tp_plan"),
         )
@@ -131,15 +139,16 @@ class ZeroSettings:
                 f"tensor_parallel={mesh.tensor_parallel} is not available on deepspeed in this version; "
                 "use engine='fsdp2', or tensor_parallel=1"
             )
-        for there, setting in (
-            (self.offload == "nvme", "offload_param to nvme"),
-            (self.secondary > 1, f"zero_hpz_partition_size={self.secondary}"),
+        zero = "engine_config['zero_optimization']"
+        for there, setting, section in (
+            (self.offload == "nvme", "offload_param to nvme", zero),
+            (self.secondary > 1, f"zero_hpz_partition_size={self.secondary}", zero),
+            *((True, setting, "engine_config") for setting in self.unshared),
         ):
             if there and mesh.expert_parallel > 1:
                 raise ConfigError(
                     f"expert_parallel={mesh.expert_parallel} with {setting} is not available in this "
-                    f"version; use expert_parallel=1, or leave {setting.split('=')[0]} out of "
-                    "engine_config['zero_optimization']"
+                    f"version; use expert_parallel=1, or leave {setting.split('=')[0]} out of {section}"
                 )
         if world_size % min(self.secondary, world_size):
             raise ConfigError(
@@ -171,6 +180,11 @@ class ZeroSettings:
 
 def _refuse_removed(zero: Mapping[str, Any]) -> None:
     named = [key for key in ("mics_shard_size", "mics_hierarchical_params_gather") if key in zero]
+    if "zeropp_loco_param" in zero:
+        raise EngineError(
+            "zeropp_loco_param asks for LoCo, which DeepSpeed removed in 0.19; leave it out of "
+            "engine_config['zero_optimization']"
+        )
     if named:
         raise EngineError(
             f"{named[0]} asks for MiCS, which DeepSpeed removed in 0.19; use zero_hpz_partition_size for "
@@ -197,5 +211,5 @@ def _number(zero: Mapping[str, Any], key: str, default: int) -> int:
     if value in ("auto", None):
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
-        raise ConfigError(f"engine_config['zero_optimization'][{key!r}]={value!r} is not a whole number")
+        raise ConfigError(f"engine_config has {key}={value!r}, which is not a whole number")
     return int(value)

@@ -98,6 +98,6 @@ def current_shards(model: nn.Module) -> dict[str, Shard]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor):
             at = functools.partial(sharded_layout, parameter)
-            local = parameter.to_local().detach().reshape(-1)
+            local = parameter.to_local().detach().view(-1)
             shards[name] = Shard(name, at(dist.get_rank()), local, at)
     return shards

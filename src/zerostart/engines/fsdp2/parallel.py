@@ -25,6 +25,7 @@ from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.storage import give_storage
 from zerostart.engines.fsdp2.tensors import cut_tensors, distributed
 from zerostart.engines.fsdp2.units import units_of
+from zerostart.engines.names import loaded_names
 from zerostart.engines.placements import Placements
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
@@ -123,13 +124,13 @@ def parallel_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> di
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = loaded_names(model)
     shards = {}
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor):
-            name = names[id(parameter)]  # A tied parameter lies as its first name says.
+            name = names[alias]  # A tied parameter lies as its first name says.
             at = functools.partial(_layout, parallelism, name, tuple(parameter.shape))
-            shards[alias] = Shard(name, at(rank), parameter.to_local().detach().reshape(-1), at)
+            shards[alias] = Shard(name, at(rank), parameter.to_local().detach().view(-1), at)
     return shards
 
 

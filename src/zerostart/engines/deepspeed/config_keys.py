@@ -1,0 +1,134 @@
+"""The keys of a DeepSpeed configuration, and what a load refuses of them.
+
+Every key of it has a row in ``docs/deepspeed-config.md``: obeyed, without effect on a load, or refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from zerostart.errors import ConfigError
+
+__all__ = ["REMOVED", "TOP_LEVEL", "check_keys"]
+
+#: What DeepSpeed 0.19.8 reads at the top, and ``ep_plan`` and ``tp_plan``, which are zerostart's.
+TOP_LEVEL = frozenset(
+    {
+        "activation_checkpointing",
+        "aio",
+        "autotuning",
+        "bf16",
+        "bfloat16",
+        "checkpoint",
+        "comet",
+        "comms_logger",
+        "communication_data_type",
+        "compile",
+        "csv_monitor",
+        "data_efficiency",
+        "data_parallel_size",
+        "data_types",
+        "dataloader_drop_last",
+        "datastates_ckpt",
+        "disable_allgather",
+        "disable_python_gc",
+        "dump_state",
+        "ep_plan",
+        "expert_parallel",
+        "flops_profiler",
+        "fp16",
+        "gradient_accumulation_steps",
+        "gradient_allreduce_op",
+        "gradient_clipping",
+        "gradient_predivide_factor",
+        "hybrid_engine",
+        "log_level",
+        "managed_gradient_accumulation",
+        "memory_breakdown",
+        "optimizer",
+        "pipeline",
+        "prescale_gradients",
+        "scheduler",
+        "seq_parallel_communication_data_type",
+        "sequence_parallel_size",
+        "steps_per_print",
+        "tensor_parallel",
+        "tensorboard",
+        "timers",
+        "torch_autocast",
+        "tp_plan",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "use_data_before_expert_parallelism",
+        "vocabulary_size",
+        "wall_clock_breakdown",
+        "wandb",
+        "weight_quantization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "zero_optimization",
+    }
+)
+
+#: What DeepSpeed has removed, and refuses when the engine starts.
+REMOVED = frozenset(
+    {
+        "amp",
+        "compression_training",
+        "curriculum_learning",
+        "eigenvalue",
+        "elasticity",
+        "graph_harvesting",
+        "nebula",
+        "progressive_layer_drop",
+        "quantize_training",
+        "sparse_attention",
+        "sparse_gradients",
+    }
+)
+
+#: How alike an unknown key and a known one are, at least, where one is a slip of the other.
+_ALIKE = 0.85
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what ``deepspeed.initialize`` would obey and a load cannot, or would refuse."""
+    for key in config:
+        if key in REMOVED:
+            raise ConfigError(f"engine_config has {key!r}, which DeepSpeed has removed; leave it out")
+        if key not in TOP_LEVEL:
+            near = difflib.get_close_matches(str(key), TOP_LEVEL, 1, _ALIKE)
+            if near:
+                raise ConfigError(
+                    f"engine_config has {key!r}, which DeepSpeed does not know and would pass over in "
+                    f"silence; did you mean {near[0]!r}?"
+                )
+    size = _section(config, "tensor_parallel").get("autotp_size")
+    if isinstance(size, int) and size > 1:
+        raise ConfigError(
+            f"engine_config['tensor_parallel'] asks for autotp_size={size}: deepspeed.initialize would cut "
+            "the loaded parameters over ranks, which no load for DeepSpeed serves in this version; leave it "
+            f"out, or use engine='fsdp2' with tensor_parallel={size}"
+        )
+    if _section(config, "expert_parallel").get("enabled") is True:
+        raise ConfigError(
+            "engine_config['expert_parallel'] asks for DeepSpeed's AutoEP, which replaces the experts of a "
+            "model that is loaded whole; leave it out, and pass expert_parallel= to zerostart"
+        )
+    if _section(config, "weight_quantization").get("quantized_initialization"):
+        raise ConfigError(
+            "engine_config['weight_quantization'] has quantized_initialization, which would keep weights in "
+            "other bits than the checkpoint holds; leave it out"
+        )
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A section of the configuration; raises ConfigError where something else stands in its place."""
+    section = config.get(key)
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"engine_config[{key!r}] is not a dict")
+    return section

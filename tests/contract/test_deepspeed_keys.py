@@ -1,0 +1,183 @@
+"""Every key of a DeepSpeed configuration has a row in the docs, and what is refused there is refused."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zerostart
+from ranks import run_ranks
+from tiny import TinyCheckpoints
+from zerostart.engines.deepspeed.config_keys import REMOVED, TOP_LEVEL
+
+PAGE = Path(__file__).parents[2] / "docs" / "deepspeed-config.md"
+STATES = {"obeyed", "no effect", "refused"}
+
+
+def rows() -> dict[str, str]:
+    """What the page says of each key, or pattern of keys."""
+    found = {}
+    prefix = ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            prefix = "zero_optimization." if "zero_optimization" in line else ""
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 3 and cells[0].startswith("`"):
+            found |= {prefix + key: cells[1] for key in re.findall(r"`([^`]+)`", cells[0])}
+    return found
+
+
+class Recorded(dict[str, Any]):
+    """A configuration that notes which keys it is asked for."""
+
+    def __init__(self, given: dict[str, Any], seen: set[str]) -> None:
+        super().__init__(given)
+        self.seen = seen
+
+    def __copy__(self) -> Recorded:
+        return self
+
+    def __contains__(self, key: object) -> bool:
+        self.seen.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+    def keys(self) -> Any:
+        return self
+
+
+def top_level() -> set[str]:
+    """The keys that DeepSpeed asks a configuration for, and those that ``initialize`` looks at besides."""
+    import deepspeed
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    seen: set[str] = set()
+    DeepSpeedConfig(Recorded({"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}, seen))
+    source = inspect.getsource(deepspeed.initialize)
+    pairs = re.findall(r'"(\w+)" in config\b|config(?:\.get\(|\[)"(\w+)"', source)
+    return seen | {name for pair in pairs for name in pair if name}
+
+
+def nested() -> Iterator[str]:
+    """The keys of the sections that have a schema."""
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.inference.config import WeightQuantConfig
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+    from deepspeed.runtime import constants
+    from deepspeed.runtime.config import _REMOVED_ZERO_CONFIG_KEYS, HybridEngineConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    models: dict[str, Any] = {
+        "bf16": DeepSpeedBF16Config,
+        "bfloat16": DeepSpeedBF16Config,
+        "compile": CompileConfig,
+        "fp16": DeepSpeedFP16Config,
+        "hybrid_engine": HybridEngineConfig,
+        "tensor_parallel": TPTrainingConfig,
+        "weight_quantization": WeightQuantConfig,
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.leaf_module": DeepSpeedZeroLeafModuleConfig,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+        "zero_optimization.zenflow": ZenFlowConfig,
+    }
+    for section, model in models.items():
+        keys = (f"{section}.{field.alias or name}" for name, field in model.model_fields.items())
+        yield from (key for key in keys if key not in models)
+    seen: set[str] = set()
+    parse_autoep_config(Recorded({"enabled": False}, seen))
+    yield from (f"expert_parallel.{key}" for key in seen)
+    yield from (f"aio.{key}" for key in AIO_DEFAULT_DICT)
+    yield from (f"zero_optimization.{key}" for key in _REMOVED_ZERO_CONFIG_KEYS)
+    for name in ("GRAD_ACCUM_DTYPE", "PARAM_DTYPE", "BUFFER_DTYPE", "KEEP_IN_FP32_MODULES"):
+        yield f"data_types.{getattr(constants, name)}"
+
+
+def without_row(keys: set[str], page: dict[str, str]) -> list[str]:
+    return sorted(key for key in keys if not any(fnmatch.fnmatchcase(key, row) for row in page))
+
+
+def test_every_key_has_a_row_and_every_row_a_key() -> None:
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
+
+    page, top, inner = rows(), top_level(), set(nested())
+    assert set(page.values()) == STATES
+    sections = {key for key in top if any(row.startswith(f"{key}.") for row in page)} | {"zero_optimization"}
+    assert without_row((top - sections) | inner, page) == []
+    known = top | {"ep_plan", "tp_plan"} | inner | {f"{key}." for key in sections}
+    known |= {f"{key.rpartition('.')[0]}." for key in inner}
+    assert [row for row in page if not any(fnmatch.fnmatchcase(key, row) for key in known)] == []
+    assert set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) == REMOVED
+    assert top | {"ep_plan", "tp_plan"} == TOP_LEVEL | REMOVED
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "tensors": (
+        {"tensor_parallel": {"autotp_size": 2}},
+        r"autotp_size=2: deepspeed\.initialize would cut .* engine='fsdp2' with tensor_parallel=2",
+    ),
+    "AutoEP": ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "AutoEP"),
+    "quantised": (
+        {"weight_quantization": {"quantized_initialization": {"num_bits": 8}}},
+        "quantized_initialization",
+    ),
+    "removed": ({"amp": {"enabled": True}}, "'amp', which DeepSpeed has removed"),
+    "LoCo": ({"zero_optimization": {"zeropp_loco_param": {}}}, "zeropp_loco_param asks for LoCo"),
+    "a slip": ({"zero_optimisation": {"stage": 3}}, "did you mean 'zero_optimization'"),
+    "no section": ({"tensor_parallel": 2}, r"\['tensor_parallel'\] is not a dict"),
+}
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "one rank": {"tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 1}}},
+    "switched off": {"expert_parallel": {"enabled": False, "autoep_size": 2}},
+    "a note": {"owner": "someone", "comment": "of the user's own"},
+}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_plan_refuses_what_no_load_serves(case: str, stage: int, checkpoints: TinyCheckpoints) -> None:
+    config, text = REFUSED[case]
+    with pytest.raises(zerostart.ZerostartError, match=text):
+        zerostart.plan(checkpoints("qwen3"), world_size=2, zero_stage=stage, engine_config=config)
+
+
+def refused_by_loads(path: Path) -> None:
+    for config, text in REFUSED.values():
+        for stage in (0, 2, 3):
+            with pytest.raises(zerostart.ZerostartError, match=text):
+                zerostart.load(path, zero_stage=stage, engine_config=config, progress=False)
+    for setting, value in (("sequence_parallel_size", 2), ("use_data_before_expert_parallelism", True)):
+        with pytest.raises(zerostart.ZerostartError, match=f"expert_parallel=2 with {setting}"):
+            zerostart.load(path, expert_parallel=2, engine_config={setting: value}, progress=False)
+    for stage in (1, 2, 3):
+        unknown = {"zero_optimization": {"stage": stage, "round_robin_gradient": True}}
+        with pytest.raises(zerostart.ZerostartError, match=r"(?s)DeepSpeed refuses.*round_robin_gradient"):
+            zerostart.load(path, zero_stage=stage, engine_config=unknown, progress=False)
+        for config in ACCEPTED.values():
+            zerostart.load(path, zero_stage=stage, engine_config=config, progress=False)
+
+
+def test_loads_refuse_it_on_every_rank(checkpoints: TinyCheckpoints) -> None:
+    run_ranks(refused_by_loads, 2, checkpoints("mixtral"))
