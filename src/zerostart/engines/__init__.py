@@ -19,6 +19,7 @@ from zerostart.engines.settings import settings_of
 from zerostart.engines.shard import Engine, Shard
 from zerostart.errors import ConfigError
 from zerostart.layout import Parallelism
+from zerostart.models import Alias
 
 __all__ = [
     "DEVICE",
@@ -32,6 +33,7 @@ __all__ = [
     "check_settings",
     "computing_dtype",
     "contexts_aside",
+    "keep_aliases",
     "keeps_whole",
     "local_shards",
     "make_engine",
@@ -126,6 +128,14 @@ def agree_on_residence(engine: Engine, model: torch.nn.Module, names: Sequence[s
 def keeps_whole(engine: str, zero_stage: int) -> bool:
     """Whether parameters are whole on every rank, in flat buffers."""
     return zero_stage < (3 if engine == "deepspeed" else 1)
+
+
+def keep_aliases(engine: str, zero_stage: int, model: torch.nn.Module, aliases: Sequence[Alias]) -> None:
+    """Let places that hold parameters beside their modules follow what the engine puts into these."""
+    if not keeps_whole(engine, zero_stage) and engine == "fsdp2":
+        from zerostart.engines.fsdp2.following import follow_swaps
+
+        follow_swaps(model, aliases)
 
 
 def check_settings(

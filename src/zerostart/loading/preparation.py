@@ -20,7 +20,7 @@ from zerostart.loading.equality import equal_in
 from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
 from zerostart.loading.source import check_model, described, open_source
-from zerostart.models import Built, Origins
+from zerostart.models import Aliases, Built, Origins
 from zerostart.recipe import Coverage, Recipes, Target, main_dtype, torch_dtype, trace
 
 __all__ = ["Prepared", "prepare", "undisturbed"]
@@ -48,6 +48,7 @@ class Prepared:
 
     catalog: Catalog
     built: Built
+    aliases: Aliases
     parallelism: Parallelism
     recipes: Recipes
     coverage: Coverage
@@ -73,18 +74,18 @@ def prepare(
         check_model(request.model, catalog)
         with importing():
             models.require(request.model, catalog.root)
-        built = _build(request, catalog)
+        built, aliases = _build(request, catalog)
         parallelism = engines.resolve(built.model, request.engine, mesh, request.engine_config)
     with clock.phase("plan"), world.phase("planning"):
         recipes = _recipes(request, catalog, built)
         coverage = models.tie_names(built.model, recipes, equal_in(catalog, world))
         coverage.check(described(request.source, catalog), type(built.model).__name__, strict)
-        origins = models.resolve_origins(built, recipes)
-    return Prepared(catalog, built, parallelism, recipes, coverage, origins)
+        origins = models.resolve_origins(built, recipes, aliases)
+    return Prepared(catalog, built, aliases, parallelism, recipes, coverage, origins)
 
 
-def _build(request: Request, catalog: Catalog) -> Built:
-    """The model on meta, with the dtypes of the load."""
+def _build(request: Request, catalog: Catalog) -> tuple[Built, Aliases]:
+    """The model on meta, with the dtypes of the load, and where it keeps tensors a second time."""
     dtype = request.dtype
     if dtype is None and request.engine == "deepspeed":
         dtype = configured_dtype(request.engine_config)
@@ -92,12 +93,13 @@ def _build(request: Request, catalog: Catalog) -> Built:
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     built = models.build(request.model, catalog.root, dtype, first, main_dtype(catalog.tensors.values()))
+    aliases = Aliases.of(built.model)
     models.set_dtypes(built, stored)
     computing = engines.computing_dtype(request.engine, request.engine_config)
     if computing is not None:
         masters = request.fp32_masters and computing == built.dtype and _stored_wider(catalog, computing)
         models.let_cast(built, computing, masters, let_cast)
-    return built
+    return built, aliases
 
 
 def _recipes(request: Request, catalog: Catalog, built: Built) -> Recipes:

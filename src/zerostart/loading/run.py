@@ -60,6 +60,7 @@ def _load(request: Request, clock: Clock) -> nn.Module:
         moved = _fill(request, known, destinations, tuning, world, clock)
         with clock.phase("build"), world.phase("handing over"):
             moved = _gathered(moved, engine.finish(model))
+            _keep_aliases(request, known)
             _offer_masters(request, known, destinations, tuning)
             _finish(request, known)
     made = reported(known, request, (world.rank, world.size), clock, moved, meter)
@@ -129,6 +130,14 @@ def reported(
         engine=request.engine,
         parallelism=known.parallelism,
     )
+
+
+def _keep_aliases(request: Request, known: Prepared) -> None:
+    """Let places that hold parameters and buffers a second time have what has been loaded, and keep to it."""
+    model, aliases = known.built.model, known.aliases
+    aliases.join([name for name, _, _ in models.state_names(model) if name in known.recipes.by_name])
+    aliases.follow(model)
+    engines.keep_aliases(request.engine, request.zero_stage, model, aliases.kept)
 
 
 def _offer_masters(request: Request, known: Prepared, destinations: Destinations, tuning: Tuning) -> None:
