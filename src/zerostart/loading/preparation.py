@@ -106,7 +106,7 @@ def _recipes(request: Request, catalog: Catalog, built: Built) -> Recipes:
     targets = models.expectations(built)
     if request.flat:
         targets = _as_cast(targets, configured_dtype(request.engine_config))
-    recipes = trace(catalog, built.model, targets, request.converter, built.quantizer)
+    recipes = trace(catalog, built.model, targets, request.converter, built.quantizer, built.log)
     if request.reinitialised is not None:
         request.reinitialised.update(recipes.coverage.mismatched)
         recipes = replace(recipes, coverage=replace(recipes.coverage, mismatched={}))

@@ -135,7 +135,7 @@ def reported(
 def _keep_aliases(request: Request, known: Prepared) -> None:
     """Let places that hold parameters and buffers a second time have what has been loaded, and keep to it."""
     model, aliases = known.built.model, known.aliases
-    aliases.join([name for name, _, _ in models.state_names(model) if name in known.recipes.by_name])
+    aliases.join(list(known.recipes.by_name))
     aliases.follow(model)
     engines.keep_aliases(request.engine, request.zero_stage, model, aliases.kept)
 

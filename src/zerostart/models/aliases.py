@@ -8,7 +8,7 @@ been built, and given what is under the name afterwards.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -59,6 +59,8 @@ class Aliases:
 
     kept: tuple[Alias, ...]
     views: tuple[_View, ...]
+    #: What is in the places, by name: a weak reference alone would not keep it until it is replaced.
+    alive: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module) -> Aliases:
@@ -91,7 +93,8 @@ class Aliases:
                     "could not follow it. Keep the parameter itself there, or take the view in forward"
                 )
         buffers = [(slot, slot.path, t) for slot, t in named.values() if id(t) not in own]
-        return Aliases(tuple(kept), tuple(_views([*reversed(buffers), *others])) if plain else ())
+        views = tuple(_views([*reversed(buffers), *others])) if plain else ()
+        return Aliases(tuple(kept), views, {alias.name: _tensor(model, alias.name) for alias in kept})
 
     def without_values(self) -> set[int]:
         """``id`` of the tensors in unregistered places that need no values of their own."""
@@ -100,8 +103,10 @@ class Aliases:
 
     def follow(self, model: nn.Module) -> None:
         """Give each place what is now under its name."""
+        now = {name: _tensor(model, name) for name in self.alive}
         for alias in self.kept:
-            alias.follow(_tensor(model, alias.name))
+            alias.follow(now[alias.name])
+        self.alive.update(now)
 
     def join(self, loaded: Collection[str]) -> None:
         """Let what shares memory share it again, once all have their values.

@@ -24,7 +24,7 @@ from zerostart.models.tensors import (
     replace_tensor,
     state_names,
 )
-from zerostart.recipe import Coverage, Recipe, Recipes
+from zerostart.recipe import Coverage, Recipe, Recipes, SymbolicTensor
 from zerostart.upstream.diffusers import ignorable_unexpected, is_diffusers
 from zerostart.upstream.transformers import (
     ignorable,
@@ -75,12 +75,15 @@ def tie_names(model: nn.Module, recipes: Recipes, equal: Equal) -> Coverage:
                     _untie(model, name, source)
         missing = {name for name, _, _ in state_names(model)} - present.keys()
         tie(model, missing)
-    supplied = {id(tensor) for name, tensor, _ in state_names(model) if name in present}
+    tensors = {name: tensor for name, tensor, _ in state_names(model)}
+    supplied = {id(tensor) for name, tensor in tensors.items() if name in present}
     before = recipes.coverage
+    # A module's own loading may fill what the checkpoint lacks, and may miss what is no tensor.
+    open_names = tensors if is_pretrained(model) else before.missing
     lacking = tuple(
         name
-        for name, tensor, _ in state_names(model)
-        if name not in present and name not in before.mismatched and id(tensor) not in supplied
+        for name in open_names
+        if name not in present and name not in before.mismatched and id(tensors.get(name)) not in supplied
     )
     coverage = Coverage(lacking, before.unexpected, before.mismatched, before.ignored)
     if is_diffusers(model):
@@ -151,11 +154,12 @@ def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
     is filled if the checkpoint has any of these.
     """
     model = built.model
-    sources = {id(t): recipes.by_name[n] for n, t, b in state_names(model) if b and n in recipes.by_name}
+    named = list(model.named_buffers(remove_duplicate=False))
+    sources = {id(t): recipes.by_name[name] for name, t in named if name in recipes.by_name}
     loaded: dict[str, Recipe] = {}
     unknown: list[str] = []
     real: dict[int, torch.Tensor] = {}
-    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+    for name, buffer in named:
         recipe = sources.get(id(buffer))
         if id(buffer) not in real:
             real[id(buffer)] = value = _value(built, name, buffer, recipe is not None, unknown)
@@ -231,11 +235,15 @@ def _program(built: Built, name: str, parameter: nn.Parameter) -> Program:
 def _fill_plain_tensors(built: Built, aliases: Aliases) -> None:
     """Tensors on meta that are registered nowhere get the value that the constructor computed."""
     others = aliases.without_values()
-    waiting = [
-        (slot, t)
-        for slot in tensor_slots(built.model)
-        if (t := slot.get()).device.type == "meta" and id(t) not in others and not slot.hidden
-    ]
+    found = [(slot, slot.get()) for slot in tensor_slots(built.model)]
+    taken = [slot.path for slot, t in found if isinstance(t, SymbolicTensor)]
+    if taken:
+        raise BuildError(
+            f"the loading of {type(built.model).__name__} keeps tensors of the checkpoint in "
+            f"{', '.join(taken[:8])}: their values are not there yet. Register them as buffers, or "
+            "leave them out of the source and set them after the load"
+        )
+    waiting = [(slot, t) for slot, t in found if t.is_meta and id(t) not in others and not slot.hidden]
     lost = [slot.path for slot, t in waiting if not any(built.log.writers(t))]
     if lost:
         raise BuildError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +80,8 @@ def _first(value: Any, seen: dict[int, Any]) -> bool:
 
 
 def _empty(value: Any) -> bool:
-    return isinstance(value, _ATOMS) or (isinstance(value, (dict, list, tuple, set)) and not value)
+    # Instances of other classes may have attributes besides.
+    return isinstance(value, _ATOMS) or (type(value) in (dict, OrderedDict, list, tuple, set) and not value)
 
 
 def _inside(slot: Slot, value: Any) -> list[Slot]:
