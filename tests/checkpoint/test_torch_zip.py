@@ -567,3 +567,15 @@ def test_formats_that_are_no_zip(tmp_path: Path) -> None:
 def test_another_pickle_protocol_is_refused_with_the_remedy(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "x.bin", pickle_protocol=4)
     assert "torch.load" in refused(tmp_path / "x.bin", "instruction")
+
+
+@pytest.mark.parametrize("wrapper", [None, "state_dict"])
+def test_versions_of_modules(tmp_path: Path, wrapper: str | None) -> None:
+    """What torch notes beside a state dict decides how modules read it."""
+    state = torch.nn.Sequential(torch.nn.BatchNorm1d(3)).state_dict()
+    torch.save(state if wrapper is None else {wrapper: state, "epoch": 3}, tmp_path / "model.pt")
+    catalog = open_catalog(tmp_path / "model.pt")
+    assert catalog.versions == {name: dict(noted) for name, noted in state._metadata.items()}  # type: ignore[attr-defined]
+    assert "_metadata" not in catalog.metadata
+    torch.save(dict(state), tmp_path / "plain.pt")
+    assert open_catalog(tmp_path / "plain.pt").versions is None

@@ -103,13 +103,14 @@ def _prepare(kind: Any, path: Path, converter: Any) -> _Loaded:
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
     first = next((dtype for dtype in stored.values() if dtype.is_floating_point), None)
     built = models.build(kind, catalog.root, None, first, main_dtype(catalog.tensors.values()))
+    aliases = models.Aliases.of(built.model)
     models.set_dtypes(built, stored)
     recipes = trace(catalog, built.model, models.expectations(built), converter)
     coverage = models.tie_names(built.model, recipes, equal_in(catalog, World(0, 1, None)))
     names: dict[int, list[str]] = {}
     for name, parameter in built.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    origins = models.resolve_origins(built, recipes)
+    origins = models.resolve_origins(built, recipes, aliases)
     return _Loaded(catalog, built, recipes, coverage, origins, {own[0]: own for own in names.values()})
 
 

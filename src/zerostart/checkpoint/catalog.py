@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerostart.checkpoint.memory import Memory
@@ -96,7 +96,8 @@ class Catalog:
     ``files`` are absolute paths and ``sizes`` their lengths in bytes; ``tensors`` maps a name to its
     entry; ``root`` is the directory in which the checkpoint's configuration is looked for. For tensors in
     ``memory`` the files are their storages, under names that serve messages, and ``root`` is empty. Of a
-    pipeline ``component`` is the name of the model that was chosen.
+    pipeline ``component`` is the name of the model that was chosen. ``versions`` is what torch saves of the
+    modules beside their tensors (a state dict's ``_metadata``), by module name; None where there is none.
     """
 
     root: str
@@ -106,6 +107,7 @@ class Catalog:
     metadata: Mapping[str, str] = field(default_factory=dict)
     memory: Memory | None = field(default=None, compare=False, repr=False)
     component: str = ""
+    versions: Mapping[str, Mapping[str, Any]] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -16,6 +16,7 @@ import torch
 from zerostart.checkpoint.catalog import TORCH_NAMES, Catalog, TensorEntry
 from zerostart.checkpoint.strict_json import shown
 from zerostart.checkpoint.torch_zip import contiguous_strides
+from zerostart.checkpoint.weights_pickle import plain_versions
 from zerostart.errors import ConfigError
 
 __all__ = ["Memory", "memory_catalog", "signature"]
@@ -58,7 +59,14 @@ def memory_catalog(tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...]
         # What computes the values may still run, in a stream that the reading threads know nothing of.
         torch.accelerator.synchronize(device)
     sizes = tuple(buffer.numel() for buffer in buffers)
-    return Catalog("", tuple(files), sizes, entries, memory=Memory(holders, tuple(buffers)))
+    memory = Memory(holders, tuple(buffers))
+    return Catalog("", tuple(files), sizes, entries, memory=memory, versions=_versions(tensors))
+
+
+def _versions(state_dict: object) -> dict[str, dict[str, Any]] | None:
+    """What torch notes of each module in a state dict's ``_metadata``, as far as it is plain data."""
+    noted = getattr(state_dict, "_metadata", None)
+    return plain_versions(noted) if isinstance(noted, Mapping) else None
 
 
 def signature(catalog: Catalog) -> str:
@@ -66,6 +74,7 @@ def signature(catalog: Catalog) -> str:
     digest = hashlib.sha256()
     for entry in catalog.tensors.values():
         digest.update(repr((entry.name, entry.dtype, entry.shape)).encode())
+    digest.update(repr(catalog.versions).encode())
     return digest.hexdigest()
 
 

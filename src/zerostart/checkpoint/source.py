@@ -5,6 +5,7 @@ Hub ids are looked up in the local cache only; nothing is downloaded.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Sequence
@@ -17,7 +18,7 @@ from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.pipeline import choose, components
 from zerostart.checkpoint.safetensors import read_header
 from zerostart.checkpoint.strict_json import DAMAGED, read_json, shown
-from zerostart.checkpoint.torch_zip import read_torch_file
+from zerostart.checkpoint.torch_zip import NOTED_VERSIONS, read_torch_file
 from zerostart.errors import CheckpointError, CheckpointNotFoundError
 
 __all__ = ["Files", "config_path", "open_catalog", "read_config", "resolve_source"]
@@ -223,6 +224,7 @@ def _catalog(
         headers = list(pool.map(_read_file, paths, range(len(paths))))
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
+    versions: dict[str, Any] | None = None
     for (entries, own, _), path in zip(headers, paths, strict=True):
         for entry in entries:
             if (other := tensors.setdefault(entry.name, entry)) is not entry:
@@ -230,10 +232,13 @@ def _catalog(
                     f"{path}: tensor {shown(entry.name)} is also in {paths[other.file]}; which one counts? "
                     "Remove one of the two files, or write the checkpoint again"
                 )
+        if path.endswith(TORCH_SUFFIXES) and NOTED_VERSIONS in own:
+            versions = {**json.loads(own.pop(NOTED_VERSIONS)), **(versions or {})}
         metadata = {**own, **metadata}
     if wanted is not None and index is not None:
         _check_index(index, wanted, files, tensors)
-    return Catalog(str(root), tuple(paths), tuple(size for _, _, size in headers), tensors, metadata)
+    sizes = tuple(size for _, _, size in headers)
+    return Catalog(str(root), tuple(paths), sizes, tensors, metadata, versions=versions)
 
 
 def _check_index(

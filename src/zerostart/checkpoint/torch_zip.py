@@ -12,17 +12,18 @@ and named in the catalog's metadata.
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any, NoReturn
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TORCH_NAMES, TensorEntry
 from zerostart.checkpoint.files import open_regular, read_at
 from zerostart.checkpoint.strict_json import DAMAGED, shown
-from zerostart.checkpoint.weights_pickle import StoredTensor, read_weights_pickle
+from zerostart.checkpoint.weights_pickle import VERSIONS, StoredTensor, read_weights_pickle
 from zerostart.checkpoint.zip_index import ZipIndex, read_zip_index
 from zerostart.errors import CheckpointError
 
-__all__ = ["WRAPPERS", "contiguous_strides", "read_torch_file"]
+__all__ = ["NOTED_VERSIONS", "WRAPPERS", "contiguous_strides", "read_torch_file"]
 
 #: Keys that frameworks put the weights under: Lightning and timm, fairseq, DeepSpeed, tutorials.
 WRAPPERS = ("state_dict", "model", "module", "model_state_dict")
@@ -33,6 +34,10 @@ _CONVERT = (
     "if you trust where it comes from, load it once with torch.load(..., weights_only=False) and save its "
     "tensors as safetensors, or with torch.save"
 )
+
+
+#: The key of a file's notes under which is, as JSON, what torch noted of its modules.
+NOTED_VERSIONS = "_metadata"
 
 
 def read_torch_file(
@@ -110,6 +115,7 @@ def _weights(value: Any, path: str) -> tuple[dict[str, StoredTensor], dict[str, 
     if type(value) is not dict:
         raise CheckpointError(f"{path}: holds a {_kind(value)} and not a state dict; {_CONVERT}")
     notes: dict[str, str] = {}
+    versions = value.pop(VERSIONS, None)
     wrapped = [key for key in WRAPPERS if type(value.get(key)) is dict and _tensors(value[key])]
     if len(wrapped) > 1:
         raise CheckpointError(
@@ -121,6 +127,7 @@ def _weights(value: Any, path: str) -> tuple[dict[str, StoredTensor], dict[str, 
         left = {key: item for key, item in value.items() if key != wrapped[0]}
         value = value[wrapped[0]]
         notes["state_dict"] = wrapped[0]
+        versions = value.pop(VERSIONS, None)
     found = _tensors(value)
     left |= {key: item for key, item in value.items() if type(item) is not StoredTensor}
     if left and not found:
@@ -130,6 +137,8 @@ def _weights(value: Any, path: str) -> tuple[dict[str, StoredTensor], dict[str, 
         )
     if left:
         notes["ignored"] = _listed(left)
+    if versions is not None:
+        notes[NOTED_VERSIONS] = json.dumps(versions)
     for key in found:
         if type(key) is not str:
             raise CheckpointError(f"{path}: a tensor is called by a {type(key).__name__} and not by a name")

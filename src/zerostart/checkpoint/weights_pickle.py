@@ -10,14 +10,14 @@ value is compared, hashed or printed unless it is of a primitive type.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
-__all__ = ["Opaque", "Storage", "StoredTensor", "read_weights_pickle"]
+__all__ = ["VERSIONS", "Opaque", "Storage", "StoredTensor", "plain_versions", "read_weights_pickle"]
 
 #: A tensor takes about 40 instructions: enough for 200 000 tensors, optimizer state included.
 MAX_INSTRUCTIONS = 8_000_000
@@ -91,6 +91,20 @@ class StoredTensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     bits: bool
+
+
+#: The key under which a state dict has what torch noted of its modules: no key that a pickle could have.
+VERSIONS = Opaque("_metadata")
+
+
+def plain_versions(noted: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
+    """What torch notes of modules (``_metadata``): for each name numbers and strings by their names."""
+    kept = (int, float, str, bool, type(None))
+    return {
+        name: {key: value for key, value in entry.items() if type(key) is str and type(value) in kept}
+        for name, entry in noted.items()
+        if type(name) is str and isinstance(entry, Mapping)
+    }
 
 
 def read_weights_pickle(raw: bytes, path: str) -> Any:
@@ -237,10 +251,13 @@ class _Machine:
             self.refuse(f"calls {shown(function.name)}")
 
     def build(self) -> None:
-        """BUILD: attributes of an OrderedDict (a state dict's ``_metadata``), which no weight needs."""
-        self._stack.pop()
-        if type(self._stack[-1]) is not dict:
-            self.refuse(f"sets the state of a {type(self._stack[-1]).__name__}")
+        """BUILD: attributes of an OrderedDict; a state dict's ``_metadata`` is kept under ``VERSIONS``."""
+        state, target = self._stack.pop(), self._stack[-1]
+        if type(target) is not dict:
+            self.refuse(f"sets the state of a {type(target).__name__}")
+        noted = state.get("_metadata") if type(state) is dict else None
+        if type(noted) is dict:
+            target[VERSIONS] = plain_versions(noted)
 
     def persistent(self) -> None:
         """BINPERSID: a storage."""

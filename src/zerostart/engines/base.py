@@ -22,6 +22,7 @@ from zerostart.engines.placements import Placements
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.layout import Mesh, Parallelism
+from zerostart.models import Alias
 
 __all__ = ["Engine", "MasterReader", "ShardMaker"]
 
@@ -182,6 +183,9 @@ class Engine(abc.ABC):
     def playing(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
         """What makes the shards of ``world.rank`` in a process that is alone, without the engine."""
         return PlacedShards(placements, world.rank, default_device())
+
+    def keep_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:  # noqa: B027
+        """Let places that hold parameters beside their modules follow what the engine puts into these."""
 
     def offer_masters(  # noqa: B027
         self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None

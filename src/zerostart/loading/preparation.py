@@ -19,7 +19,7 @@ from zerostart.loading.equality import equal_in
 from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
 from zerostart.loading.source import check_model, described, open_source
-from zerostart.models import Built, Origins
+from zerostart.models import Aliases, Built, Origins
 from zerostart.recipe import Coverage, Recipes, Target, main_dtype, torch_dtype, trace
 
 __all__ = ["Prepared", "prepare", "undisturbed"]
@@ -48,6 +48,7 @@ class Prepared:
     engine: Engine
     catalog: Catalog
     built: Built
+    aliases: Aliases
     parallelism: Parallelism
     recipes: Recipes
     coverage: Coverage
@@ -73,34 +74,35 @@ def prepare(
         check_model(request.model, catalog)
         with importing():
             models.require(request.model, catalog.root)
-        built = _build(request, engine, catalog)
+        built, aliases = _build(request, engine, catalog)
         parallelism = engine.parallelism(built.model)
     with clock.phase("plan"), world.phase("planning"):
         recipes = _recipes(request, engine, catalog, built)
         coverage = models.tie_names(built.model, recipes, equal_in(catalog, world))
         coverage.check(described(request.source, catalog), type(built.model).__name__, strict)
-        origins = models.resolve_origins(built, recipes)
-    return Prepared(engine, catalog, built, parallelism, recipes, coverage, origins)
+        origins = models.resolve_origins(built, recipes, aliases)
+    return Prepared(engine, catalog, built, aliases, parallelism, recipes, coverage, origins)
 
 
-def _build(request: Request, engine: Engine, catalog: Catalog) -> Built:
-    """The model on meta, with the dtypes of the load."""
+def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, Aliases]:
+    """The model on meta, with the dtypes of the load, and where it keeps tensors a second time."""
     dtype = engine.parameter_dtype if request.dtype is None else request.dtype
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     built = models.build(request.model, catalog.root, dtype, first, main_dtype(catalog.tensors.values()))
+    aliases = Aliases.of(built.model)
     models.set_dtypes(built, stored)
     computing = engine.computing_dtype
     if computing is not None:
         masters = request.fp32_masters and computing == built.dtype and _stored_wider(catalog, computing)
         models.let_cast(built, computing, masters, engine.let_cast)
-    return built
+    return built, aliases
 
 
 def _recipes(request: Request, engine: Engine, catalog: Catalog, built: Built) -> Recipes:
     targets = _as_cast(models.expectations(built), engine.cast_dtype)
-    recipes = trace(catalog, built.model, targets, request.converter, built.quantizer)
+    recipes = trace(catalog, built.model, targets, request.converter, built.quantizer, built.log)
     if request.reinitialised is not None:
         request.reinitialised.update(recipes.coverage.mismatched)
         recipes = replace(recipes, coverage=replace(recipes.coverage, mismatched={}))

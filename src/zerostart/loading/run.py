@@ -82,6 +82,7 @@ class _Load:
                 if not self.played:
                     with clock.phase("build"):
                         moved = _gathered(moved, maker.finish(known.built.model))
+                        _keep_aliases(known)
                         self._offer_masters(known, destinations, tuning)
                         _finish(request, known)
             report = replace(self._report(known, moved, meter), tier=residence)
@@ -188,6 +189,14 @@ def _gathered(moved: TransferStats, nbytes: int) -> TransferStats:
         return moved
     how = f"{moved.how}; each rank a share of the flat buffers, gathered from all"
     return replace(moved, received=moved.received + nbytes, how=how)
+
+
+def _keep_aliases(known: Prepared) -> None:
+    """Let places that hold parameters and buffers a second time have what has been loaded, and keep to it."""
+    model, aliases = known.built.model, known.aliases
+    aliases.join(list(known.recipes.by_name))
+    aliases.follow(model)
+    known.engine.keep_aliases(model, aliases.kept)
 
 
 def _finish(request: Request, known: Prepared) -> None:

@@ -1,5 +1,6 @@
 """Models without their weights: built on meta, every tensor's origin settled before anything is sharded."""
 
+from zerostart.models.aliases import Alias, Aliases
 from zerostart.models.build import Built, ModelLike, build, require
 from zerostart.models.diffusion import finish_diffusers
 from zerostart.models.initialise import Program, fill_missing
@@ -10,6 +11,8 @@ from zerostart.upstream.diffusers import is_diffusers
 from zerostart.upstream.transformers import is_pretrained
 
 __all__ = [
+    "Alias",
+    "Aliases",
     "Built",
     "ModelLike",
     "Program",

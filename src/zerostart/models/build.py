@@ -77,7 +77,7 @@ def build(
 
 def _dequantised(built: Built, root: str | None) -> Built:
     """With the quantizer that the configuration beside the weights calls for."""
-    if root is None or not is_pretrained(built.model) or not (Path(root) / "config.json").is_file():
+    if not root or not is_pretrained(built.model) or not (Path(root) / "config.json").is_file():
         return built
     quantization = _read_config(root).get("quantization_config")
     if quantization is None:
@@ -91,8 +91,8 @@ def require(model: ModelLike, root: str | None) -> None:
     """Import the model's library and class, where the source names them."""
     if model is None and names_diffusers(root):
         named_class(str(root))
-    elif model is None or is_pretrained(model):
-        _configured(root, model if isinstance(model, type) else None)
+    elif model is None or (isinstance(model, type) and is_pretrained(model)):
+        _configured(root, model)
 
 
 def _called(
@@ -129,7 +129,7 @@ def _given(
             "inside `with torch.device('meta'):`, or pass the class or a callable that builds it"
         )
     if is_pretrained(model):
-        named = _read_config(root) if root else {}
+        named = _read_config(root) if root and (Path(root) / "config.json").is_file() else {}
         chosen = dtype or _named_dtype(named.get("dtype") or named.get("torch_dtype")) or stored
         return Built(model, log, chosen, False)
     return Built(model, log, dtype, False)

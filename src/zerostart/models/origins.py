@@ -14,18 +14,17 @@ import torch
 from torch import nn
 
 from zerostart.errors import BuildError
+from zerostart.models.aliases import Aliases
 from zerostart.models.build import Built
 from zerostart.models.initialise import Program, program_of
+from zerostart.models.slots import tensor_slots
 from zerostart.models.tensors import (
-    is_persistent,
     owner_of,
-    plain_tensors,
     recast,
-    replace_plain_tensors,
     replace_tensor,
     state_names,
 )
-from zerostart.recipe import Coverage, Recipe, Recipes
+from zerostart.recipe import Coverage, Recipe, Recipes, SymbolicTensor
 from zerostart.upstream.diffusers import ignorable_unexpected, is_diffusers
 from zerostart.upstream.transformers import (
     ignorable,
@@ -76,12 +75,15 @@ def tie_names(model: nn.Module, recipes: Recipes, equal: Equal) -> Coverage:
                     _untie(model, name, source)
         missing = {name for name, _, _ in state_names(model)} - present.keys()
         tie(model, missing)
-    supplied = {id(tensor) for name, tensor, _ in state_names(model) if name in present}
+    tensors = {name: tensor for name, tensor, _ in state_names(model)}
+    supplied = {id(tensor) for name, tensor in tensors.items() if name in present}
     before = recipes.coverage
+    # A module's own loading may fill what the checkpoint lacks, and may miss what is no tensor.
+    open_names = tensors if is_pretrained(model) else before.missing
     lacking = tuple(
         name
-        for name, tensor, _ in state_names(model)
-        if name not in present and name not in before.mismatched and id(tensor) not in supplied
+        for name in open_names
+        if name not in present and name not in before.mismatched and id(tensors.get(name)) not in supplied
     )
     coverage = Coverage(lacking, before.unexpected, before.mismatched, before.ignored)
     if is_diffusers(model):
@@ -99,10 +101,11 @@ def _untie(model: nn.Module, name: str, source: str) -> None:
         )
 
 
-def resolve_origins(built: Built, recipes: Recipes) -> Origins:
+def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins:
     """Give buffers their values, and missing parameters their programs.
 
-    Raises BuildError, with the names, where a value cannot be had.
+    ``aliases`` are the places that follow parameters and buffers. Raises BuildError, with the names, where a
+    value cannot be had.
     """
     model = built.model
     _keep_dtypes(model, recipes)
@@ -116,15 +119,18 @@ def resolve_origins(built: Built, recipes: Recipes) -> Origins:
         if id(parameter) in sources:
             mark_loaded(parameter)
     start = len(built.log.ops) if is_pretrained(model) else None
+    aliases.follow(model)  # An initialiser may go by them.
     _run_initialiser(built, missing)
     parameters: dict[str, Recipe | Program] = {}
     for name, parameter in model.named_parameters():
         recipe = sources.get(id(parameter))
         parameters[name] = recipe if recipe is not None else _program(built, name, parameter)
-    _fill_plain_tensors(built)
+    aliases.follow(model)
+    _fill_plain_tensors(built, aliases)
+    filled = {id(dict(model.named_buffers())[name]) for name in loaded_buffers}
     initialised = (
         *missing,
-        *(n for n, _, buffer in state_names(model) if buffer and n not in loaded_buffers),
+        *(n for n, t, buffer in state_names(model) if buffer and id(t) not in filled),
     )
     return Origins(parameters, loaded_buffers, initialised, start)
 
@@ -142,31 +148,43 @@ def _keep_dtypes(model: nn.Module, recipes: Recipes) -> None:
 
 
 def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
-    """Take buffers off meta: empty where the checkpoint fills them, else with the constructor's value."""
+    """Take buffers off meta: empty where the checkpoint fills them, else with the constructor's value.
+
+    Gives the recipes of those that it fills, by their first name. One that is registered under several names
+    is filled if the checkpoint has any of these.
+    """
+    model = built.model
+    named = list(model.named_buffers(remove_duplicate=False))
+    sources = {id(t): recipes.by_name[name] for name, t in named if name in recipes.by_name}
     loaded: dict[str, Recipe] = {}
     unknown: list[str] = []
     real: dict[int, torch.Tensor] = {}
-    for name, buffer in list(built.model.named_buffers(remove_duplicate=False)):
-        if name in recipes.by_name and is_persistent(built.model, name):
-            loaded[name] = recipes.by_name[name]
-        if buffer.device.type != "meta":
-            continue
+    for name, buffer in named:
+        recipe = sources.get(id(buffer))
         if id(buffer) not in real:
-            value = torch.zeros(buffer.shape, dtype=buffer.dtype)
-            if name in loaded:
+            real[id(buffer)] = value = _value(built, name, buffer, recipe is not None, unknown)
+            if recipe is not None:
+                loaded[name] = recipe
                 mark_loaded(value)
-            elif built.logged and any(built.log.writers(buffer)):
-                (value,) = built.log.values([buffer], torch.device("cpu"))
-            elif not is_pretrained(built.model):
-                unknown.append(name)
-            real[id(buffer)] = value
-        replace_tensor(built.model, name, real[id(buffer)])
+        replace_tensor(model, name, real[id(buffer)])
     if unknown:
         raise BuildError(
             f"the values of {len(unknown)} buffers are lost, since the module came built on the meta device: "
             f"{', '.join(unknown[:8])}. Pass model= as a class or a callable, so that they can be computed"
         )
     return loaded
+
+
+def _value(built: Built, name: str, buffer: torch.Tensor, loaded: bool, unknown: list[str]) -> torch.Tensor:
+    """A buffer off meta; its name is added to ``unknown`` where nothing tells its values."""
+    if buffer.device.type != "meta":
+        return buffer
+    if not loaded and any(built.log.writers(buffer)):
+        (value,) = built.log.values([buffer], torch.device("cpu"))
+        return value
+    if not loaded and not is_pretrained(built.model):
+        unknown.append(name)
+    return torch.zeros(buffer.shape, dtype=buffer.dtype)
 
 
 def _run_initialiser(built: Built, missing: dict[str, nn.Parameter]) -> None:
@@ -214,15 +232,25 @@ def _program(built: Built, name: str, parameter: nn.Parameter) -> Program:
     return program
 
 
-def _fill_plain_tensors(built: Built) -> None:
-    """Plain tensor attributes on meta get the value that the constructor computed."""
-    waiting = [(name, t) for name, t in plain_tensors(built.model) if t.device.type == "meta"]
-    lost = [name for name, t in waiting if not built.logged or not any(built.log.writers(t))]
+def _fill_plain_tensors(built: Built, aliases: Aliases) -> None:
+    """Tensors on meta that are registered nowhere get the value that the constructor computed."""
+    others = aliases.without_values()
+    found = [(slot, slot.get()) for slot in tensor_slots(built.model)]
+    taken = [slot.path for slot, t in found if isinstance(t, SymbolicTensor)]
+    if taken:
+        raise BuildError(
+            f"the loading of {type(built.model).__name__} keeps tensors of the checkpoint in "
+            f"{', '.join(taken[:8])}: their values are not there yet. Register them as buffers, or "
+            "leave them out of the source and set them after the load"
+        )
+    waiting = [(slot, t) for slot, t in found if t.is_meta and id(t) not in others and not slot.hidden]
+    lost = [slot.path for slot, t in waiting if not any(built.log.writers(t))]
     if lost:
         raise BuildError(
             f"the values of {len(lost)} tensor attributes are lost on the meta device: {', '.join(lost[:8])}"
             ". Pass model= as a class or a callable, so that they can be computed"
         )
     values = built.log.values([t for _, t in waiting], torch.device("cpu"))
-    old = [t for _, t in waiting]
-    replace_plain_tensors(built.model, {id(t): value for t, value in zip(old, values, strict=True)})
+    made = {id(t): value for (_, t), value in zip(waiting, values, strict=True)}
+    for slot, t in waiting:
+        slot.set(made[id(t)])

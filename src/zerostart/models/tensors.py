@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 from zerostart.models.build import Built
 from zerostart.recipe import Target
@@ -19,9 +18,7 @@ __all__ = [
     "is_persistent",
     "let_cast",
     "owner_of",
-    "plain_tensors",
     "recast",
-    "replace_plain_tensors",
     "replace_tensor",
     "set_dtypes",
     "state_names",
@@ -61,31 +58,6 @@ def state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
                 yield start + leaf, buffer, True
-
-
-#: What every module has of its own; the rest of its attributes is the author's.
-_MODULE_STATE = frozenset(vars(nn.Module()))
-
-
-def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that a module keeps as plain attributes, or in lists, tuples and dictionaries that are such.
-
-    No state dict and no ``to`` sees them.
-    """
-    for prefix, module in model.named_modules():
-        for leaf, value in vars(module).items():
-            if leaf not in _MODULE_STATE:
-                for path, found in tree_leaves_with_path(value):
-                    if isinstance(found, torch.Tensor):
-                        yield f"{prefix}.{leaf}{keystr(path)}" if prefix else leaf + keystr(path), found
-
-
-def replace_plain_tensors(model: nn.Module, new: dict[int, torch.Tensor]) -> None:
-    """Put new tensors in the place of plain attributes, by the old one's ``id``."""
-    for module in model.modules():
-        for leaf, value in vars(module).items():
-            if leaf not in _MODULE_STATE and any(id(found) in new for found in tree_leaves(value)):
-                vars(module)[leaf] = tree_map(lambda old: new.get(id(old), old), value)
 
 
 def expectations(built: Built) -> dict[str, Target]:

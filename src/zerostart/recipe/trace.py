@@ -1,12 +1,14 @@
 """From a catalog and a model's expectations to recipes.
 
-Four kinds of conversion meet here, all run on symbolic tensors: none (the names agree), the mapping that
-transformers registers for the model, the converter that diffusers registers, and one of the caller's.
+Four kinds of conversion meet here, all run on symbolic tensors: a module's own ``load_state_dict``, the
+mapping that transformers registers for the model, the converter that diffusers registers, and one of the
+caller's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,7 @@ from zerostart.recipe import diffusers
 from zerostart.recipe import transformers as hf
 from zerostart.recipe.coverage import Coverage
 from zerostart.recipe.dtypes import torch_dtype
+from zerostart.recipe.modules import Loaded, load_module
 from zerostart.recipe.operators import cast
 from zerostart.recipe.recipe import Recipe, Recipes, Target
 from zerostart.recipe.symbolic import SymbolicTensor, functionalized
@@ -34,30 +37,40 @@ def trace(
     targets: Mapping[str, Target],
     converter: Any = None,
     quantizer: Any = None,
+    log: AbstractContextManager[object] | None = None,
 ) -> Recipes:
     """The recipe of every target that the checkpoint covers, and what is left open.
 
     ``model`` has its true shapes (on meta, before sharding). ``converter`` is None (the registered mapping),
     a callable from state dict to state dict, or a list of transformers conversions. ``quantizer`` is
-    transformers' own, which adds the dequantisation to the registered mapping. Raises ConversionError
-    for a conversion that fails, is random, or depends on the values of weights.
+    transformers' own, which adds the dequantisation to the registered mapping. ``log`` is the model's, for
+    what loading it does to its own tensors. Raises ConversionError for a conversion that fails, is random, or
+    depends on the values of weights.
     """
     symbols = {
         name: SymbolicTensor.of(name, entry.shape, torch_dtype(entry.dtype, name), entry.strides)
         for name, entry in catalog.tensors.items()
     }
+    plain = not (is_pretrained(model) or is_diffusers(model))
     if callable(converter):
         name = getattr(converter, "__name__", type(converter).__name__)
-        return _made(_run(name, converter, symbols), targets)
+        symbols = _run(name, converter, symbols)
+        if not plain:
+            return _made(symbols, targets)
+    elif converter is not None and not is_pretrained(model):
+        raise ConversionError(
+            f"converter is a list of conversions, which are for a transformers model, and "
+            f"{type(model).__name__} is none; pass a callable from state dict to state dict"
+        )
+    if plain:
+        versions = None if callable(converter) else catalog.versions
+        return _loaded(load_module(model, symbols, targets, versions, log or nullcontext()), model, targets)
     if is_pretrained(model):
         mapping = registered_conversions(model, quantizer) if converter is None else list(converter)
         result = hf.convert(model, mapping, symbols, targets)
         return _assemble(targets, result.tensors, result.unexpected, result.converted, result.used)
-    if is_diffusers(model):
-        reading = diffusers.convert(model, symbols, targets, _run)
-        return _made(reading.tensors, targets, reading.others)
-    unexpected = [name for name in symbols if name not in targets]
-    return _assemble(targets, symbols, unexpected, frozenset(), ())
+    reading = diffusers.convert(model, symbols, targets, _run)
+    return _made(reading.tensors, targets, reading.others)
 
 
 def _run(
@@ -102,6 +115,26 @@ def _made(
     """Recipes out of what a converter made."""
     unexpected = [key for key in tensors if key not in targets]
     return _assemble(targets, tensors, unexpected, frozenset(tensors), (), ignored)
+
+
+def _loaded(loaded: Loaded, model: torch.nn.Module, targets: Mapping[str, Target]) -> Recipes:
+    """Recipes out of what a module's loading fills; it may have changed the module's tensors meanwhile."""
+    now = {
+        **{name: (t, False) for name, t in model.named_parameters(remove_duplicate=False)},
+        **{name: (t, True) for name, t in model.named_buffers(remove_duplicate=False)},
+    }
+    # A tied tensor has several names, and is stored under one.
+    stored = {id(symbol) for name, symbol in loaded.tensors.items() if _as_stored(name, symbol)}
+    by_name: dict[str, Recipe] = {}
+    for name, symbol in loaded.tensors.items():
+        tensor, buffer = now[name]
+        known = targets.get(name)
+        dtype = known.dtype if known is not None and tensor.dtype.is_floating_point else tensor.dtype
+        if known is not None and known.as_stored and symbol.dtype.is_floating_point:
+            dtype = symbol.dtype
+        target = Target(name, tuple(symbol.shape), dtype, buffer)
+        by_name[name] = Recipe(target, cast(symbol, dtype).pieces, id(symbol) not in stored)
+    return Recipes(by_name, Coverage(loaded.missing, loaded.unexpected, loaded.mismatched))
 
 
 def _assemble(

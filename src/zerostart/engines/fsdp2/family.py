@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from zerostart.engines.placements import DEVICE, HOST, Placements, placed_on_mes
 from zerostart.engines.shard import Shard
 from zerostart.layout import Mesh, Parallelism, dimension_shard
 from zerostart.layout.flat import FlatRules
+from zerostart.models import Alias
 
 __all__ = ["FSDP2", "Replicated"]
 
@@ -116,6 +117,12 @@ class FSDP2(Engine):
 
         return FSDP2Shards(world, self.settings)
 
+    def keep_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
+        """See ``Engine``; FSDP2 swaps parameters in their modules."""
+        from zerostart.engines.fsdp2.following import follow_swaps
+
+        follow_swaps(model, aliases)
+
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
         """See ``Engine``; parameters that a forward left gathered are resharded."""
         if parallelism.mesh.parallel:
@@ -157,6 +164,9 @@ class Replicated(FSDP2):
 
     whole = True
     units = False
+
+    def keep_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
+        """See ``Engine``; nothing is swapped."""
 
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
         """See ``Engine``."""

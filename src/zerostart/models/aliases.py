@@ -1,0 +1,216 @@
+"""Where a model keeps its parameters and buffers a second time, and making these places follow them.
+
+A load replaces parameters: they change their dtype, are cut, and become the engine's. A list that a module
+has made of its parameters would keep what was there before. So such places are found when the model has just
+been built, and given what is under the name afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from zerostart.errors import BuildError
+from zerostart.models.operator_log import storage_key
+from zerostart.models.slots import Slot, registered, tensor_slots
+from zerostart.upstream.diffusers import is_diffusers
+from zerostart.upstream.transformers import is_pretrained
+
+__all__ = ["Alias", "Aliases"]
+
+
+@dataclass(frozen=True)
+class Alias:
+    """The place ``slot`` holds the parameter or buffer ``name`` itself, or (``detached``) its data."""
+
+    slot: Slot
+    name: str
+    detached: bool = False
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Put what is now under the name there."""
+        self.slot.set(tensor.detach() if self.detached else tensor)
+
+
+@dataclass(frozen=True)
+class _View:
+    """The place ``slot``, of the buffer ``name`` or of none, looks at elements of a tensor elsewhere."""
+
+    slot: Slot
+    name: str | None
+    base: Slot
+    base_name: str | None
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """The same elements of ``base``."""
+        return base.detach().as_strided(self.size, self.stride, int(base.storage_offset()) + self.offset)
+
+
+@dataclass(frozen=True)
+class Aliases:
+    """Places that hold a parameter or buffer of a model, and those that share the memory of a buffer."""
+
+    kept: tuple[Alias, ...]
+    views: tuple[_View, ...]
+    #: What is in the places, by name: a weak reference alone would not keep it until it is replaced.
+    alive: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(model: nn.Module) -> Aliases:
+        """What there is in a model that has just been built.
+
+        Raises BuildError, with the names, for memory of parameters that is shared in a way no load can keep.
+        """
+        named = {id(tensor): (slot, tensor) for slot, tensor in reversed([*_registered(model)])}
+        own = {id(p) for p in model.parameters()}
+        memory = {_memory(t): slot.path for slot, t in named.values() if id(t) in own and _memory(t)}
+        # Loaders of transformers and diffusers give each name a tensor of its own.
+        plain = not (is_pretrained(model) or is_diffusers(model))
+        if plain:
+            _check_parameters(named.values(), memory)
+        kept: list[Alias] = []
+        others: list[tuple[Slot, str | None, torch.Tensor]] = []
+        for slot in tensor_slots(model):
+            tensor: torch.Tensor = slot.get()
+            if id(tensor) in named:
+                kept.append(Alias(slot, named[id(tensor)][0].path))
+            elif slot.hidden:
+                continue
+            elif (name := memory.get(_memory(tensor))) is None:
+                others.append((slot, None, tensor))
+            elif slot.path in _refreshed(model):
+                kept.append(Alias(slot, name, detached=True))
+            else:
+                raise BuildError(
+                    f"{slot.path} is a view of the parameter {name}, which is sharded or moved: the view "
+                    "could not follow it. Keep the parameter itself there, or take the view in forward"
+                )
+        buffers = [(slot, slot.path, t) for slot, t in named.values() if id(t) not in own]
+        views = tuple(_views([*reversed(buffers), *others])) if plain else ()
+        return Aliases(tuple(kept), views, {alias.name: _tensor(model, alias.name) for alias in kept})
+
+    def without_values(self) -> set[int]:
+        """``id`` of the tensors in unregistered places that need no values of their own."""
+        unregistered = [alias.slot for alias in self.kept] + [v.slot for v in self.views if v.name is None]
+        return {id(slot.get()) for slot in unregistered}
+
+    def follow(self, model: nn.Module) -> None:
+        """Give each place what is now under its name."""
+        now = {name: _tensor(model, name) for name in self.alive}
+        for alias in self.kept:
+            alias.follow(now[alias.name])
+        self.alive.update(now)
+
+    def join(self, loaded: Collection[str]) -> None:
+        """Let what shares memory share it again, once all have their values.
+
+        ``loaded`` has the buffers that the checkpoint fills, in the order in which torch would copy them:
+        where two fill the same elements, the later one stays.
+        """
+        order = {name: at for at, name in enumerate(loaded)}
+        for view in sorted(self.views, key=lambda view: order.get(view.name or "", -1)):
+            part, own = view.of(view.base.get()), view.slot.get()
+            at = order.get(view.name or "", -1)
+            if view.name is not None and (view.base_name is None or at > order.get(view.base_name, -1)):
+                part.copy_(own)
+            # A buffer is where the load has put it, and as the checkpoint stores it.
+            if view.name is None or (part.device == own.device and (at < 0 or part.dtype == own.dtype)):
+                view.slot.set(part)
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[Slot, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for leaf, tensor in held.items():
+                if tensor is not None:
+                    yield registered(module, leaf, f"{prefix}.{leaf}" if prefix else leaf), tensor
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Identity of the memory that a tensor looks at; None where it has none that others could look at."""
+    if (
+        tensor.layout != torch.strided
+        or not tensor.numel()
+        or type(tensor) not in (torch.Tensor, nn.Parameter)
+    ):
+        return None
+    return storage_key(tensor)
+
+
+def _tensor(model: nn.Module, name: str) -> torch.Tensor:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    held: Mapping[str, torch.Tensor | None] = (
+        module._parameters if leaf in module._parameters else module._buffers
+    )
+    found = held[leaf]
+    assert found is not None, "a tensor that was registered stays so"
+    return found
+
+
+def _check_parameters(named: Iterable[tuple[Slot, torch.Tensor]], memory: Mapping[int | None, str]) -> None:
+    """Refuse parameters, and buffers, that are views of another parameter."""
+    for slot, tensor in named:
+        other = memory.get(_memory(tensor), slot.path)
+        if other != slot.path:
+            raise BuildError(
+                f"{slot.path} and the parameter {other} share memory without being one tensor, which no "
+                "sharded model can; give both modules the same parameter, or let each have its own memory"
+            )
+
+
+def _refreshed(model: nn.Module) -> set[str]:
+    """Attributes that ``torch.nn.utils.spectral_norm`` computes anew in each forward."""
+    return {
+        f"{prefix}.{hook.name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, SpectralNorm)
+    }
+
+
+def _views(found: list[tuple[Slot, str | None, torch.Tensor]]) -> Iterator[_View]:
+    """What looks at elements of a tensor that holds all of them. Raises BuildError for a mere overlap."""
+    by_memory: dict[int, list[tuple[Slot, str | None, torch.Tensor]]] = {}
+    for entry in found:
+        memory = _memory(entry[2])
+        if memory is not None:
+            by_memory.setdefault(memory, []).append(entry)
+    for group in by_memory.values():
+        if len(group) > 1 and any(name for _, name, _ in group):
+            yield from _views_of_one(group)
+
+
+def _views_of_one(group: list[tuple[Slot, str | None, torch.Tensor]]) -> Iterator[_View]:
+    whole: list[tuple[Slot, str | None, torch.Tensor]] = []
+    # Of equals the first: a buffer before an attribute, since buffers are what a load fills.
+    for slot, name, tensor in sorted(group, key=lambda e: (-_extent(e[2])[2], not e[2].is_contiguous())):
+        low, high, _ = _extent(tensor)
+        base = next((e for e in whole if _extent(e[2])[0] <= low and high <= _extent(e[2])[1]), None)
+        if base is not None and base[2].is_contiguous() and base[2].dtype == tensor.dtype:
+            offset = int(tensor.storage_offset()) - int(base[2].storage_offset())
+            size, stride = tuple(tensor.shape), tensor.stride()
+            yield _View(slot, name, base[0], base[1], size, stride, offset)
+            continue
+        clash = next((e for e in whole if low < _extent(e[2])[1] and _extent(e[2])[0] < high), None)
+        if clash is not None and (name or clash[1]):
+            raise BuildError(
+                f"{slot.path} and {clash[0].path} share part of their memory; make one a view of the other, "
+                "or let each have its own memory"
+            )
+        whole.append((slot, name, tensor))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """First and last byte (exclusive) of the storage that ``tensor`` looks at, and how many lie between."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    low = int(tensor.storage_offset()) * tensor.itemsize
+    high = low + (last + 1) * tensor.itemsize
+    return low, high, high - low

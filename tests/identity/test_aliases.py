@@ -1,0 +1,136 @@
+"""Modules that keep their parameters in containers as well: a training step goes by the same tensors."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerostart
+from ranks import run_ranks
+
+ENGINES = [("fsdp2", 3), ("fsdp2", 1), ("fsdp2", 0), ("deepspeed", 3), ("deepspeed", 2), ("deepspeed", 1)]
+Gradients = Mapping[str, torch.Tensor]
+
+
+class Layer(nn.Module):
+    """Works with its parameters through what it has made of them, and never by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(7, 5))
+        self.bias = nn.Parameter(torch.zeros(7))
+        self.register_buffer("table", torch.arange(7.0))
+        self.register_buffer("start", self.table[:3], persistent=False)
+        self.listed = [self.weight, (self.bias, {"table": self.table})]
+        self.box = SimpleNamespace(held=(weakref.ref(self.bias), self.table[3:]))
+        self.apply_weight = functools.partial(torch.nn.functional.linear, weight=self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.apply_weight(x) + self.box.held[0]() + self.listed[0].sum(1)
+        return y * self.listed[1][1]["table"] + self.start.sum() + self.box.held[1].sum()
+
+
+class Model(nn.Module):
+    """The layer, torch's own recurrent layers, and a list of all parameters for the books."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+        self.forwards = nn.LSTM(7, 6, num_layers=2, bidirectional=True)
+        self.then = nn.GRU(12, 3)
+        self.everything = [set(self.parameters()), list(self.parameters())]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.then(self.forwards(self.layer(x))[0])[0].sum(-1)
+
+
+def strangers(model: Any) -> list[str]:
+    """Places that do not hold the module's own tensor."""
+    layer, parameters = model.layer, list(model.parameters())
+    pairs = [
+        (layer.listed[0], layer.weight),
+        (layer.listed[1][0], layer.bias),
+        (layer.listed[1][1]["table"], layer.table),
+        (layer.box.held[0](), layer.bias),
+        (layer.apply_weight.keywords["weight"], layer.weight),
+        *zip(model.everything[1], parameters, strict=True),
+    ]
+    for rnn in (model.forwards, model.then):
+        own = [getattr(rnn, name) for name in rnn._flat_weights_names]
+        pairs += [*zip(rnn._flat_weights, own, strict=True)]
+    wrong = [f"pair {at}" for at, (one, other) in enumerate(pairs) if one is not other]
+    wrong += [] if model.everything[0] == set(parameters) else ["set"]
+    memory = {t.untyped_storage()._cdata for t in (layer.table, layer.start, layer.box.held[1])}
+    return wrong + ([] if len(memory) == 1 else ["views"])
+
+
+def train(state: dict[str, torch.Tensor], engine: str, zero_stage: int, x: torch.Tensor) -> Any:
+    """The places that are wrong at any time, the output, and the gradients."""
+    model: Any = zerostart.load(state, Model, engine=engine, zero_stage=zero_stage, progress=False).train()
+    wrong = strangers(model)
+    if engine == "fsdp2":
+        output = model(x)
+        wrong += strangers(model)
+        output.sum().backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        return wrong + strangers(model), output.detach(), whole
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": zero_stage},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    trainer, *_ = deepspeed.initialize(model=model, config=config)
+    output = trainer(x)
+    trainer.backward(output.sum())
+    whole = {name: safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
+    trainer.step()
+    return wrong + strangers(model), output.detach(), whole
+
+
+@pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
+def test_training_goes_by_the_aliases(engine: str, zero_stage: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = {n: torch.randn(t.shape, generator=generator) / 3 for n, t in Model().state_dict().items()}
+    x = torch.randn(3, 2, 5, generator=generator)
+    alone = Model()
+    alone.load_state_dict(state)
+    wanted = alone(x)
+    wanted.sum().backward()
+    for wrong, output, gradients in run_ranks(train, 2, state, engine, zero_stage, x):
+        assert not wrong
+        torch.testing.assert_close(output, wanted.detach())
+        for name, p in alone.named_parameters():
+            torch.testing.assert_close(gradients[name], p.grad, msg=name)
+
+
+class Cached(nn.Linear):
+    """Keeps its transposed weight, which no engine could keep up with."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.turned = {"weight": [self.weight.detach().t()]}
+
+
+def refused(engine: str, zero_stage: int) -> str:
+    state = nn.Linear(3, 4).state_dict()
+    with pytest.raises(zerostart.ZerostartError) as raised:
+        zerostart.load(state, Cached, engine=engine, zero_stage=zero_stage, progress=False)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("engine", "zero_stage"), [("fsdp2", 3), ("deepspeed", 3), ("deepspeed", 2)])
+def test_a_view_of_a_parameter_is_refused_by_name(engine: str, zero_stage: int) -> None:
+    for message in run_ranks(refused, 2, engine, zero_stage):
+        assert "turned['weight'][0] is a view of the parameter weight" in message
