@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json as json_module
 from typing import Annotated, Any
 
@@ -21,6 +23,7 @@ from zerostart.cli.options import (
     named_dtype,
     size_of,
 )
+from zerostart.loading.collection import uncollected
 
 __all__ = ["command"]
 
@@ -94,25 +97,28 @@ def command(
     """
     import zerostart
 
-    chosen: Any = named_dtype(dtype)
-    made = zerostart.plan(
-        source,
-        world_size=world_size,
-        engine=engine,
-        zero_stage=zero_stage,
-        engine_config=engine_config_of(engine_config),
-        expert_parallel=expert_parallel,
-        tensor_parallel=tensor_parallel,
-        dtype=chosen,
-        rank=rank,
-        exchange=exchange,
-        memory_limit=size_of(memory_limit),
-        optimizer=optimizer,
-        device_memory=size_of(device_memory),
-        host_memory=size_of(host_memory),
-        storage_rate=size_of(storage_rate, a_second=True),
-        interconnect_rate=size_of(interconnect_rate, a_second=True),
-    )
+    # A process that plans and ends: nothing in it is worth collecting, not even on its way out.
+    atexit.register(gc.freeze)
+    with uncollected():
+        chosen: Any = named_dtype(dtype)
+        made = zerostart.plan(
+            source,
+            world_size=world_size,
+            engine=engine,
+            zero_stage=zero_stage,
+            engine_config=engine_config_of(engine_config),
+            expert_parallel=expert_parallel,
+            tensor_parallel=tensor_parallel,
+            dtype=chosen,
+            rank=rank,
+            exchange=exchange,
+            memory_limit=size_of(memory_limit),
+            optimizer=optimizer,
+            device_memory=size_of(device_memory),
+            host_memory=size_of(host_memory),
+            storage_rate=size_of(storage_rate, a_second=True),
+            interconnect_rate=size_of(interconnect_rate, a_second=True),
+        )
     if json:
         typer.echo(json_module.dumps(made.as_dict()))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import repeat
 
 import numpy as np
 from torch import nn
@@ -12,18 +12,9 @@ from torch import nn
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines.memory import Array
 from zerostart.engines.placements import DEVICE, Placements
-from zerostart.layout import replicated
+from zerostart.layout import Layout, replicated
 from zerostart.models import Origins
-from zerostart.planning import (
-    Count,
-    Destination,
-    PlanOptions,
-    Runs,
-    Share,
-    count_reads,
-    join,
-    runs_of,
-)
+from zerostart.planning import Count, PlanOptions, Share, count_reads
 from zerostart.recipe import Recipe
 from zerostart.transfer import Tuning
 
@@ -32,9 +23,13 @@ __all__ = ["Owned", "counts_of", "owned_by"]
 
 @dataclass(frozen=True)
 class Owned:
-    """A parameter's share on every rank in question: its runs, and the elements of its local storage."""
+    """A parameter's share on every rank in question: the layouts of those that hold some of it, with the
+    ranks, and the elements of the local storage of all.
 
-    runs: Runs
+    Parameters that lie alike have the very same ``layouts``.
+    """
+
+    layouts: Sequence[tuple[int, Layout]]
     numels: Array
 
 
@@ -48,8 +43,9 @@ def owned_by(model: nn.Module, placed: Placements, ranks: Sequence[int]) -> dict
     for name, parameter in model.named_parameters():
         alike = (tuple(parameter.shape), placed.alike(name))
         if alike not in known:
-            layouts = [(r, placed.layout(name, r)) for r in ranks]
-            known[alike] = Owned(runs_of(layouts), np.array([lay.numel for _, lay in layouts], np.int64))
+            layouts = [(rank, placed.layout(name, rank)) for rank in ranks]
+            numels = np.array([layout.numel for _, layout in layouts], np.int64)
+            known[alike] = Owned([(rank, layout) for rank, layout in layouts if layout.boxes], numels)
         by_name[name] = known[alike]
     return by_name
 
@@ -63,41 +59,15 @@ def counts_of(
     tuning: Tuning,
     on_host: bool,
 ) -> list[Count]:
-    """What each of ``ranks`` (ascending) reads; ``on_host``: what the device has is host memory."""
-    shares = [Share(r, _all_of(r, ranks), on_host) for r in origins.buffers.values()]
+    """What each of ``ranks`` reads; ``on_host``: what the device has is host memory."""
+    whole: dict[tuple[int, ...], list[tuple[int, Layout]]] = {}
+    shares = []
+    for recipe in origins.buffers.values():
+        shape = recipe.target.shape
+        layouts = whole.setdefault(shape, [*zip(ranks, repeat(replicated(shape)))])
+        shares.append(Share(recipe, layouts, on_host))
     for name, own in owned.items():
-        recipe = origins.parameters[name]
-        if isinstance(recipe, Recipe):
-            shares.append(Share(recipe, own.runs, on_host or placed.homes[name] != DEVICE))
-    options = PlanOptions(tuning.chunk_size)
-    # All ranks' reads at once where that can be; else, and for one rank alone, by planning.
-    if len(ranks) > 1:
-        counts = count_reads(catalog, shares, ranks[-1] + 1, options)
-        if counts is not None:
-            return [counts[rank] for rank in ranks]
-    return [_planned(catalog, shares, placed, rank, options, tuning.threads) for rank in ranks]
-
-
-def _all_of(recipe: Recipe, ranks: Sequence[int]) -> Runs:
-    numel = prod(recipe.target.shape)
-    return np.array([(0, numel, rank, 0) for rank in ranks if numel], np.int64).reshape(-1, 4).T
-
-
-def _planned(
-    catalog: Catalog,
-    shares: Sequence[Share],
-    placed: Placements,
-    rank: int,
-    options: PlanOptions,
-    threads: int,
-) -> Count:
-    """One rank's reads, by planning them."""
-    wanted = []
-    for share in shares:
-        target = share.recipe.target
-        layout = replicated(target.shape) if target.buffer else placed.layout(target.name, rank)
-        destination = Destination(target.name, layout.numel, layout.owned, target.dtype, share.direct)
-        wanted.append((share.recipe, layout, destination))
-    plan = join(catalog, wanted, options)
-    reads = sum(1 for _ in plan.all_reads())
-    return Count(plan.read_bytes, reads, plan.staged, plan.scratch_bytes(threads))
+        origin = origins.parameters[name]
+        if isinstance(origin, Recipe):
+            shares.append(Share(origin, own.layouts, on_host or placed.homes[name] != DEVICE))
+    return count_reads(catalog, shares, ranks, PlanOptions(tuning.chunk_size), tuning.threads)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import World
 from zerostart.engines import Engine
 from zerostart.layout import Parallelism
+from zerostart.loading.collection import uncollected
 from zerostart.loading.equality import equal_in
 from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
@@ -27,18 +27,9 @@ __all__ = ["Prepared", "prepare", "undisturbed"]
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Without contexts of engines that a caller has opened, and without garbage collection.
-
-    Planning makes many objects and no cycles; a full collection amid them costs more than the plan.
-    """
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        with engines.contexts_aside():
-            yield
-    finally:
-        if before:
-            gc.enable()
+    """Without contexts of engines that a caller has opened, and without garbage collection."""
+    with uncollected(), engines.contexts_aside():
+        yield
 
 
 @dataclass(frozen=True)

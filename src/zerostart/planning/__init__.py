@@ -1,6 +1,6 @@
 """The plan: catalog x recipe x layout, as the reads that one rank makes and where their bytes go."""
 
-from zerostart.planning.census import Count, Runs, Share, count_reads, runs_of
+from zerostart.planning.census import Count, Share, count_reads
 from zerostart.planning.exchange import (
     Agreement,
     Delivery,
@@ -32,7 +32,6 @@ __all__ = [
     "PlanOptions",
     "Rates",
     "Read",
-    "Runs",
     "Share",
     "ReadStrategy",
     "Step",
@@ -43,7 +42,6 @@ __all__ = [
     "count_reads",
     "join",
     "pieces_within",
-    "runs_of",
     "exchange_schedule",
     "spans_within",
     "table_of",

@@ -1,60 +1,40 @@
 """Counting the reads of every rank at once, for worlds too large to plan rank by rank.
 
-Holds where each recipe is made of unbroken runs of the parameter's row-major order. What a rank owns is such
-runs too (one in a flat partition or ``Shard(0)``, more where experts are cut as well), so the reads of all
-ranks are where the two meet, which is arithmetic on arrays. ``join`` makes the same reads; a test holds the
-two together.
+Layers repeat: parameters that are made alike of checkpoint tensors, and are cut alike, are read alike, from
+other places. So each kind of parameter is pulled back and cut into segments once for every rank, as ``join``
+does it, and what is left for the parameters of that kind is arithmetic on arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.geometry import Box, copies_between, merge_runs, row_major_strides
+from zerostart.geometry import Copy
 from zerostart.layout import Layout
-from zerostart.planning.reads import MAX_BUFFERS, PlanOptions
-from zerostart.recipe import Computed, Recipe, torch_dtype
+from zerostart.planning.computing import computations
+from zerostart.planning.join import pull_back
+from zerostart.planning.plan import Computation, Destination
+from zerostart.planning.reads import Numbers, PlanOptions, read_starts_of_many, segments
+from zerostart.recipe import Computed, Recipe
 
-__all__ = ["Count", "Runs", "Share", "count_reads", "runs_of"]
-
-Numbers = npt.NDArray[np.int64]
-
-
-#: Rows ``start, stop, rank, box``: runs of a parameter's row-major order, whose each is, and of which box of
-#: that rank's layout. A run may have several owners.
-Runs = Numbers
+__all__ = ["Count", "Share", "count_reads"]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A recipe, and the runs of its parameter that each rank reads.
+    """A recipe, and the layouts of its parameter on the ranks that hold some of it, with the ranks.
 
-    ``direct`` tells host memory, where reads of the stored dtype land in place.
+    Shares with the very same ``layouts`` (one object) are cut alike. ``direct`` tells host memory, where
+    reads of the stored dtype land in place.
     """
 
     recipe: Recipe
-    runs: Runs
+    layouts: Sequence[tuple[int, Layout]]
     direct: bool
-
-
-def runs_of(layouts: Iterable[tuple[int, Layout]]) -> Runs:
-    """The runs of ranks with their layouts; neighbours in the parameter and in storage are one."""
-    rows: list[tuple[int, int, int, int]] = []
-    for rank, layout in layouts:
-        end = (-1, -1)
-        for number, placed in enumerate(layout.boxes):
-            for first, count, place in replace(layout, boxes=(placed,)).runs():
-                if end == (first, place):
-                    rows[-1] = (rows[-1][0], first + count, *rows[-1][2:])
-                else:
-                    rows.append((first, first + count, rank, number))
-                end = (first + count, place + count)
-    return np.array(rows, np.int64).reshape(-1, 4).T
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,115 +51,126 @@ class Count:
 
 
 def count_reads(
-    catalog: Catalog, shares: Iterable[Share], world_size: int, options: PlanOptions
-) -> list[Count] | None:
-    """The reads of each rank; None where a recipe is not made of unbroken runs."""
-    columns: list[Numbers] = []
+    catalog: Catalog, shares: Iterable[Share], ranks: Sequence[int], options: PlanOptions, threads: int
+) -> list[Count]:
+    """The reads that the plan of each of ``ranks`` has, whose computations run on ``threads``."""
+    census = _Census(catalog, ranks, options)
     for share in shares:
-        found = _segments(catalog, share, options.chunk_size)
-        if found is None:
-            return None
-        columns.append(found)
-    if not columns:
-        return [Count(0, 0, False)] * world_size
-    table = np.concatenate(columns, axis=1)
-    order = np.lexsort((table[2], table[1], table[0]))
-    return _merged(table[:, order], world_size, options)
+        census.add(share)
+    return census.counts(threads)
 
 
-def _segments(catalog: Catalog, share: Share, chunk: int) -> Numbers | None:
-    """Rows ``rank, file, offset, bytes, lands in place`` of one parameter's reads, before merging."""
-    shape = share.recipe.target.shape
-    box = Box((0,) * len(shape), shape)
-    starts, sizes, files, offsets, widths, placed = [], [], [], [], [], []
-    strides = row_major_strides(shape)
-    pieces = share.recipe.pieces
-    for copy in merge_runs(copy for piece in pieces for copy in copies_between(piece, box, 0, strides)):
-        if not copy.contiguous or isinstance(copy.source, Computed):
-            return None
-        entry = catalog.tensors[str(copy.source)]
-        dtype = torch_dtype(entry.dtype, entry.name)
-        starts.append(copy.to)
-        sizes.append(copy.numel)
-        files.append(entry.file)
-        offsets.append(entry.offset + copy.start * dtype.itemsize)
-        widths.append(dtype.itemsize)
-        placed.append(share.direct and dtype == share.recipe.target.dtype)
-    if not starts or not share.runs.size:
-        return np.empty((5, 0), np.int64)
-    begin, size = np.array(starts, np.int64), np.array(sizes, np.int64)
-    first, length, parent, rank, number = _meet(begin, size, share.runs)
-    seen = (parent * (rank.max(initial=0) + 1) + rank) * (number.max(initial=0) + 1) + number
-    if len(np.unique(seen)) < len(seen):
-        return None  # Columns of one tensor, as one box of a rank: the join may read through what is between.
-    width = np.array(widths, np.int64)[parent]
-    rows = np.stack(
-        [
-            rank,
-            np.array(files, np.int64)[parent],
-            np.array(offsets, np.int64)[parent] + (first - begin[parent]) * width,
-            length * width,
-            np.array(placed, np.int64)[parent],
+@dataclass(frozen=True)
+class _Kind:
+    """Segments of the parameters of one kind, from where the tensors begin that they come from.
+
+    ``table`` has the columns rank (by its number among those counted), source, offset, bytes, direct, rows;
+    ``sources`` has for each parameter where each of its sources begins, files being one after the other.
+    """
+
+    table: Numbers
+    sources: list[list[int]] = field(default_factory=list)
+
+    def placed(self, line: int) -> Numbers:
+        """Rows ``place, bytes, direct, rows`` of all parameters, where a rank has a ``line`` of its own."""
+        rank, source, offset, *rest = self.table
+        place = np.array(self.sources, np.int64)[:, source] + (rank * line + offset)
+        return np.stack([place.ravel(), *(np.tile(column, len(self.sources)) for column in rest)])
+
+
+@dataclass
+class _Computed:
+    """The reads of one rank's computations, and the ``memory`` that each takes while it runs."""
+
+    nbytes: int = 0
+    reads: int = 0
+    staged: bool = False
+    memory: list[int] = field(default_factory=list)
+
+    def add(self, computation: Computation) -> None:
+        self.nbytes += sum(read.nbytes for read in computation.reads)
+        self.reads += len(computation.reads)
+        self.staged |= any(not read.direct for read in computation.reads)
+        self.memory.append(computation.nbytes)
+
+
+class _Census:
+    """Gathers shares by kind, and what has to be computed, which is planned one by one."""
+
+    def __init__(self, catalog: Catalog, ranks: Sequence[int], options: PlanOptions) -> None:
+        self._tensors = catalog.tensors
+        self._options = options
+        self._number = {rank: number for number, rank in enumerate(ranks)}
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._computed = [_Computed() for _ in ranks]
+        # More than a chunk between files, so that nothing is merged across their ends.
+        ends = np.cumsum(np.array([0, *catalog.sizes], np.int64) + options.chunk_size + 1).tolist()
+        self._files, self._line = ends[:-1], ends[-1]
+
+    def add(self, share: Share) -> None:
+        """Count what ``share`` has every rank read."""
+        names = [str(s) for p in share.recipe.pieces for s in p.source if not isinstance(s, Computed)]
+        number = {name: n for n, name in enumerate(dict.fromkeys(names))}
+        entries = [self._tensors[name] for name in number]
+        key: Hashable = share.recipe
+        if not share.recipe.computed:
+            key = (
+                tuple((p.origin, p.axes, p.unit, p.offset, len(p.source)) for p in share.recipe.pieces),
+                tuple(number[name] for name in names),
+                tuple(entry.dtype for entry in entries),
+                share.recipe.target.dtype,
+            )
+        key = (key, id(share.layouts), share.direct)
+        if key not in self._kinds:
+            self._kinds[key] = _Kind(self._table(share, number))
+        self._kinds[key].sources.append([self._files[entry.file] + entry.offset for entry in entries])
+
+    def _table(self, share: Share, number: dict[str, int]) -> Numbers:
+        target = share.recipe.target
+        rows: list[tuple[int, ...]] = []
+        for rank, layout in share.layouts:
+            to = Destination(target.name, layout.numel, layout.owned, target.dtype, share.direct)
+            to_compute: list[Copy] = []
+            for copy in pull_back(share.recipe, layout):
+                if isinstance(copy.source, Computed):
+                    to_compute.append(copy)
+                    continue
+                source = str(copy.source)
+                base = self._tensors[source].offset
+                for _, offset, nbytes, part, count, _ in segments(self._tensors, copy, 0, to, self._options):
+                    rows.append(
+                        (self._number[rank], number[source], offset - base, nbytes, part.direct, count)
+                    )
+            for computation in computations(self._tensors, to_compute, 0, self._options):
+                self._computed[self._number[rank]].add(computation)
+        return np.array(rows, np.int64).reshape(-1, 6).T
+
+    def counts(self, threads: int) -> list[Count]:
+        """What each rank reads."""
+        world = len(self._number)
+        tables = [np.empty((4, 0), np.int64), *(kind.placed(self._line) for kind in self._kinds.values())]
+        table = np.concatenate(tables, axis=1)
+        # By place to the last digit, as ``merged_reads`` has them.
+        table = table[:, np.lexsort((table[2], table[1], table[0]))]
+        place, nbytes, direct, rows = table
+        starts = read_starts_of_many(place, nbytes, direct, rows, self._options)
+        sizes = np.maximum.reduceat(place + nbytes, starts) - place[starts] if len(starts) else starts
+        # The rows of one rank follow each other.
+        bounds = np.searchsorted(place[starts], np.arange(world + 1) * self._line)
+        total = np.concatenate([[0], np.cumsum(sizes)])[bounds]
+        staged = np.bincount(place[direct == 0] // self._line, minlength=world) > 0
+        return [
+            Count(
+                of_rank + computed.nbytes,
+                number + computed.reads,
+                through_buffer or computed.staged,
+                sum(sorted(computed.memory, reverse=True)[:threads]),
+            )
+            for of_rank, number, through_buffer, computed in zip(
+                np.diff(total).tolist(),
+                np.diff(bounds).tolist(),
+                staged.tolist(),
+                self._computed,
+                strict=True,
+            )
         ]
-    )
-    return _bounded(rows, width, chunk)
-
-
-def _meet(begin: Numbers, size: Numbers, runs: Runs) -> tuple[Numbers, ...]:
-    """Where runs meet the copies ``begin, size``, which tile the order: start, length, copy, rank, box."""
-    order = np.argsort(begin)
-    starts = begin[order]
-    low = np.searchsorted(starts, runs[0], side="right") - 1
-    high = np.searchsorted(starts, runs[1], side="left")
-    count = high - low
-    run = np.repeat(np.arange(runs.shape[1]), count)
-    within = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
-    parent = order[low[run] + within]
-    first = np.maximum(runs[0][run], begin[parent])
-    last = np.minimum(runs[1][run], begin[parent] + size[parent])
-    return first, last - first, parent, runs[2][run], runs[3][run]
-
-
-def _bounded(rows: Numbers, width: Numbers, chunk: int) -> Numbers:
-    """Cut what is longer than a chunk, as the join does: whole chunks from the start, then the rest."""
-    most = chunk // width * width
-    count = -(-rows[3] // most)
-    if int(count.max(initial=1)) == 1:
-        return rows
-    parent = np.repeat(np.arange(rows.shape[1]), count)
-    number = np.arange(len(parent)) - np.repeat(np.cumsum(count) - count, count)
-    out = rows[:, parent].copy()
-    out[2] += number * most[parent]
-    out[3] = np.minimum(most[parent], rows[3][parent] - number * most[parent])
-    return out
-
-
-def _rows(table: Numbers) -> Iterator[list[int]]:
-    # As Python integers, for the speed of the loop, but not all at once: they take ten times the room.
-    for start in range(0, table.shape[1], 1 << 16):
-        yield from table[:, start : start + (1 << 16)].T.tolist()
-
-
-def _merged(table: Numbers, world_size: int, options: PlanOptions) -> list[Count]:
-    """Merge segments, sorted by rank and place, by the join's rule; sum up by rank."""
-    nbytes, reads, staged = [0] * world_size, [0] * world_size, [False] * world_size
-    group: tuple[int, int, int] | None = None  # rank, file, lands in place
-    begin = end = members = 0
-    for rank, file, offset, size, placed in _rows(table):
-        staged[rank] |= not placed
-        until = max(end, offset + size)
-        joins = (
-            group == (rank, file, placed) and members < MAX_BUFFERS and until - begin <= options.chunk_size
-        )
-        if joins:
-            gap = max(0, offset - end)
-            joins = offset == end if placed else options.reads_through(gap, end - begin)
-        if joins:
-            nbytes[rank] += until - end
-            members += 1
-            end = until
-        else:
-            nbytes[rank] += size
-            reads[rank] += 1
-            group, begin, end, members = (rank, file, placed), offset, offset + size, 1
-    return [Count(*row) for row in zip(nbytes, reads, staged, strict=True)]

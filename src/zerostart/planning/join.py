@@ -12,7 +12,7 @@ from zerostart.planning.plan import Computation, Destination, Plan
 from zerostart.planning.reads import PlanOptions, Segment, merged_reads, segments
 from zerostart.recipe import Computed, Recipe
 
-__all__ = ["join"]
+__all__ = ["join", "pull_back"]
 
 
 def join(
@@ -29,13 +29,12 @@ def join(
         number = len(destinations)
         destinations.append(destination)
         to_compute: list[Copy] = []
-        for copy in _pull_back(recipe, layout):
+        for copy in pull_back(recipe, layout):
             if isinstance(copy.source, Computed):
                 to_compute.append(copy)
             else:
                 found += segments(catalog.tensors, copy, number, destination, options)
         computed += computations(catalog.tensors, to_compute, number, options)
-    found.sort(key=lambda segment: segment[:2])
     return Plan(
         files=catalog.files,
         sizes=catalog.sizes,
@@ -47,7 +46,8 @@ def join(
     )
 
 
-def _pull_back(recipe: Recipe, layout: Layout) -> list[Copy]:
+def pull_back(recipe: Recipe, layout: Layout) -> list[Copy]:
+    """The copies that fill ``layout``'s share of the target of ``recipe``, from any source."""
     # A run of the row-major order is several boxes: where their bytes follow each other, they are one again.
     return merge_runs(
         copy

@@ -1,17 +1,35 @@
-"""Copies as reads: dense spans of a file, none longer than a chunk, merged where they lie close together."""
+"""Copies as reads: dense spans of a file, none longer than a chunk, merged where they lie close together.
+
+The one place that says so: one rank's plan is made by it, and the reads of all ranks are counted by it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.geometry import Copy, Loop
 from zerostart.planning.plan import Destination, Part, Read
 from zerostart.recipe import torch_dtype
 
-__all__ = ["MAX_BUFFERS", "PlanOptions", "Segment", "merged_reads", "segments"]
+__all__ = [
+    "MAX_BUFFERS",
+    "Numbers",
+    "PlanOptions",
+    "Segment",
+    "merged_reads",
+    "read_starts",
+    "read_starts_of_many",
+    "segments",
+]
+
+Numbers = npt.NDArray[np.int64]
 
 MiB = 1 << 20
 #: One preadv call takes at most this many buffers (Linux: UIO_MAXIOV).
@@ -118,37 +136,80 @@ def _bounded(
         yield from _bounded(start + first * source, to + first * destination, part, limit)
 
 
-def merged_reads(found: Sequence[Segment], options: PlanOptions) -> Iterator[Read]:
-    """Merge segments, sorted by place, that follow each other closely in a file."""
-    group: list[Segment] = []
-    end = 0
-    for segment in found:
-        offset, nbytes = segment[1:3]
-        if group and not _joins(group, end, segment, options):
-            yield _read(group, end)
-            group = []
-        end = max(end, offset + nbytes) if group else offset + nbytes
-        group.append(segment)
-    if group:
-        yield _read(group, end)
+def merged_reads(found: Iterable[Segment], options: PlanOptions) -> Iterator[Read]:
+    """Segments, sorted by place, as reads: those that follow each other closely in a file are one."""
+    ordered = sorted(found, key=_place)
+    columns = ((file, at, size, part.direct, rows) for file, at, size, part, rows, _ in ordered)
+    starts = [*read_starts(columns, options), len(ordered)]
+    return (_read(ordered[first:stop]) for first, stop in pairwise(starts))
 
 
-def _joins(group: Sequence[Segment], end: int, segment: Segment, options: PlanOptions) -> bool:
-    file, offset, nbytes, part, rows, _ = segment
-    first = group[0]
-    if rows > 1 or first[4] > 1:
-        return False
-    if file != first[0] or len(group) >= MAX_BUFFERS or part.direct != first[3].direct:
-        return False
-    if max(end, offset + nbytes) - first[1] > options.chunk_size:
-        return False
-    if part.direct:
-        return offset == end
-    return options.reads_through(max(0, offset - end), end - first[1])
+def _place(segment: Segment) -> tuple[int, int, int, bool]:
+    # To the last digit, so that what is read does not depend on the order in which tensors were planned.
+    return (*segment[:3], segment[3].direct)
 
 
-def _read(group: Sequence[Segment], end: int) -> Read:
+def read_starts(found: Iterable[tuple[int, int, int, bool, int]], options: PlanOptions) -> Iterator[int]:
+    """The rule of merging: the numbers of the segments ``found``, sorted by place, with which a read begins.
+
+    A segment is ``(file, offset, bytes, direct, rows)``. What may be read into place is scattered by one
+    call and has to follow without a gap; what is staged is read with small gaps. Rows are left alone.
+    """
+    begin = end = members = 0
+    group: tuple[int, bool] | None = None
+    for number, (file, offset, nbytes, direct, rows) in enumerate(found):
+        until = max(end, offset + nbytes)
+        if (
+            group == (file, direct)
+            and rows == 1
+            and members < MAX_BUFFERS
+            and until - begin <= options.chunk_size
+            and (offset == end if direct else options.reads_through(max(0, offset - end), end - begin))
+        ):
+            end = until
+            members += 1
+        else:
+            yield number
+            group = (file, direct) if rows == 1 else None
+            begin, end, members = offset, offset + nbytes, 1
+
+
+def read_starts_of_many(
+    place: Numbers, nbytes: Numbers, direct: Numbers, rows: Numbers, options: PlanOptions
+) -> Numbers:
+    """``read_starts`` of millions of segments, as an array; ``place`` is ascending.
+
+    Files (and ranks) lie one after the other in it, more than a chunk apart. Segments that begin a read
+    whatever came before them are found at once, and the rule is asked for what is left between these.
+    """
+    if not len(place):
+        return place
+    stop = place + nbytes
+    pair = np.maximum(stop[1:], stop[:-1]) - place[:-1]
+    # A read may reach past the last of its segments, and is no longer than a chunk.
+    gap = place[1:] - np.maximum.accumulate(stop)[:-1]
+    far = (gap > options.gap_floor) & (gap > options.gap_share * options.chunk_size)
+    apart = pair > options.chunk_size
+    apart |= (direct[1:] != direct[:-1]) | (np.maximum(rows[1:], rows[:-1]) > 1)
+    apart |= np.where(direct[1:] != 0, place[1:] != stop[:-1], far)
+    starts = np.flatnonzero(np.concatenate([[True], apart]))
+    length = np.diff(starts, append=len(place))
+    open_ones = np.flatnonzero(np.repeat(length > 1, length))
+    island = np.repeat(np.arange(len(starts)), length)[open_ones]
+    columns = (island, place[open_ones], nbytes[open_ones], direct[open_ones] != 0, rows[open_ones])
+    found = np.fromiter(read_starts(_rows(*columns), options), np.int64)
+    return np.sort(np.concatenate([starts[length == 1], open_ones[found]]))
+
+
+def _rows(*columns: npt.NDArray[Any]) -> Iterator[tuple[Any, ...]]:
+    # As Python's own numbers, for the speed of the loop, but not all at once: they take ten times the room.
+    for start in range(0, len(columns[0]), 1 << 16):
+        yield from zip(*(column[start : start + (1 << 16)].tolist() for column in columns), strict=True)
+
+
+def _read(group: Sequence[Segment]) -> Read:
     file, begin, _, first, rows, stride = group[0]
+    end = max(offset + nbytes for _, offset, nbytes, _, _, _ in group)
     parts = tuple(
         Part(offset - begin, part.dtype, part.target, part.to, part.loops, part.direct)
         for _, offset, _, part, _, _ in group
