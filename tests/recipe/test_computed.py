@@ -15,7 +15,7 @@ from zerostart.errors import ConversionError
 from zerostart.layout import dimension_shard, flat_partition
 from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, SymbolicTensor, Target
-from zerostart.recipe.symbolic import functionalized
+from zerostart.recipe.recording import recorded
 from zerostart.transfer import Progress, execute
 
 Tensors = dict[str, torch.Tensor]
@@ -31,7 +31,7 @@ def plans(
     """Load what ``convert`` makes in shards, compare each with the eager result, and return the plans."""
     expected = convert({name: tensor.clone() for name, tensor in source.items()})
     symbols = {n: SymbolicTensor.of(n, tuple(t.shape), t.dtype) for n, t in source.items()}
-    made = functionalized(convert)(symbols)
+    made = recorded("test", lambda: convert(symbols))
     catalog = memory_catalog(source, (0,))
     found = []
     for name, want in expected.items():

@@ -1,75 +1,65 @@
-"""Symbolic tensors: a shape, a dtype, and the pieces that say where each element comes from.
+"""Symbolic tensors: tensors without data, whose elements are known by where they come from.
 
 A converter that runs on them runs its own code, the ordinary torch calls included; what the calls do to
 indices is recorded, and no data exists. The recording happens below torch's Python API, at the operator
 dispatcher, so that a method, a function, an einops pattern and a registered transformers operation all
-arrive as the same few operators. Operators that move elements change the pieces; all others make a computed
-tensor (``computed``), whose elements the pieces then refer to.
+arrive as the same few operators.
+
+A tensor is a view of a memory, as eager torch's is: views are steps from what the memory holds, a write goes
+back through them, and every other view of the memory then shows it. Shapes, strides and the errors of
+operators are those of torch's own meta kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from zerostart import geometry
-from zerostart.errors import ConversionError
-from zerostart.recipe.computed import Computed, Operand, leaves_of
-from zerostart.recipe.dtypes import holds
+from zerostart.recipe.memory import Memory
+from zerostart.recipe.record import record
+from zerostart.recipe.refusals import refusal
+from zerostart.recipe.sealed import Sealed
+from zerostart.recipe.values import Value, constant
+from zerostart.recipe.views import Layout, Step
+from zerostart.upstream.torch_wrapper import make_wrapper
 
-__all__ = ["HANDLERS", "Handler", "Mutation", "SymbolicTensor", "compute", "functionalized", "lifted"]
-
-aten = torch.ops.aten
-Handler = Callable[..., Any]
-T = TypeVar("T")
-#: By operator: what it does to pieces (``operators`` fills it).
-HANDLERS: dict[Any, Handler] = {}
+__all__ = ["SymbolicTensor", "settled"]
 
 
-class Mutation(Exception):
-    """A converter writes into a tensor: it has to be run ``functionalized``."""
-
-
-def functionalized(function: Callable[..., T]) -> Callable[..., T]:
-    """``function`` with its writes into tensors turned into new tensors, by torch's own functionalization.
-
-    Tensors in its arguments and in its result may lie in lists, tuples and dictionaries.
-    """
-    made: Callable[..., T] = torch.func.functionalize(function)
-    return made
-
-
-class SymbolicTensor(torch.Tensor):
+class SymbolicTensor(Sealed, torch.Tensor):
     """A tensor without data whose elements are known by their source addresses.
 
-    ``pieces`` tile the tensor. ``stored`` are the dtypes that the elements are kept in, before the cast to
-    the tensor's own. The class is a ``torch.Tensor``, since converters ask with ``isinstance``.
+    ``steps`` lead from what ``memory`` holds to what the tensor shows of it. The class is a ``torch.Tensor``,
+    since converters ask with ``isinstance``.
     """
 
-    pieces: tuple[geometry.Piece, ...]
-    stored: frozenset[torch.dtype]
+    memory: Memory
+    steps: tuple[Step, ...]
+    _meta: torch.Tensor | None
+    _known: tuple[int, Value] | None
 
     # Everything is recorded at dispatch; the detour before it would cost more than the recording.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own idiom
 
     @staticmethod
     def __new__(
-        cls,
-        pieces: Sequence[geometry.Piece],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        stored: frozenset[torch.dtype] | None = None,
+        cls, memory: Memory, steps: tuple[Step, ...] = (), meta: torch.Tensor | None = None
     ) -> SymbolicTensor:
-        """Make a tensor of ``shape`` and ``dtype`` out of ``pieces``."""
+        """The view ``steps`` of ``memory``; ``meta`` is its twin on the meta device, if there is one."""
         # On the CPU by its own account: what a converter makes "on the device of the weight" has values.
-        self: SymbolicTensor = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=torch.device("cpu"), requires_grad=False
-        )
-        self.pieces = tuple(pieces)
-        self.stored = stored or frozenset((dtype,))
+        if meta is None:
+            layout, dtype = (steps[-1].layout, steps[-1].dtype) if steps else (memory.layout, memory.dtype)
+            self = make_wrapper(cls, layout.shape, layout.strides, layout.offset, dtype)
+        else:
+            bits = meta if meta.is_conj() or meta.is_neg() else None
+            self = make_wrapper(cls, meta.shape, meta.stride(), int(meta.storage_offset()), meta.dtype, bits)
+        self.memory = memory
+        self.steps = steps
+        self._meta = meta
+        self._known = None
         return self
 
     @classmethod
@@ -77,27 +67,81 @@ class SymbolicTensor(torch.Tensor):
         cls, name: str, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
     ) -> SymbolicTensor:
         """The checkpoint tensor ``name`` as it is stored (``strides`` in elements, None for row-major)."""
-        return cls(geometry.whole(name, shape, strides), shape, dtype)
+        return cls(Memory.holding(Value(geometry.whole(name, shape, strides), shape, dtype), strides))
 
-    @classmethod
-    def computed(cls, source: Computed) -> SymbolicTensor:
-        """The tensor that ``source`` computes."""
-        return cls(geometry.whole(source, source.shape), source.shape, source.dtype)
+    @property
+    def layout_in_memory(self) -> Layout:
+        """Shape, strides and offset."""
+        return Layout(tuple(self.shape), self.stride(), int(self.storage_offset()))
+
+    @property
+    def value(self) -> Value:
+        """What the tensor holds now."""
+        memory = self.memory
+        if self._known is None or self._known[0] != memory.version or memory.exported:
+            value = memory.value
+            for step in self.steps:
+                value = step.of(value)
+            self._known = (memory.version, value)
+        return self._known[1]
+
+    @property
+    def pieces(self) -> tuple[geometry.Piece, ...]:
+        """Where the elements come from now."""
+        return self.value.pieces
+
+    @property
+    def meta(self) -> torch.Tensor:
+        """A tensor on the meta device with the same shape, strides and bits."""
+        if self._meta is None:
+            shape, strides = tuple(self.shape), self.stride()
+            twin = torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
+            if self.storage_offset():
+                room = (
+                    self.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+                )
+                twin = torch.empty(room, dtype=self.dtype, device="meta")
+                twin = twin.as_strided(shape, strides, self.storage_offset())
+            self._meta = twin
+        return self._meta
+
+    @property
+    def elements(self) -> torch.Tensor | None:
+        """The elements themselves, in the memory's own storage; None where the checkpoint fills any of it."""
+        base = self.memory.real
+        if base is None:
+            return None
+        empty = torch.empty(0, dtype=self.dtype, device="cpu")
+        made = empty.set_(base.untyped_storage(), self.storage_offset(), tuple(self.shape), self.stride())
+        if self.is_conj():
+            made = made.conj()
+        return torch._neg_view(made) if self.is_neg() else made
+
+    def write(self, new: Value) -> None:
+        """Give the tensor, and with it every view of its memory, the elements ``new``."""
+        if self.memory.exported:
+            raise refusal(
+                "a conversion writes weights into a tensor whose memory NumPy shares; use torch alone for it"
+            )
+        values = [self.memory.value]
+        for step in self.steps[:-1]:
+            values.append(step.of(values[-1]))
+        for step, base in zip(reversed(self.steps), reversed(values), strict=bool(self.steps)):
+            new = step.written(base, new)
+        self.memory.hold(new)
 
     def copied(self) -> SymbolicTensor:
         """A tensor of its own with the same elements, for a converter that may write into it."""
-        return SymbolicTensor(self.pieces, tuple(self.shape), self.dtype, self.stored)
+        return SymbolicTensor(Memory.holding(self.value, self.stride()))
 
-    def as_operand(self) -> Operand:
-        """What a computation needs to know of it."""
-        return Operand(self.pieces, tuple(self.shape), self.dtype)
-
-    def rounds(self, dtype: torch.dtype) -> bool:
-        """Whether the tensor's own dtype loses what the stored elements, cast to ``dtype``, might keep."""
-        return dtype != self.dtype and any(not holds(self.dtype, stored) for stored in self.stored)
+    def become(self, other: SymbolicTensor) -> None:
+        """Be another view, as ``t.data = other`` and ``t.t_()`` have it."""
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # shape and strides
+        self.memory, self.steps = other.memory, other.steps
+        self._meta, self._known = other.meta, None
 
     def __repr__(self) -> str:  # type: ignore[override]  # no contents to show
-        return f"SymbolicTensor(shape={tuple(self.shape)}, dtype={self.dtype}, pieces={len(self.pieces)})"
+        return f"SymbolicTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no classmethod here
@@ -108,113 +152,11 @@ class SymbolicTensor(torch.Tensor):
         kwargs: dict[Any, Any] | None = None,
     ) -> Any:
         """Record what ``func`` does to indices, or that it computes."""
-        handler = HANDLERS.get(func)
-        if handler is None:
-            return compute(func, args, kwargs or {})
-        if _has_values(args):
-            args = tree_map(lifted, args)
-        return handler(*args, **(kwargs or {}))
+        return record(cls, func, args, kwargs or {})
 
 
-def _has_values(args: Iterable[Any]) -> bool:
-    """Whether a tensor that is not symbolic is among the arguments, or in a list of them."""
-    return any(
-        _has_values(value)
-        if isinstance(value, (list, tuple))
-        else isinstance(value, torch.Tensor) and not isinstance(value, SymbolicTensor)
-        for value in args
-    )
-
-
-def lifted(value: Any) -> Any:
-    """A tensor with values, which a conversion made itself, as a symbolic one; anything else as it is."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, SymbolicTensor):
-        return value
-    shape = tuple(value.shape)
-    return SymbolicTensor.computed(Computed(None, shape, value.dtype, value=value.detach()))
-
-
-def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operator that does more than move elements, as computed tensors.
-
-    Raises Mutation for one that writes into a tensor, ConversionError for one whose result is random or
-    depends on values in a way that a shape cannot say.
-    """
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        raise ConversionError(f"the conversion of {_named(args, kwargs)} calls {func}, which is random")
-    if func._schema.is_mutable:
-        raise Mutation(f"{func} writes into a tensor")
-    made = _shapes(func, args, kwargs)
-    flat, spec = tree_flatten((args, kwargs))
-    at = tuple(i for i, value in enumerate(flat) if isinstance(value, torch.Tensor))
-    operands = tuple(lifted(flat[i]).as_operand() for i in at)
-    rest = tuple(None if i in at else value for i, value in enumerate(flat))
-    elementwise, aligned = _regions(func, operands, made)
-
-    def result(meta: torch.Tensor, output: int | None) -> SymbolicTensor:
-        return SymbolicTensor.computed(
-            Computed(
-                function=func,
-                shape=tuple(meta.shape),
-                dtype=meta.dtype,
-                operands=operands,
-                at=at,
-                aligned=aligned,
-                rest=rest,
-                spec=spec,
-                output=output,
-                elementwise=elementwise,
-            )
-        )
-
-    if isinstance(made, torch.Tensor):
-        return result(made, None)
-    return type(made)(result(meta, number) for number, meta in enumerate(made))
-
-
-def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``func`` gives on the meta device: shapes and dtypes."""
-
-    def empty(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-    depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
-    try:
-        made = func(*tree_map(empty, args), **tree_map(empty, kwargs))
-    except (NotImplementedError, RuntimeError):
-        if not depends:
-            raise
-        made = None
-    if isinstance(made, torch.Tensor) or (
-        isinstance(made, (list, tuple)) and made and all(isinstance(m, torch.Tensor) for m in made)
-    ):
-        return made
-    raise ConversionError(
-        f"the conversion of {_named(args, kwargs)} calls {func}, whose result depends on the values of the "
-        "weights; a conversion has to do the same whatever they are"
-    )
-
-
-def _regions(func: Any, operands: Sequence[Operand], made: Any) -> tuple[bool, tuple[bool, ...]]:
-    """Whether ``func`` can be evaluated box by box, and which operands then are needed only for the box."""
-    if func is aten.view.dtype:
-        return made.dtype.itemsize == operands[0].dtype.itemsize, (True,)
-    if func is aten.index.Tensor and len(operands) == 2 and len(operands[0].shape) == 1:
-        return True, (False, True)  # a table, looked up element by element
-    if torch.Tag.pointwise in func.tags or func in _POINTWISE:
-        return True, (True,) * len(operands)
-    return False, (False,) * len(operands)
-
-
-#: Element by element too, though torch does not tag them so.
-_POINTWISE = {aten._to_copy.default}
-
-
-def _named(*values: Any) -> str:
-    """The checkpoint tensors that ``values`` draw from, for a message."""
-    found = sorted(
-        {n for t in tree_leaves(values) if isinstance(t, SymbolicTensor) for n in leaves_of(t.pieces)}
-    )
-    return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+def settled(tensor: torch.Tensor) -> SymbolicTensor:
+    """What a converter made, as it is now: a tensor of its own, constants included."""
+    if isinstance(tensor, SymbolicTensor):
+        return SymbolicTensor(Memory.holding(tensor.value))
+    return SymbolicTensor(Memory.holding(constant(tensor.detach().cpu().clone())))

@@ -24,7 +24,8 @@ from zerostart.recipe.dtypes import torch_dtype
 from zerostart.recipe.modules import Loaded, load_module
 from zerostart.recipe.operators import cast
 from zerostart.recipe.recipe import Recipe, Recipes, Target
-from zerostart.recipe.symbolic import SymbolicTensor, functionalized
+from zerostart.recipe.recording import recorded
+from zerostart.recipe.symbolic import SymbolicTensor, settled
 from zerostart.upstream.diffusers import is_diffusers
 from zerostart.upstream.transformers import is_pretrained, registered_conversions
 
@@ -80,33 +81,31 @@ def _run(
 ) -> dict[str, SymbolicTensor]:
     """Run the converter ``name`` on a state dict of symbolic tensors."""
 
-    def run(state_dict: dict[str, torch.Tensor]) -> Any:
-        made = converter(state_dict)
-        # A mapping of a class of its own is opened here, where its tensors still are functionalization's.
-        return dict(made) if isinstance(made, Mapping) else made
+    given: dict[str, torch.Tensor] = {key: symbol.copied() for key, symbol in symbols.items()}
 
-    randomness = torch.get_rng_state()
+    def run() -> dict[str, SymbolicTensor]:
+        return _state_dict(name, converter(given))
+
     try:
-        made = functionalized(run)({key: symbol.copied() for key, symbol in symbols.items()})
+        return recorded(f"the converter {name}", run)
     except ConversionError:
         raise
     except Exception as error:
         raise ConversionError(f"the converter {name} failed: {type(error).__name__}: {error}") from error
-    if not torch.equal(randomness, torch.get_rng_state()):
-        torch.set_rng_state(randomness)
-        raise ConversionError(
-            f"the converter {name} draws random numbers, which would differ from rank to rank; leave out "
-            "what it makes of them and pass strict=False to have it initialised"
-        )
+
+
+def _state_dict(name: str, made: Any) -> dict[str, SymbolicTensor]:
+    """What the converter ``name`` made, in the state that its tensors have when it is done."""
     if not isinstance(made, Mapping):
         raise ConversionError(f"the converter {name} gave a {type(made).__name__}, and not a mapping")
-    strange = [key for key, value in made.items() if not isinstance(value, SymbolicTensor)]
+    strange = [key for key, value in made.items() if not isinstance(value, torch.Tensor)]
     if strange:
+        kind = type(made[strange[0]]).__name__
         raise ConversionError(
-            f"the converter {name} made {strange[0]!r} (and {len(strange) - 1} more) out of nothing in the "
-            "checkpoint; leave such entries out and pass strict=False to have them initialised"
+            f"the converter {name} made {strange[0]!r} (and {len(strange) - 1} more) a {kind}, and not a "
+            "tensor; leave such entries out"
         )
-    return {str(key): value for key, value in made.items() if isinstance(value, SymbolicTensor)}
+    return {str(key): settled(value) for key, value in made.items()}
 
 
 def _made(
@@ -159,7 +158,7 @@ def _assemble(
             if target.as_stored and tensor.dtype.is_floating_point:
                 target = replace(target, dtype=tensor.dtype)
             changed = name in converted and not _as_stored(name, tensor)
-            by_name[name] = Recipe(target, cast(tensor, target.dtype).pieces, changed)
+            by_name[name] = Recipe(target, cast(tensor.value, target.dtype).pieces, changed)
     coverage = Coverage(tuple(missing), tuple(unexpected), mismatched, ignored)
     return Recipes(by_name, coverage, conversions)
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from zerostart.errors import ConversionError
-from zerostart.recipe.operators import cast
 from zerostart.recipe.recipe import Target
-from zerostart.recipe.symbolic import Mutation, SymbolicTensor, functionalized
+from zerostart.recipe.recording import recorded
+from zerostart.recipe.symbolic import SymbolicTensor, settled
 from zerostart.upstream.transformers import loading_core
 
 __all__ = ["Converted", "convert"]
@@ -51,7 +51,7 @@ def convert(
     for first, converter in groups.items():
         for name, value in _run(converter, first, model).items():
             if name in targets:
-                tensors[name] = value[0] if isinstance(value, list) else value
+                tensors[name] = value
                 converted.add(name)
             else:
                 unexpected.append(name)
@@ -92,7 +92,7 @@ def _assign(
         else:
             if name not in groups:
                 groups[name] = deepcopy(by_pattern[pattern])
-            symbol = symbols[key] if _reads_stored(groups[name]) else cast(symbols[key], targets[name].dtype)
+            symbol = symbols[key] if _reads_stored(groups[name]) else symbols[key].to(targets[name].dtype)
             groups[name].add_tensor(name, key, pattern, symbol)
     return groups, plain, list(dict.fromkeys(unexpected))
 
@@ -105,19 +105,15 @@ def _reads_stored(converter: Any) -> bool:
     return any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
 
 
-def _run(converter: Any, first: str, model: Any) -> Mapping[str, Any]:
+def _run(converter: Any, first: str, model: Any) -> Mapping[str, SymbolicTensor]:
     """One converter's operations, in its own code; its errors get the name of the parameter."""
 
-    def convert(collected: dict[str, Any]) -> Any:
-        converter.collected_tensors = collected
-        return converter.convert(first, model=model, config=model.config)
+    def convert() -> dict[str, SymbolicTensor]:
+        made = converter.convert(first, model=model, config=model.config)
+        return {name: settled(value[0] if isinstance(value, list) else value) for name, value in made.items()}
 
-    collected = converter.collected_tensors
     try:
-        try:
-            result: Mapping[str, Any] = convert({key: list(value) for key, value in collected.items()})
-        except Mutation:
-            result = functionalized(convert)({key: list(value) for key, value in collected.items()})
+        result = recorded("the conversion", convert)
     except ConversionError as error:
         raise ConversionError(f"{first}: {error}") from error
     except Exception as error:

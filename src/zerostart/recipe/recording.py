@@ -1,0 +1,50 @@
+"""Running a converter so that every tensor it makes can be followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerostart.errors import ConversionError
+from zerostart.recipe.record import record
+from zerostart.recipe.refusals import refusals_count
+from zerostart.recipe.symbolic import SymbolicTensor
+
+__all__ = ["recorded"]
+
+T = TypeVar("T")
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Inside, what a factory of torch makes is a symbolic constant, into which weights may be written."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Record one operator."""
+        return record(SymbolicTensor, func, args, kwargs or {})
+
+
+def recorded(name: str, function: Callable[[], T]) -> T:
+    """Run ``function``, which calls the converter ``name`` on symbolic tensors.
+
+    Raises ConversionError for what cannot be followed, also where the converter catches that, and where
+    random numbers are drawn.
+    """
+    randomness = torch.get_rng_state()
+    with refusals_count(), _Recording():  # type: ignore[no-untyped-call]
+        made = function()
+    if not torch.equal(randomness, torch.get_rng_state()):
+        torch.set_rng_state(randomness)
+        raise ConversionError(
+            f"{name} draws random numbers, which would differ from rank to rank; leave out "
+            "what it makes of them and pass strict=False to have it initialised"
+        )
+    return made

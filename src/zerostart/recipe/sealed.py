@@ -1,0 +1,109 @@
+"""What a converter may not ask a tensor for while it is traced: its elements, and where they lie.
+
+There is no memory behind a symbolic tensor. What asks for it by way of torch's dispatcher is refused there;
+these are the ways that go past it. torch itself raises for those that call its C functions unbound.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zerostart.recipe.refusals import refusal
+from zerostart.recipe.values import names_of
+
+__all__ = ["Sealed"]
+
+_MEMORY = (
+    *("data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage", "_typed_storage"),
+    *("__dlpack__", "__dlpack_device__", "__reduce_ex__", "__reduce__", "share_memory_", "is_shared"),
+    *("storage_type", "apply_", "map_", "map2_", "pin_memory", "to_mkldnn", "__cuda_array_interface__"),
+)
+
+
+def _refuses(name: str) -> Callable[..., Any]:
+    def refuse(self: Any, *_: Any, **__: Any) -> Any:
+        raise refusal(
+            f"the conversion of {names_of(self) or 'a constant'} asks for the memory of a tensor ({name}); a "
+            "conversion runs on tensors without data, so it has to leave this out"
+        )
+
+    refuse.__name__ = name
+    return refuse
+
+
+class Sealed:
+    """The methods of a tensor that reach its elements past torch's dispatcher."""
+
+    for _name in _MEMORY:
+        if hasattr(torch.Tensor, _name):
+            locals()[_name] = _refuses(_name)
+
+    memory: Any
+
+    def _elements(self, asks: str) -> torch.Tensor:
+        """The elements of a constant. Raises ConversionError for those of the checkpoint."""
+        if not self.memory.is_constant:
+            raise refusal(
+                f"the conversion of {names_of(self)} asks for the values of weights ({asks}); a conversion "
+                "has to do the same whatever they are, with torch's own operators"
+            )
+        tensor: Any = self
+        elements: torch.Tensor = tensor.elements
+        return elements
+
+    def tolist(self) -> Any:
+        """The elements of a constant as Python numbers."""
+        return self._elements("tolist").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The elements of a constant as an array that shares its memory."""
+        made = self._elements("numpy").numpy(force=force)
+        self.memory.exported = True
+        return made
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """The elements of a constant, for NumPy."""
+        elements: Any = self._elements("numpy")
+        made = elements.__array__(*args, **kwargs)
+        self.memory.exported = True
+        return made
+
+    def __format__(self, spec: str) -> str:
+        """As torch has it: the element of a tensor without dimensions, a description of any other."""
+        tensor: Any = self
+        return format(tensor.item(), spec) if tensor.dim() == 0 else repr(self)
+
+    def __copy__(self) -> Any:
+        """A tensor that shares the memory."""
+        tensor: Any = self
+        return tensor.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A tensor of its own; what shares memory with it shares that of its copy."""
+        if id(self) not in memo:
+            tensor: Any = self
+            twin = memo.get(id(tensor.memory))
+            if twin is None:
+                twin = memo[id(tensor.memory)] = tensor.memory.copy()
+            memo[id(self)] = made = type(tensor)(twin, tensor.steps, tensor.meta)
+            made.__dict__.update(
+                copy.deepcopy({k: v for k, v in tensor.__dict__.items() if k not in made.__dict__})
+            )
+        return memo[id(self)]
+
+    @property
+    def data(self) -> Any:
+        """The same tensor without autograd."""
+        tensor: Any = self
+        return tensor.detach()
+
+    @data.setter
+    def data(self, other: Any) -> None:
+        tensor: Any = self
+        if not isinstance(other, type(tensor)):
+            raise refusal(f"the conversion of {names_of(self)} gives a tensor the memory of one from outside")
+        tensor.become(other)

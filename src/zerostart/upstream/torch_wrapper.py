@@ -1,0 +1,68 @@
+"""Private parts of torch: tensors without memory that tell the strides of one that has it.
+
+Known for the versions in ``upstream.torch.SUPPORTED``. Used of it: ``Tensor._make_wrapper_subclass``,
+``torch._C._set_throw_on_mutable_data_ptr``, which makes every access to the memory that such a tensor lacks
+an error, and the dispatch keys of the conjugate and negative bits, which are the same for a tensor and
+what wraps it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from zerostart.upstream.torch import SUPPORTED
+from zerostart.upstream.versions import demand
+
+__all__ = ["make_wrapper", "shares_storage"]
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+@functools.cache
+def _require() -> None:
+    """Raise UnsupportedVersionError unless everything that this file uses is there."""
+    bits = ("_dispatch_keys", "_additional_keys_to_prop_for_wrapper_tensors")
+    demand(
+        torch,
+        SUPPORTED,
+        (
+            (torch.Tensor, ("_make_wrapper_subclass",)),
+            (torch._C, ("_set_throw_on_mutable_data_ptr", *bits)),
+        ),
+    )
+
+
+def make_wrapper(
+    cls: type[T],
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    bits: torch.Tensor | None = None,
+) -> T:
+    """A tensor of the class ``cls`` on the CPU, without memory.
+
+    It has the conjugate and negative bits of ``bits``. ``strides`` and ``offset`` are in elements. Whatever
+    asks for its memory gets a RuntimeError.
+    """
+    _require()
+    native: Any = torch._C
+    make: Any = torch.Tensor._make_wrapper_subclass
+    cpu = torch.device("cpu")
+    if bits is None:
+        made: T = make(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=cpu)
+    else:
+        keys = native._additional_keys_to_prop_for_wrapper_tensors & native._dispatch_keys(bits)
+        options = (None, dtype, torch.strided, cpu, False, False, None, False, False, keys)
+        made = make(cls, shape, strides, offset, *options)
+    native._set_throw_on_mutable_data_ptr(made)
+    return made
+
+
+def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors, which may be on the meta device, lie in one storage."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
