@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
+from zerostart.checkpoint.strict_json import dump_json
 
 __all__ = ["command"]
 
@@ -34,14 +34,14 @@ def command(
     if found is not None:
         described = [describe(component, _by_dtype) for component in found]
         if as_json:
-            print(json.dumps({"root": str(path), "components": described}, indent=1))
+            print(dump_json({"root": str(path), "components": described}, indent=1))
         else:
             print_components(str(path), described, _readable)
         return
     catalog = open_catalog(source)
     config = read_config(catalog.root) or {}
     if as_json:
-        print(json.dumps(_document(catalog, config), indent=1))
+        print(dump_json(_document(catalog, config), indent=1))
     else:
         _print_summary(catalog, config)
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from zerostart.checkpoint.strict_json import dump_json
 from zerostart.cli.launch import run_local_ranks
 from zerostart.cli.options import (
     DtypeOption,
@@ -79,7 +80,7 @@ def command(
     ranks = run_local_ranks("zerostart.cli.load", [json_module.dumps(options)], nproc or 1)
     result = _summed(ranks)
     if json is not None:
-        json.write_text(json_module.dumps(result, indent=2) + "\n", encoding="utf-8")
+        json.write_text(dump_json(result, indent=2) + "\n", encoding="utf-8")
     _show(result, str(ranks[0]["text"]))
     if result["verified"] is False:
         wrong = ranks[0]["wrong"]
