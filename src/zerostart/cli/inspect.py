@@ -110,6 +110,8 @@ def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from zerostart.cli.inspect_pipeline import add_figures
+
     console = Console()
     facts = Table.grid(padding=(0, 2))
     rows = {
@@ -123,17 +125,19 @@ def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
     for name, value in rows.items():
         facts.add_row(name, Text(value, overflow="fold"))
     console.print(facts)
-    kinds = Table("dtype", "tensors", "parameters", "bytes", title="By element type", title_justify="left")
+    kinds = Table("dtype", title="By element type", title_justify="left")
+    add_figures(kinds, "tensors", "parameters", "bytes")
     for dtype, counts in _by_dtype(catalog).items():
         kinds.add_row(
             dtype, f"{counts['tensors']:,}", f"{counts['parameters']:,}", _readable(counts["bytes"])
         )
     console.print(kinds)
-    table = Table("tensor", "dtype", "shape", "bytes", title="Largest tensors", title_justify="left")
+    table = Table("tensor", title="Largest tensors", title_justify="left")
+    add_figures(table, "dtype", "shape", "bytes")
     for entry in _largest(catalog, _LARGEST):
         # Text, because square brackets in a stranger's names would be read as markup.
-        cells = (entry.name, entry.dtype, str(list(entry.shape)), _readable(entry.nbytes))
-        table.add_row(*(Text(cell, overflow="fold") for cell in cells))
+        figures = (Text(entry.dtype), Text(str(list(entry.shape))), _readable(entry.nbytes))
+        table.add_row(Text(entry.name, overflow="fold"), *figures)
     console.print(table)
 
 

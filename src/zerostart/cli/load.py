@@ -113,17 +113,22 @@ def _summed(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any], text: str) -> None:
-    from zerostart.cli.memory_view import show_comparison
+    from rich.console import Console
 
-    typer.echo(text)
+    from zerostart.cli.memory_view import show_comparison
+    from zerostart.training.terminal import say
+
+    console = Console()
+    say(console, text)
     slowest = max(result["ranks"], key=lambda rank: rank["seconds"]["total"])
     if len(result["ranks"]) > 1:
-        typer.echo(
-            f"All {len(result['ranks'])} ranks: {result['seconds']:.2f} s (rank {slowest['rank']} was last)"
+        say(
+            console,
+            f"All {len(result['ranks'])} ranks: {result['seconds']:.2f} s (rank {slowest['rank']} was last)",
         )
     if result["verified"]:
-        typer.echo("Verified: every element equals the unsharded load")
-    show_comparison(result["forecast"], result["ranks"])
+        say(console, "Verified: every element equals the unsharded load")
+    show_comparison(result["forecast"], result["ranks"], console)
 
 
 def _run(argv: list[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from zerostart.checkpoint.strict_json import dump_json
+from zerostart.training.terminal import duration, say
 
 __all__ = ["Display", "Metrics", "peak_memory_bytes", "shown_loss"]
 
@@ -60,7 +61,7 @@ class Display:
         self._steps = steps
         self._every = every
         self._active = active
-        self._console = Console(quiet=not active, highlight=False, soft_wrap=True)
+        self._console = Console(quiet=not active, highlight=False)
         self._file = path.open("w") if active else None
         self._live: Progress | None = None
         self._last = time.monotonic()
@@ -88,7 +89,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print ``text`` (above the live line, where there is one)."""
-        self._console.print(text, markup=False)
+        say(self._console, text)
 
     def step(self, metrics: Metrics) -> None:
         """Show one optimizer step."""
@@ -124,7 +125,7 @@ class Display:
         left = (self._steps - metrics.step) * self._stepping / metrics.step
         return (
             f"loss {shown_loss(metrics.loss)}  lr {metrics.learning_rate:.1e}  {self._rate:,.0f} tok/s  "
-            f"{left:.0f} s left  {metrics.peak_bytes / 2**20:,.0f} MiB"
+            f"{duration(left)} left  {metrics.peak_bytes / 2**20:,.0f} MiB"
         )
 
     def _write(self, **values: float | None) -> None:
