@@ -1,5 +1,6 @@
 """The local launcher, with workers that import no torch."""
 
+import json
 import os
 import signal
 import subprocess
@@ -28,7 +29,8 @@ def worker(tmp_path):
     def write(body):
         function = "def run(argv):\n" + textwrap.indent(textwrap.dedent(body), "    ")
         (tmp_path / "tiny_worker.py").write_text(f"{PRELUDE}\n{function}\n\nworker_main(run)\n")
-        return "tiny_worker", {"PYTHONPATH": str(tmp_path)}
+        # Before what there is already: the workers import the zerostart that this process does.
+        return "tiny_worker", {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
 
     return write
 
@@ -49,6 +51,17 @@ def test_results_and_environment(worker):
     """)
     results = run_local_ranks(module, ["a", "b"], 2, env=env)
     assert results == [[["a", "b"], [str(r), str(r), "2", "2", "127.0.0.1"], True, True] for r in range(2)]
+
+
+def test_a_result_that_is_not_finite_is_null_in_json(worker, tmp_path):
+    module, env = worker("""
+        import atexit, shutil
+        atexit.register(shutil.copy, os.environ["ZEROSTART_STATUS_FILE"], argv[0])
+        return {"loss": float("nan"), "all": [1.5, float("inf")], "by step": {0: -float("inf")}}
+    """)
+    results = run_local_ranks(module, [str(tmp_path / "status")], 1, env=env)
+    assert results == [{"loss": None, "all": [1.5, None], "by step": {"0": None}}]
+    json.loads((tmp_path / "status").read_text(), parse_constant=pytest.fail)
 
 
 def test_only_rank_zero_writes_to_the_terminal(worker, capfd):

@@ -175,8 +175,8 @@ def test_the_command_line(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
 
 
 def test_forecast_and_measurement_side_by_side() -> None:
-    told = [{"read_bytes": 100, "peak_host_bytes": 200, "peak_device_bytes": 0, "read_seconds": 0.5}]
-    found = [{**told[0], "peak_host_bytes": 220, "seconds": {"read": 1.0}}]
+    told = [{"read_bytes": 100, "peak_host_bytes": 2 * 10**9, "peak_device_bytes": 0, "read_seconds": 0.5}]
+    found = [{**told[0], "peak_host_bytes": 22 * 10**8, "seconds": {"read": 1.0}}]
     console = Console(record=True, width=100, file=io.StringIO())
     show_comparison(told, found, console)
     lines = console.export_text().splitlines()

@@ -11,7 +11,7 @@ from zerostart.errors import ConfigError
 from zerostart.training.config import DataConfig, TaskConfig
 from zerostart.training.data import Sequences, iter_documents, split_held_out, tokenize
 from zerostart.training.evaluate import HeldOut, held_out_batches
-from zerostart.training.tasks import IGNORED_LABEL, make_collator, predicted_tokens
+from zerostart.training.tasks import IGNORED_LABEL, make_collator, predicted_tokens, weighed
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +121,29 @@ def test_held_out_batches_are_weighted_and_shared_out():
     assert HeldOut(batches, 0, 1).loss(FakeSession()) == pytest.approx((0 * 6 + 8 * 6 + 16 * 3) / 15)
     assert HeldOut(batches, 0, 2).loss(FakeSession()) == pytest.approx((0 * 6 + 16 * 3) / 9)
     assert HeldOut(batches, 1, 2).loss(FakeSession()) == 8.0  # and one forward more, with weight 0
+
+
+def test_held_out_sequences_without_a_token_to_predict_are_refused():
+    """Their loss would be shown as 0."""
+    task = TaskConfig(name="causal-lm")
+    collator = make_collator(task, type("T", (), {"pad_token_id": 0}), seed=0)
+    with pytest.raises(ConfigError, match=r"no token to predict.*raise data\.held_out"):
+        held_out_batches(
+            Sequences(torch.arange(3, dtype=torch.int32), [1, 2, 3]), collator, task, batch_size=2
+        )
+
+
+@pytest.mark.parametrize("name", ["causal-lm", "masked-lm"])
+def test_a_batch_without_a_prediction_has_a_finite_loss_and_no_weight(name):
+    task = TaskConfig(name=name)
+    ids = make_collator(TaskConfig(name="causal-lm"), type("T", (), {"pad_token_id": 0}), seed=0)(
+        [{"input_ids": torch.tensor([7])}, {"input_ids": torch.tensor([8])}]
+    )["input_ids"]
+    empty = {"input_ids": ids, "labels": torch.full_like(ids, IGNORED_LABEL)}
+    batch, weight = weighed(task, empty)
+    assert weight == 0
+    assert predicted_tokens(task, batch["labels"]) == 1
+    assert (empty["labels"] == IGNORED_LABEL).all()
 
 
 def test_causal_batches_pad_without_losing_the_end_token():

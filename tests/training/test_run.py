@@ -15,24 +15,6 @@ from tiny import minilm_path
 from zerostart.errors import ConfigError
 from zerostart.training.config import parse_config
 
-CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,"
-
-
-@pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory):
-    """A tokenizer of single characters that fits the vocabularies of the tiny models."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    path = tmp_path_factory.mktemp("tokenizer")
-    tokens = ["<unk>", "<bos>", "</s>", *CHARACTERS]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(
-        path
-    )
-    return path
-
 
 @pytest.fixture
 def values(tmp_path, tokenizer_path):

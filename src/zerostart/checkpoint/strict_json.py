@@ -1,14 +1,15 @@
-"""JSON objects out of files that nobody vouches for: headers, indices, configurations."""
+"""JSON objects out of files that nobody vouches for (headers, indices, ...), and JSON for others."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NoReturn
 
 from zerostart.errors import CheckpointError, ReadError
 
-__all__ = ["DAMAGED", "MAX_JSON_BYTES", "load_json", "read_json", "shown"]
+__all__ = ["DAMAGED", "MAX_JSON_BYTES", "dump_json", "load_json", "read_json", "shown"]
 
 #: The safetensors library's limit on a header, here for indices and configurations as well.
 MAX_JSON_BYTES = 100_000_000
@@ -65,6 +66,24 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     except OSError as error:
         raise ReadError(f"{path}: cannot be read: {error.strerror}") from error
     return load_json(raw, str(path), what, any_number=True)
+
+
+def dump_json(value: object, indent: int | None = None) -> str:
+    """``value`` (of dictionaries, lists, tuples and scalars) as JSON that any reader takes.
+
+    JSON has no NaN and no infinities, which Python writes all the same: they become null.
+    """
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
 
 
 def shown(text: str) -> str:

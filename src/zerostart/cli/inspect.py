@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
+from zerostart.checkpoint.strict_json import dump_json
 
 __all__ = ["command"]
 
@@ -34,14 +34,14 @@ def command(
     if found is not None:
         described = [describe(component, _by_dtype) for component in found]
         if as_json:
-            print(json.dumps({"root": str(path), "components": described}, indent=1))
+            print(dump_json({"root": str(path), "components": described}, indent=1))
         else:
             print_components(str(path), described, _readable)
         return
     catalog = open_catalog(source)
     config = read_config(catalog.root) or {}
     if as_json:
-        print(json.dumps(_document(catalog, config), indent=1))
+        print(dump_json(_document(catalog, config), indent=1))
     else:
         _print_summary(catalog, config)
 
@@ -110,6 +110,8 @@ def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from zerostart.cli.inspect_pipeline import add_figures
+
     console = Console()
     facts = Table.grid(padding=(0, 2))
     rows = {
@@ -123,17 +125,19 @@ def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
     for name, value in rows.items():
         facts.add_row(name, Text(value, overflow="fold"))
     console.print(facts)
-    kinds = Table("dtype", "tensors", "parameters", "bytes", title="By element type", title_justify="left")
+    kinds = Table("dtype", title="By element type", title_justify="left")
+    add_figures(kinds, "tensors", "parameters", "bytes")
     for dtype, counts in _by_dtype(catalog).items():
         kinds.add_row(
             dtype, f"{counts['tensors']:,}", f"{counts['parameters']:,}", _readable(counts["bytes"])
         )
     console.print(kinds)
-    table = Table("tensor", "dtype", "shape", "bytes", title="Largest tensors", title_justify="left")
+    table = Table("tensor", title="Largest tensors", title_justify="left")
+    add_figures(table, "dtype", "shape", "bytes")
     for entry in _largest(catalog, _LARGEST):
         # Text, because square brackets in a stranger's names would be read as markup.
-        cells = (entry.name, entry.dtype, str(list(entry.shape)), _readable(entry.nbytes))
-        table.add_row(*(Text(cell, overflow="fold") for cell in cells))
+        figures = (Text(entry.dtype), Text(str(list(entry.shape))), _readable(entry.nbytes))
+        table.add_row(Text(entry.name, overflow="fold"), *figures)
     console.print(table)
 
 

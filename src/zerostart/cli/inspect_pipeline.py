@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.pipeline import Component
 from zerostart.checkpoint.source import open_catalog
 
-__all__ = ["describe", "print_components"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["add_figures", "describe", "print_components"]
+
+
+def add_figures(table: Table, *headings: str) -> None:
+    """Columns that stay whole where the terminal is narrow; the names before them are broken instead."""
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
 
 
 def describe(component: Component, by_dtype: Callable[[Catalog], dict[str, Any]]) -> dict[str, Any]:
@@ -34,19 +43,16 @@ def print_components(root: str, described: Sequence[dict[str, Any]], readable: C
     from rich.text import Text
 
     console = Console()
-    console.print(Text(f"pipeline {root}", overflow="fold"))
-    table = Table("component", "class", "dtypes", "tensors", "parameters", "bytes")
+    console.print(f"pipeline {root}", markup=False, soft_wrap=True)
+    # Below each other, for three columns of names leave no room for the figures.
+    table = Table("component\nclass\ndtypes", show_lines=True)
+    add_figures(table, "tensors", "parameters", "bytes")
     for one in described:
-        cells = (
-            one["name"],
-            one["class"],
-            ", ".join(one["dtypes"]),
-            f"{one['tensor_count']:,}",
-            f"{one['parameters']:,}",
-            readable(one["checkpoint_bytes"]),
-        )
         # Text, because square brackets in a stranger's names would be read as markup.
-        table.add_row(*(Text(cell, overflow="fold") for cell in cells))
+        names = Text(f"{one['name']}\n{one['class']}\n{', '.join(one['dtypes'])}", overflow="fold")
+        figures = (f"{one['tensor_count']:,}", f"{one['parameters']:,}", readable(one["checkpoint_bytes"]))
+        table.add_row(names, *figures)
     console.print(table)
     if described:
-        console.print(Text(f"Each is a source of its own: {root}/{described[0]['name']}", overflow="fold"))
+        first = f"{root}/{described[0]['name']}"
+        console.print(f"Each is a source of its own: {first}", markup=False, soft_wrap=True)

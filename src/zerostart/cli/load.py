@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from zerostart.checkpoint.strict_json import dump_json
 from zerostart.cli.launch import run_local_ranks
 from zerostart.cli.options import (
     DtypeOption,
@@ -79,7 +80,7 @@ def command(
     ranks = run_local_ranks("zerostart.cli.load", [json_module.dumps(options)], nproc or 1)
     result = _summed(ranks)
     if json is not None:
-        json.write_text(json_module.dumps(result, indent=2) + "\n", encoding="utf-8")
+        json.write_text(dump_json(result, indent=2) + "\n", encoding="utf-8")
     _show(result, str(ranks[0]["text"]))
     if result["verified"] is False:
         wrong = ranks[0]["wrong"]
@@ -112,17 +113,22 @@ def _summed(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any], text: str) -> None:
-    from zerostart.cli.memory_view import show_comparison
+    from rich.console import Console
 
-    typer.echo(text)
+    from zerostart.cli.memory_view import show_comparison
+    from zerostart.training.terminal import say
+
+    console = Console()
+    say(console, text)
     slowest = max(result["ranks"], key=lambda rank: rank["seconds"]["total"])
     if len(result["ranks"]) > 1:
-        typer.echo(
-            f"All {len(result['ranks'])} ranks: {result['seconds']:.2f} s (rank {slowest['rank']} was last)"
+        say(
+            console,
+            f"All {len(result['ranks'])} ranks: {result['seconds']:.2f} s (rank {slowest['rank']} was last)",
         )
     if result["verified"]:
-        typer.echo("Verified: every element equals the unsharded load")
-    show_comparison(result["forecast"], result["ranks"])
+        say(console, "Verified: every element equals the unsharded load")
+    show_comparison(result["forecast"], result["ranks"], console)
 
 
 def _run(argv: list[str]) -> dict[str, Any]:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from zerostart.training.terminal import duration, say
+
 if TYPE_CHECKING:
     from zerostart.forecast import Fit, RankForecast, WorldPlan
 
 __all__ = ["show_comparison", "show_plan"]
 
-#: Rows that the table shows; a line sums up the rest.
+#: Rows that a table shows; a line sums up the rest.
 SHOWN = 12
+#: Cells of a bar, where the terminal has them beside the names of phases and the sizes.
 WIDTH = 48
+BESIDE = 24
 #: Limits up to so many times the highest peak are drawn.
 FAR = 4
+#: Forecasts from which on a measurement is set in relation to them. Below, what any process allocates or
+#: waits for beside the load decides: buffers of the process group, threads that start.
+COMPARED_BYTES, COMPARED_SECONDS = 32_000_000, 0.1
 #: How a component looks, in colour and without.
 LOOKS = {
     "parameters": ("█", "blue"),
@@ -40,41 +47,53 @@ TITLES = {"load": "load", "initialize": "initialize", "step": "first step"}
 def show_plan(made: WorldPlan, source: str, console: Console | None = None) -> None:
     """Print the plan for a person."""
     console = console or Console()
-    console.print(
+    say(
+        console,
         f"{source}: {decimal(made.checkpoint_bytes)}, {made.parameters:,} elements, "
         f"largest tensor {decimal(made.largest_tensor_bytes)}; planned in {made.planning_seconds:.2f} s",
-        soft_wrap=True,
     )
-    console.print(_table(made))
-    classes = made.classes
+    say(console, _job(made))
+    classes = sorted(made.classes, key=lambda pair: -_highest(pair[0]))
+    for table in _tables(made, classes[:SHOWN]):
+        console.print(table)
     if len(classes) > SHOWN:
-        console.print(f"... and {len(classes) - SHOWN} more kinds of ranks, each of which holds less")
+        say(console, f"... and {len(classes) - SHOWN} more kinds of ranks, each of which holds less")
     if classes:
         _bars(console, made, _largest(made))
     for line in _lines(made):
-        console.print(line, soft_wrap=True)
+        say(console, line)
 
 
-def _table(made: WorldPlan) -> Table:
+def _job(made: WorldPlan) -> str:
     from zerostart.engines import titled
 
-    many = "1 rank" if made.world_size == 1 else f"{made.world_size} ranks"
-    what = titled(made.engine, made.zero_stage)
-    table = Table(title=f"{what}, {many}, {made.optimizer}", title_justify="left")
-    kinds = ("device", "host") if made.accelerator else ("host",)
-    for heading in ("ranks", "reads", "operations", "time", "memory", *TITLES.values()):
-        table.add_column(heading, justify="left" if heading in ("ranks", "memory") else "right")
-    ordered = sorted(made.classes, key=lambda pair: -_highest(pair[0]))
-    for shown, alike in ordered[:SHOWN]:
-        first = [
-            _spans([rank.rank for rank in alike]),
-            decimal(shown.read_bytes),
-            f"{shown.read_ops:,}",
-            f"{shown.read_seconds:.2g} s",
-        ]
-        for kind in kinds:
+    many = "1 rank" if made.world_size == 1 else f"{made.world_size:,} ranks"
+    return f"{titled(made.engine, made.zero_stage)}, {many}, {made.optimizer}"
+
+
+def _tables(
+    made: WorldPlan, classes: Sequence[tuple[RankForecast, Sequence[RankForecast]]]
+) -> tuple[Table, Table]:
+    """What ranks read, and what they hold: two, so that each fits into a narrow terminal."""
+    reading = _table("reading", ranks="left", reads="right", operations="right", time="right")
+    holding = _table("memory, highest in each phase", ranks="left", memory="left")
+    for title in TITLES.values():
+        holding.add_column(title, justify="right", no_wrap=True)
+    for shown, alike in classes:
+        name = _spans([rank.rank for rank in alike])
+        reading.add_row(name, decimal(shown.read_bytes), f"{shown.read_ops:,}", duration(shown.read_seconds))
+        for kind in ("device", "host") if made.accelerator else ("host",):
             sizes = [decimal(getattr(m, f"{kind}_bytes")) for m in shown.memory.values()]
-            table.add_row(*(first if kind == kinds[0] else [""] * 4), kind, *sizes)
+            holding.add_row(name, kind, *sizes)
+            name = ""
+    return reading, holding
+
+
+def _table(title: str, **columns: Literal["left", "right"]) -> Table:
+    """A table of which the first column alone is broken where the terminal is narrow."""
+    table = Table(title=title, title_justify="left")
+    for number, (heading, justify) in enumerate(columns.items()):
+        table.add_column(heading, justify=justify, no_wrap=number > 0)
     return table
 
 
@@ -100,6 +119,7 @@ def _spans(numbers: Sequence[int]) -> str:
 
 def _bars(console: Console, made: WorldPlan, rank: RankForecast) -> None:
     """Each kind of memory of ``rank``, phase by phase, against the limit of one rank."""
+    width = max(8, min(WIDTH, console.width - BESIDE))
     limits = {fit.where: fit.limit // fit.ranks for fit in made.fits}
     used: dict[str, None] = {}
     for where in ("device", "host"):
@@ -107,49 +127,57 @@ def _bars(console: Console, made: WorldPlan, rank: RankForecast) -> None:
         if not any(rows.values()):
             continue
         limit = limits.get(where)
-        title = f"{where} memory of rank {rank.rank}, highest in each phase, without activations"
+        say(console, f"{where} memory of rank {rank.rank}, highest in each phase, without activations")
         if where == "host" and not made.accelerator:
-            title += "; the device is the CPU: its memory is host memory"
-        console.print(Text(title, style="bold"), soft_wrap=True)
+            say(console, "(the device is the CPU: its memory is host memory)")
         highest = max(sum(parts.values()) for parts in rows.values())
         # A limit far off would leave nothing to see of the bars: it is told then, and not drawn.
         near = limit is not None and limit <= FAR * highest
         scale = max(highest, limit or 0) if near else highest
         for phase, parts in rows.items():
-            bar = _bar(parts, scale, limit if near else None)
+            bar = _bar(parts, scale, limit if near else None, width)
             console.print(
                 Text(f"  {TITLES[phase]:<11}") + bar + Text(f" {decimal(sum(parts.values()))}"),
                 soft_wrap=True,
             )
             used |= dict.fromkeys(parts)
         if limit is not None and near:
-            console.print(f"  {'limit':<11}{' ' * _cells(limit, scale)}^ {decimal(limit)}", soft_wrap=True)
+            marked = " " * _cells(limit, scale, width)
+            console.print(f"  {'limit':<11}{marked}^ {decimal(limit)}", soft_wrap=True)
         elif limit is not None:
             console.print(
-                f"  {'limit':<11}{decimal(limit)}, {limit / highest:.0f} times that", soft_wrap=True
+                f"  {'limit':<11}{decimal(limit)}, {limit / highest:,.0f} times that", soft_wrap=True
             )
-    legend = Text("  ")
-    for name in (name for name in LOOKS if name in used):
+    _legend(console, [name for name in LOOKS if name in used])
+
+
+def _legend(console: Console, names: Sequence[str]) -> None:
+    """What the bars are made of; a component's sign stays beside its name."""
+    line = Text(" ")
+    for name in names:
         glyph, style = LOOKS[name]
-        legend.append(f"{glyph * 2} ", style=style).append(f"{name}  ")
-    console.print(legend)
+        if len(line) > 1 and len(line) + len(name) + 4 > console.width:
+            console.print(line, soft_wrap=True)
+            line = Text(" ")
+        line.append(f" {glyph * 2}", style=style).append(f" {name} ")
+    console.print(line, soft_wrap=True)
 
 
-def _cells(nbytes: float, scale: int) -> int:
-    return round(WIDTH * nbytes / max(1, scale))
+def _cells(nbytes: float, scale: int, width: int) -> int:
+    return round(width * nbytes / max(1, scale))
 
 
-def _bar(parts: Mapping[str, int], scale: int, limit: int | None) -> Text:
+def _bar(parts: Mapping[str, int], scale: int, limit: int | None, width: int) -> Text:
     """Components one after another; what is over the limit is in reverse."""
     bar, done = Text(), 0
-    edge = WIDTH if limit is None else _cells(limit, scale)
+    edge = width if limit is None else _cells(limit, scale, width)
     ordered = sorted(parts.items(), key=lambda item: list(LOOKS).index(item[0]))
     for name, size in ordered:
-        begin, done = _cells(done, scale), done + size
+        begin, done = _cells(done, scale, width), done + size
         glyph, style = LOOKS[name]
-        for cell in range(begin, _cells(done, scale)):
+        for cell in range(begin, _cells(done, scale, width)):
             bar.append(glyph, style=style if cell < edge else f"{style} reverse")
-    bar.append(" " * (WIDTH - len(bar)))
+    bar.append(" " * (width - len(bar)))
     return bar
 
 
@@ -162,7 +190,8 @@ def _lines(made: WorldPlan) -> Iterable[str]:
         f"{name} {decimal(int(rate))}/s" for name, rate in made.rates.items() if rate is not None
     )
     if rates:
-        yield f"Times at {rates}; storage is what one machine gets"
+        of = "; storage is what one machine gets" if made.rates.get("storage") is not None else ""
+        yield f"Times at {rates}{of}"
     if made.sharing is not None:
         yield f"Reading: {made.sharing}"
     if made.exchanged_bytes:
@@ -183,7 +212,7 @@ def _verdict(fit: Fit) -> str:
     limit = f"{decimal(fit.limit)}{' that this machine has free' if fit.found else ''}"
     phase = TITLES[fit.phase]
     if fit.fits:
-        share = f"{fit.needed / fit.limit:.0%}"
+        share = f"{fit.needed / fit.limit:.0%}" if fit.needed > 0.005 * fit.limit else "less than 1%"
         return f"Fits: {fit.where} memory{whose}, {decimal(fit.needed)} ({phase}), is {share} of {limit}"
     return f"Does not fit: {fit.where} memory{whose}, {decimal(fit.needed)} ({phase}), exceeds {limit}"
 
@@ -193,27 +222,45 @@ def show_comparison(
     measured: Sequence[Mapping[str, Any]],
     console: Console | None = None,
 ) -> None:
-    """Print what was foreseen of the ranks beside what was measured: sums of bytes, worst peaks and times."""
+    """Print what was foreseen of the ranks beside what was measured: sums of bytes, worst peaks and times.
+
+    Bytes that are read are counted, and compare at any size; peaks and times from `COMPARED_BYTES` and
+    `COMPARED_SECONDS` on.
+    """
+    console = console or Console()
     table = Table(title="forecast and measurement", title_justify="left")
     for heading in ("", "forecast", "measured", "measured / forecast"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    rows: list[tuple[str, float, float, Any]] = [
-        ("read, all ranks", _sum(forecast, "read_bytes"), _sum(measured, "read_bytes"), decimal),
-        ("host peak", _most(forecast, "peak_host_bytes"), _most(measured, "peak_host_bytes"), decimal),
-        ("device peak", _most(forecast, "peak_device_bytes"), _most(measured, "peak_device_bytes"), decimal),
+        table.add_column(heading, justify="right" if heading else "left", min_width=8 if heading else None)
+    rows: list[tuple[str, float, float, float, Callable[[float], str]]] = [
+        ("read, all ranks", _sum(forecast, "read_bytes"), _sum(measured, "read_bytes"), 1, _size),
+        *(
+            (f"{where} peak", _most(forecast, key), _most(measured, key), COMPARED_BYTES, _size)
+            for where, key in (("host", "peak_host_bytes"), ("device", "peak_device_bytes"))
+        ),
         (
             "reading, slowest rank",
             _most(forecast, "read_seconds"),
             max(rank["seconds"]["read"] for rank in measured),
-            lambda seconds: f"{seconds:.2f} s",
+            COMPARED_SECONDS,
+            duration,
         ),
     ]
-    for name, told, found, shown in rows:
+    small = False
+    for name, told, found, floor, shown in rows:
         if told or found:
-            ratio = f"{found / told:.1%}" if told else ""
-            values = [value if shown is not decimal else int(value) for value in (told, found)]
-            table.add_row(name, *map(shown, values), ratio)
-    (console or Console()).print(table)
+            small |= told < floor
+            table.add_row(name, shown(told), shown(found), f"{found / told:.1%}" if told >= floor else "-")
+    console.print(table)
+    if small:
+        say(
+            console,
+            f"- not compared: below {_size(COMPARED_BYTES)} of memory or {duration(COMPARED_SECONDS)} of "
+            "reading, what else a process does decides what is measured",
+        )
+
+
+def _size(nbytes: float) -> str:
+    return decimal(int(nbytes))
 
 
 def _sum(ranks: Sequence[Mapping[str, Any]], key: str) -> int:

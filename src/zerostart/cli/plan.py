@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import gc
-import json as json_module
 from typing import Annotated, Any
 
 import typer
 
+from zerostart.checkpoint.strict_json import dump_json
 from zerostart.cli.options import (
     DtypeOption,
     EngineConfigOption,
@@ -120,7 +120,7 @@ def command(
             interconnect_rate=size_of(interconnect_rate, a_second=True),
         )
     if json:
-        typer.echo(json_module.dumps(made.as_dict()))
+        typer.echo(dump_json(made.as_dict()))
     else:
         from zerostart.cli.memory_view import show_plan
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -12,6 +11,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
+
+from zerostart.checkpoint.strict_json import dump_json
 
 __all__ = ["join_group", "leave_group", "worker_main"]
 
@@ -50,7 +51,7 @@ def _report(status: dict[str, object]) -> None:
         print(status.get("traceback", ""), file=sys.stderr, end="")
         return
     temporary = Path(f"{target}.tmp")
-    temporary.write_text(json.dumps(status))
+    temporary.write_text(dump_json(status))
     temporary.replace(target)
 
 

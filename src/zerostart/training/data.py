@@ -1,7 +1,7 @@
 """Text to token sequences: documents from files or the standard library, tokenised, packed and split.
 
-Every rank prepares the same sequences by itself (so no rank depends on another's files) and keeps them
-as one flat tensor of 4 bytes a token.
+Every rank prepares the same sequences by itself, which `inputs` makes sure of, and keeps them as one flat
+tensor of 4 bytes a token.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import ast
 import hashlib
 import itertools
 import json
+import platform
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +23,14 @@ from torch.utils.data import Dataset
 from zerostart.errors import ConfigError
 from zerostart.training.config import DataConfig
 
-__all__ = ["STDLIB_DOCSTRINGS", "Sequences", "iter_documents", "split_held_out", "tokenize"]
+__all__ = [
+    "STDLIB_DOCSTRINGS",
+    "Sequences",
+    "file_digests",
+    "iter_documents",
+    "split_held_out",
+    "tokenize",
+]
 
 #: The value of ``data.source`` that stands for the docstrings of the standard library.
 STDLIB_DOCSTRINGS = "stdlib-docstrings"
@@ -47,6 +56,12 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.ends)
 
+    def digest(self) -> str:
+        """A digest of all tokens and of where sequences end: equal for equal data, wherever they are from."""
+        state = hashlib.blake2b(self.tokens.contiguous().numpy().data)
+        state.update(torch.tensor(self.ends, dtype=torch.int64).numpy().data)
+        return state.hexdigest()
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         start = self.ends[index - 1] if index else 0
         stored = self.tokens[start : self.ends[index]].long()
@@ -70,15 +85,37 @@ def iter_documents(config: DataConfig) -> Iterator[str]:
 def _documents_of(source: str, text_field: str) -> Iterator[str]:
     if source == STDLIB_DOCSTRINGS:
         return _stdlib_docstrings()
+    return itertools.chain.from_iterable(_file_documents(file, text_field) for file in _files_of(source))
+
+
+def _files_of(source: str) -> list[Path]:
     path = Path(source)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (*_TEXT_SUFFIXES, ".jsonl"))
         if not files:
             raise ConfigError(f"data.source {source}: no .txt, .md, .rst or .jsonl file in this directory")
-        return itertools.chain.from_iterable(_file_documents(file, text_field) for file in files)
+        return files
     if not path.is_file():
         raise ConfigError(f"data.source {source}: no such file or directory (nor {STDLIB_DOCSTRINGS!r})")
-    return _file_documents(path, text_field)
+    return [path]
+
+
+def file_digests(config: DataConfig) -> dict[str, str]:
+    """A digest of each file of ``config.source``, by its name within its source, in their order.
+
+    The standard library has one entry, its Python's version. Raises :class:`ConfigError` as `iter_documents`.
+    """
+    sources = [config.source] if isinstance(config.source, str) else config.source
+    found: dict[str, str] = {}
+    for source in sources:
+        if source == STDLIB_DOCSTRINGS:
+            found[f"the standard library of Python {platform.python_version()}"] = sys.version
+            continue
+        for file in _files_of(source):
+            name = file.name if file == Path(source) else file.relative_to(source).as_posix()
+            with file.open("rb") as content:
+                found[name] = hashlib.file_digest(content, "blake2b").hexdigest()
+    return found
 
 
 def _file_documents(path: Path, text_field: str) -> Iterator[str]:

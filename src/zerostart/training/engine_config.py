@@ -12,7 +12,7 @@ import torch
 from zerostart.errors import ConfigError
 from zerostart.training.config import TrainConfig
 
-__all__ = ["deepspeed_config", "engine_config"]
+__all__ = ["deepspeed_config", "engine_config", "own_config"]
 
 
 def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None)
 def _fsdp2_config(config: TrainConfig) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    given = _own_config(config)
+    given = own_config(config)
     plain = {"reshard_after_forward", "replicate", "wrap"}
     if unknown := sorted(set(given) - plain):
         known = ", ".join(sorted(plain))
@@ -35,7 +35,8 @@ def _fsdp2_config(config: TrainConfig) -> dict[str, Any]:
     return given
 
 
-def _own_config(config: TrainConfig) -> dict[str, Any]:
+def own_config(config: TrainConfig) -> dict[str, Any]:
+    """The user's ``engine.config``, read from its file if it names one; raises :class:`ConfigError`."""
     given = config.engine.config
     if isinstance(given, dict):
         return copy.deepcopy(given)
@@ -67,7 +68,7 @@ def deepspeed_config(config: TrainConfig, world_size: int, hidden_size: int | No
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,  # the live display is ours
     }
-    given = _own_config(config)
+    given = own_config(config)
     for key in ("optimizer", "scheduler"):
         if key in given:
             raise ConfigError(f"engine.config.{key}: the optimizer and schedule are set in the train section")

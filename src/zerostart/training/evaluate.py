@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from zerostart.errors import ConfigError
 from zerostart.training.config import TaskConfig
 from zerostart.training.data import Sequences
 from zerostart.training.session import Session
-from zerostart.training.tasks import Collator, predicted_tokens
+from zerostart.training.tasks import Collator, weighed
 
 __all__ = ["HeldOut", "held_out_batches"]
 
@@ -20,11 +21,19 @@ Batch = tuple[dict[str, torch.Tensor], int]
 def held_out_batches(
     sequences: Sequences, collator: Collator, task: TaskConfig, batch_size: int
 ) -> list[Batch]:
-    """Batches of ``batch_size`` sequences in their order, each with the number of tokens it predicts."""
+    """Batches of ``batch_size`` sequences in their order, each with the number of tokens it predicts.
+
+    Raises :class:`ConfigError` if that is none in all of them.
+    """
     batches = []
     for start in range(0, len(sequences), batch_size):
         batch = collator([sequences[i] for i in range(start, min(start + batch_size, len(sequences)))])
-        batches.append((batch, predicted_tokens(task, batch["labels"])))
+        batches.append(weighed(task, batch))
+    if not any(predicted for _, predicted in batches):
+        raise ConfigError(
+            "the held-out sequences give no token to predict, so they have no loss; raise data.held_out or "
+            "name more text"
+        )
     return batches
 
 
@@ -47,9 +56,8 @@ class HeldOut:
         with torch.no_grad():
             for batch, predicted in self._batches:
                 loss = session.forward({key: value.to(session.device) for key, value in batch.items()})
-                if predicted:  # without any the mean is not a number
-                    total += float(loss) * predicted
-                    weight += predicted
+                total += float(loss) * predicted
+                weight += predicted
         session.model.train()
         total, weight = session.sum_over_ranks(total, weight)
-        return total / max(weight, 1.0)
+        return total / weight

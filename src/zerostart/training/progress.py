@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import time
 from dataclasses import dataclass
@@ -13,7 +12,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-__all__ = ["Display", "Metrics", "peak_memory_bytes"]
+from zerostart.checkpoint.strict_json import dump_json
+from zerostart.training.terminal import duration, say
+
+__all__ = ["Display", "Metrics", "peak_memory_bytes", "shown_loss"]
 
 _SMOOTHING = 0.2  # weight of the newest step in the displayed rate
 
@@ -28,31 +30,42 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Metrics:
-    """One optimizer step, over all ranks: mean loss, learning rate, tokens seen, peak bytes of rank 0."""
+    """One optimizer step, over all ranks: mean loss, learning rate, tokens seen, peak bytes of rank 0.
+
+    ``loss`` is the mean over the predicted tokens, None where there was none; ``gradient_norm`` is that
+    before clipping, None where the engine does not tell.
+    """
 
     step: int
-    loss: float
+    loss: float | None
+    gradient_norm: float | None
     learning_rate: float
     tokens: int
     peak_bytes: int
 
 
+def shown_loss(loss: float | None) -> str:
+    """For a person; a dash where nothing was predicted, so that there is no loss."""
+    return "-" if loss is None else f"{loss:.4f}"
+
+
 class Display:
     """What rank 0 shows and writes down of a run of ``steps`` steps; on other ranks it is silent.
 
-    ``path`` receives one JSON object a line: ``step, loss, learning_rate, tokens, seconds`` for a step and
-    ``step, held_out_loss`` for an evaluation. ``every`` is the distance of plain lines, in steps.
+    ``path`` receives one JSON object a line: ``step, loss, gradient_norm, learning_rate, tokens, seconds``
+    for a step and ``step, held_out_loss`` for an evaluation; a number that is not finite is null. ``every``
+    is the distance of plain lines, in steps.
     """
 
     def __init__(self, steps: int, path: Path, every: int, *, active: bool) -> None:
         self._steps = steps
         self._every = every
         self._active = active
-        self._console = Console(quiet=not active, highlight=False, soft_wrap=True)
+        self._console = Console(quiet=not active, highlight=False)
         self._file = path.open("w") if active else None
         self._live: Progress | None = None
-        self._started = self._last = time.monotonic()
-        self._rate = 0.0
+        self._last = time.monotonic()
+        self._stepping = self._rate = 0.0
 
     def __enter__(self) -> Display:
         if self._active and self._console.is_terminal:
@@ -61,7 +74,6 @@ class Display:
             self._live = Progress(*columns, console=self._console, refresh_per_second=4)
             self._live.add_task("", total=self._steps)
             self._live.start()
-        self._started = self._last = time.monotonic()
         return self
 
     def __exit__(
@@ -77,41 +89,46 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print ``text`` (above the live line, where there is one)."""
-        self._console.print(text, markup=False)
+        say(self._console, text)
 
     def step(self, metrics: Metrics) -> None:
         """Show one optimizer step."""
         now = time.monotonic()
-        rate = metrics.tokens / max(now - self._last, 1e-9)
+        seconds, self._last = now - self._last, now
+        self._stepping += seconds
+        rate = metrics.tokens / max(seconds, 1e-9)
         self._rate = rate if metrics.step == 1 else self._rate + _SMOOTHING * (rate - self._rate)
         self._write(
             step=metrics.step,
             loss=metrics.loss,
+            gradient_norm=metrics.gradient_norm,
             learning_rate=metrics.learning_rate,
             tokens=metrics.tokens,
-            seconds=round(now - self._last, 6),
+            seconds=round(seconds, 6),
         )
-        self._last = now
-        text = self._describe(metrics, now)
+        text = self._describe(metrics)
         if self._live is not None:
             self._live.update(self._live.task_ids[0], completed=metrics.step, description=text)
         elif metrics.step % self._every == 0 or metrics.step in (1, self._steps):
             self.say(f"step {metrics.step}/{self._steps}  {text}")
 
+    def start(self) -> None:
+        """Call before the first step, and after whatever was done between two: it is no part of either."""
+        self._last = time.monotonic()
+
     def evaluation(self, step: int, loss: float) -> None:
         """Show the mean loss on the held-out sequences after ``step`` steps."""
         self._write(step=step, held_out_loss=loss)
         self.say(f"held-out loss after step {step}: {loss:.4f}")
-        self._last = time.monotonic()
 
-    def _describe(self, metrics: Metrics, now: float) -> str:
-        left = (self._steps - metrics.step) * (now - self._started) / metrics.step
+    def _describe(self, metrics: Metrics) -> str:
+        left = (self._steps - metrics.step) * self._stepping / metrics.step
         return (
-            f"loss {metrics.loss:.4f}  lr {metrics.learning_rate:.1e}  {self._rate:,.0f} tok/s  "
-            f"{left:.0f} s left  {metrics.peak_bytes / 2**20:,.0f} MiB"
+            f"loss {shown_loss(metrics.loss)}  lr {metrics.learning_rate:.1e}  {self._rate:,.0f} tok/s  "
+            f"{duration(left)} left  {metrics.peak_bytes / 2**20:,.0f} MiB"
         )
 
-    def _write(self, **values: float) -> None:
+    def _write(self, **values: float | None) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(values) + "\n")
+            self._file.write(dump_json(values) + "\n")
             self._file.flush()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,14 +13,13 @@ import zerostart
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, PeerError
 from zerostart.training.config import TrainConfig
-from zerostart.training.data import Sequences, iter_documents, split_held_out, tokenize
-from zerostart.training.engine_config import engine_config
-from zerostart.training.evaluate import HeldOut, held_out_batches
+from zerostart.training.evaluate import HeldOut
 from zerostart.training.export import export_model
-from zerostart.training.progress import Display, Metrics, peak_memory_bytes
+from zerostart.training.inputs import read_inputs
+from zerostart.training.progress import Display, Metrics, peak_memory_bytes, shown_loss
 from zerostart.training.session import Session, check_surroundings, open_session
 from zerostart.training.stop import StopSignal
-from zerostart.training.tasks import load_tokenizer, make_collator, model_builder, read_settings
+from zerostart.training.tasks import make_collator, model_builder, weighed
 
 __all__ = ["TrainResult", "train"]
 
@@ -31,20 +29,21 @@ class TrainResult:
     """What came of a run: the same values on every rank.
 
     ``steps`` were done (fewer than asked for when ``stopped``); ``first_loss`` and ``last_loss`` are the
-    training losses of the first and the last of them; ``held_out`` has the loss on held-out text by step.
+    training losses of the first and the last of them (None where no token was predicted); ``held_out`` has
+    the loss on held-out text by step.
     """
 
     directory: str
     steps: int
     stopped: bool
-    first_loss: float
-    last_loss: float
+    first_loss: float | None
+    last_loss: float | None
     held_out: dict[int, float]
 
     def __str__(self) -> str:
         lines = [
             f"{'stopped' if self.stopped else 'trained'} after {self.steps} steps: "
-            f"training loss {self.first_loss:.4f} -> {self.last_loss:.4f}"
+            f"training loss {shown_loss(self.first_loss)} -> {shown_loss(self.last_loss)}"
         ]
         if len(self.held_out) > 1:
             before, *_, after = self.held_out.values()
@@ -59,22 +58,17 @@ def train(config: TrainConfig) -> TrainResult:
     saved as it is then. Raises :class:`ZerostartError`, with the same text on every rank where all fail.
     """
     world = current_world()
-    check_surroundings(config)
+    with world.phase("checking the surroundings"):
+        check_surroundings(config)
     directory = _claim_directory(config, world)
-    settings = read_settings(config)
-    tokenizer = load_tokenizer(config)
-    _check_vocabulary(tokenizer, settings)
-    documents = iter_documents(config.data)
-    sequences, held_out = split_held_out(tokenize(documents, tokenizer, config.data), config.data.held_out)
-
-    engine_settings = engine_config(config, world.size, getattr(settings, "hidden_size", None))
+    inputs = read_inputs(config, world)
     torch.manual_seed(config.train.seed)  # for parameters that the checkpoint lacks; the same on every rank
     model = zerostart.load(
         config.model.source,
-        model=model_builder(config.task, settings),
+        model=model_builder(config.task, inputs.settings),
         engine=config.engine.name,
         zero_stage=config.engine.zero_stage,
-        engine_config=engine_settings,
+        engine_config=inputs.engine_config,
         dtype=getattr(torch, config.dtype),
         strict=config.model.strict,
         fp32_masters=config.model.fp32_masters,
@@ -85,13 +79,13 @@ def train(config: TrainConfig) -> TrainResult:
     with display, StopSignal() as stop:
         display.say(str(zerostart.report(model)))
         # Masks differ from rank to rank in training; held-out ones are the same in every run.
-        collator = make_collator(config.task, tokenizer, seed=config.train.seed + world.rank)
-        session = open_session(config, model, sequences, collator, engine_settings)
-        run = _Run(config, session, _held_out(config, tokenizer, held_out, world), display, stop)
+        collator = make_collator(config.task, inputs.tokenizer, seed=config.train.seed + world.rank)
+        session = open_session(config, model, inputs.sequences, collator, inputs.engine_config)
+        run = _Run(config, session, inputs.held_out, display, stop)
         with _peers_named():
             run.to_the_end()
         display.say("saving the model")
-        export_model(model, tokenizer, directory, config.output.max_shard_size)
+        export_model(model, inputs.tokenizer, directory, config.output.max_shard_size)
         result = run.result(directory)
         display.say(str(result))
     session.end()
@@ -133,22 +127,6 @@ def _claim_directory(config: TrainConfig, world: World) -> Path:
     return world.broadcast_object(claim, "claiming the output directory")
 
 
-def _check_vocabulary(tokenizer: Any, settings: Any) -> None:
-    size = settings.get_text_config().vocab_size
-    if len(tokenizer) > size:
-        raise ConfigError(f"the tokenizer has {len(tokenizer)} tokens, but the model knows only {size}")
-
-
-def _held_out(
-    config: TrainConfig, tokenizer: Any, sequences: Sequences | None, world: World
-) -> HeldOut | None:
-    if sequences is None:
-        return None
-    collator = make_collator(config.task, tokenizer, seed=config.train.seed)
-    batches = held_out_batches(sequences, collator, config.task, config.train.batch_size)
-    return HeldOut(batches, world.rank, world.size)
-
-
 class _Run:
     """The loop and what it has seen."""
 
@@ -161,12 +139,13 @@ class _Run:
         stop: StopSignal,
     ) -> None:
         self._config = config.train
+        self._task = config.task
         self._tracked = bool(config.tracking.trackers)
         self._session = session
         self._held_out = held_out
         self._display = display
         self._stop = stop
-        self._losses: list[float] = []
+        self._losses: list[float | None] = []
         self._evaluations: dict[int, float] = {}
         self._stopped = False
 
@@ -178,31 +157,44 @@ class _Run:
         self._session.model.train()
         self._evaluate(0)
         batches = self._session.batches()
+        self._display.start()
         for step in range(1, self._config.steps + 1):
-            loss, tokens = 0.0, 0.0
-            for _ in range(self._config.accumulation):
-                batch = next(batches)
-                tokens += float(batch["attention_mask"].sum())
-                loss += float(self._session.accumulate(batch)) / self._config.accumulation
-            rate = self._session.scheduler.get_last_lr()[0]
-            self._session.update(self._config.max_grad_norm)
-            self._note(step, loss, tokens, rate)
+            self._step(step, [next(batches) for _ in range(self._config.accumulation)])
             if self._stopped:
                 return
             every = self._config.evaluate_every
             if step == self._config.steps or (every and step % every == 0):
                 self._evaluate(step)
+                self._display.start()
 
-    def _note(self, step: int, loss: float, tokens: float, rate: float) -> None:
-        """Exchange what all ranks have to know: loss, tokens, and whether anyone has been asked to stop."""
-        losses, tokens, wishes = self._session.sum_over_ranks(loss, tokens, float(self._stop.requested))
-        mean = losses / self._session.accelerator.num_processes
-        self._losses.append(mean)
+    def _step(self, step: int, batches: Sequence[dict[str, torch.Tensor]]) -> None:
+        """One optimizer step on the ``batches`` of this rank, as one process would do it on those of all."""
+        session = self._session
+        parts = [weighed(self._task, batch) for batch in batches]
+        predicted, tokens = session.sum_over_ranks(
+            sum(weight for _, weight in parts), sum(float(batch["attention_mask"].sum()) for batch in batches)
+        )
+        loss = 0.0
+        for batch, weight in parts:
+            share = weight / max(predicted, 1.0)
+            loss += float(session.accumulate(batch, share)) * share
+        rate = session.scheduler.get_last_lr()[0]
+        norm = session.update(self._config.max_grad_norm)
+        # Whether anyone has been asked to stop, all have to know.
+        loss, wishes = session.sum_over_ranks(loss, float(self._stop.requested))
         self._stopped = wishes > 0
-        peak = peak_memory_bytes(self._session.device)
-        self._display.step(Metrics(step, mean, rate, int(tokens), peak))
+        self._note(Metrics(step, loss if predicted else None, norm, rate, int(tokens), self._peak()))
+
+    def _peak(self) -> int:
+        return peak_memory_bytes(self._session.device)
+
+    def _note(self, metrics: Metrics) -> None:
+        self._losses.append(metrics.loss)
+        self._display.step(metrics)
         if self._tracked:
-            self._session.accelerator.log({"loss": mean, "learning_rate": rate}, step=step)
+            values = {name: getattr(metrics, name) for name in ("loss", "gradient_norm", "learning_rate")}
+            told = {name: value for name, value in values.items() if value is not None}
+            self._session.accelerator.log(told, step=metrics.step)
 
     def _evaluate(self, step: int) -> None:
         if self._held_out is not None:

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from zerostart.engines.fsdp2.stages import begin_batch
 from zerostart.errors import ConfigError, EngineError
 from zerostart.training.config import TrainConfig
 from zerostart.training.data import Sequences
+from zerostart.training.schedule import learning_rate_schedule
 from zerostart.training.tasks import Collator
 
 __all__ = ["Session", "check_surroundings", "open_session"]
@@ -59,24 +61,45 @@ class Session:
         loss: torch.Tensor = self.model(**batch, **self.options).loss
         return loss
 
-    def accumulate(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Forward and backward of one batch; returns its mean loss, detached, []."""
+    def accumulate(self, batch: dict[str, torch.Tensor], share: float) -> torch.Tensor:
+        """Forward and backward of one batch; returns its mean loss, detached, [].
+
+        ``share`` is its part (0 to 1) of the predicted tokens of the whole step, of all batches on all ranks.
+        The gradients of the step come out as those of the sum of all losses times their shares.
+        """
+        # Every engine averages over the ranks, and accelerate or DeepSpeed over the batches of a step: both
+        # as if all weighed alike.
+        alike = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
         with self.accelerator.accumulate(self.model):
             if isinstance(self.model, FSDPModule):
                 begin_batch(self.model, self.zero_stage, self.accelerator.sync_gradients)
             loss = self.forward(batch)
-            self.accelerator.backward(loss)
+            self.accelerator.backward(loss.float() * (share * alike))
         return loss.detach()
 
-    def update(self, max_grad_norm: float) -> None:
-        """The optimizer step, after the last batch of an accumulation."""
-        # DeepSpeed has clipped and stepped in the backward; accelerate's wrappers know that.
-        if not self.engine_steps and max_grad_norm > 0.0:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), max_grad_norm)
+    def update(self, max_grad_norm: float) -> float | None:
+        """The optimizer step, after the last batch of an accumulation.
+
+        Returns the norm of the gradients before clipping; None where the engine does not tell (DeepSpeed in
+        fp32 at stage 0).
+        """
+        norm = self._clip(max_grad_norm)
         self.optimizer.step()
         if not self.optimizer.step_was_skipped:
             self.scheduler.step()
         self.optimizer.zero_grad()
+        return norm
+
+    def _clip(self, max_grad_norm: float) -> float | None:
+        parameters = list(self.model.parameters())
+        if self.engine_steps or max_grad_norm > 0.0:
+            # DeepSpeed has clipped and stepped in the backward; accelerate knows that, and asks it.
+            norm = self.accelerator.clip_grad_norm_(parameters, max_grad_norm)
+        else:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        return None if norm is None else float(norm)
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Each value added up over all ranks; collective."""
@@ -128,8 +151,6 @@ def open_session(
     ``settings`` is the engine configuration that the model was loaded with. Raises :class:`ConfigError`
     for data that does not fill one step.
     """
-    from transformers import get_scheduler
-
     train = config.train
     accelerator = _accelerator(config, settings)
     needed = train.batch_size * accelerator.num_processes
@@ -157,7 +178,7 @@ def open_session(
         # for a module that is sharded already it has nothing to do.
         prepared, loader = accelerator.prepare(optimizer, loader)
     # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
-    scheduler = get_scheduler(train.schedule, optimizer, train.warmup_steps, train.steps)
+    scheduler = learning_rate_schedule(optimizer, train)
     if config.tracking.trackers:
         accelerator.init_trackers(config.tracking.project, config={"train": train.model_dump_json()})
     return Session(accelerator, model, prepared, scheduler, loader, options, config.engine.zero_stage, own)

@@ -20,6 +20,7 @@ __all__ = [
     "make_collator",
     "model_builder",
     "predicted_tokens",
+    "weighed",
 ]
 
 #: The label that the loss of transformers' models leaves out.
@@ -98,16 +99,17 @@ def make_collator(task: TaskConfig, tokenizer: Any, seed: int) -> Collator:
 
     if tokenizer.mask_token is None:
         raise ConfigError("task masked-lm needs a tokenizer with a mask token; data.tokenizer can name one")
-    collator: Collator = DataCollatorForLanguageModeling(
-        tokenizer, mlm=True, mlm_probability=task.mask_probability, seed=seed
-    )
-    return collator
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=task.mask_probability)
+    # Not its argument `seed`: that refuses to work in a process that multiprocessing has started.
+    collator.generator = collator.get_generator(seed)
+    collate: Collator = collator
+    return collate
 
 
 def _collate_causal(items: Sequence[dict[str, torch.Tensor]], padding: int) -> dict[str, torch.Tensor]:
     """Pad on the right. Not transformers' collator: it takes the padding token out of the labels by its id,
     which is the end-of-text token in many models, and that one has to be learnt."""
-    length = max(len(item["input_ids"]) for item in items)
+    length = max(2, *(len(item["input_ids"]) for item in items))  # room for `weighed` to predict something
     shape = (len(items), length)
     input_ids = torch.full(shape, padding)
     labels = torch.full(shape, IGNORED_LABEL)
@@ -125,3 +127,18 @@ def predicted_tokens(task: TaskConfig, labels: torch.Tensor) -> int:
     # A causal model predicts each token from those before it, so the first has no prediction.
     counted = labels[:, 1:] if task.name == "causal-lm" else labels
     return int((counted != IGNORED_LABEL).sum())
+
+
+def weighed(task: TaskConfig, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
+    """``batch`` in a form whose mean loss is a number, and its weight: how many tokens it predicts.
+
+    Loss and gradients of a step are means over the predicted tokens of all its batches on all ranks (what
+    transformers calls ``num_items_in_batch``), and a batch counts for as many as it has. Where it has none
+    its own mean would be 0 / 0, which spoils a sum even with weight 0; then one label is filled in.
+    """
+    labels = batch["labels"]
+    predicted = predicted_tokens(task, labels)
+    if predicted == 0:
+        labels, column = labels.clone(), int(task.name == "causal-lm")
+        labels[0, column] = batch["input_ids"][0, column]
+    return {**batch, "labels": labels}, predicted

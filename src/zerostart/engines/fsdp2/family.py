@@ -44,7 +44,9 @@ class FSDP2(Engine):
     @classmethod
     def titled(cls, zero_stage: int) -> str:
         """The engine in words; its stages differ in how long parameters stay gathered."""
-        return "FSDP2" if zero_stage else "DistributedDataParallel"
+        if not zero_stage:
+            return "DistributedDataParallel"
+        return "FSDP2" if zero_stage == 3 else f"FSDP2 as ZeRO-{zero_stage}"
 
     @cached_property
     def settings(self) -> FSDP2Settings:
