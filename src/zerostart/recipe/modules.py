@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerostart.errors import ConversionError
-from zerostart.recipe.symbolic import Mutation, SymbolicTensor
+from zerostart.recipe.symbolic import SymbolicTensor, settled
 
 __all__ = ["Loaded", "load_module"]
 
@@ -80,10 +80,6 @@ def load_module(
         raise
     except RuntimeError as error:
         errors = str(error)
-    except Mutation as error:
-        raise ConversionError(
-            f"the loading of {kind} changes a tensor of the checkpoint: {error}. {_REMEDY}"
-        ) from None
     except Exception as error:
         raise ConversionError(
             f"the loading of {kind} failed: {type(error).__name__}: {error}. {_REMEDY}"
@@ -111,7 +107,8 @@ class _Copies(TorchDispatchMode):
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         symbolic = [t for t in given if isinstance(t, SymbolicTensor)]
         if func is aten.copy_.default and len(symbolic) == 1 and symbolic[0] is args[1]:
-            self._made.append((args[0], symbolic[0].expand(args[0].shape)))
+            # As it is now: the module may go on to change what it took from the checkpoint.
+            self._made.append((args[0], settled(symbolic[0].expand(args[0].shape))))
             self._memory.add(_memory(args[0]))
             return args[0]
         if func is aten.copy_.default and not symbolic and _place(args[0]) == _place(args[1]):

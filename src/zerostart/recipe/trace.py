@@ -132,7 +132,7 @@ def _loaded(loaded: Loaded, model: torch.nn.Module, targets: Mapping[str, Target
         if known is not None and known.as_stored and symbol.dtype.is_floating_point:
             dtype = symbol.dtype
         target = Target(name, tuple(symbol.shape), dtype, buffer)
-        by_name[name] = Recipe(target, cast(symbol, dtype).pieces, id(symbol) not in stored)
+        by_name[name] = Recipe(target, cast(symbol.value, dtype).pieces, id(symbol) not in stored)
     return Recipes(by_name, Coverage(loaded.missing, loaded.unexpected, loaded.mismatched))
 
 
