@@ -127,6 +127,8 @@ class _Copies(TorchDispatchMode):
         """What each parameter and buffer gets: of several copies the last, and in the order of these."""
         names: dict[tuple[Any, ...], list[str]] = {}
         for name, tensor in _names(model).items():
+            if isinstance(tensor, SymbolicTensor):
+                continue  # assigned, and not copied: see ``_assigned``
             names.setdefault(_place(tensor), []).append(name)
         made: dict[tuple[Any, ...], SymbolicTensor] = {}
         for target, symbol in self._made:
