@@ -114,9 +114,9 @@ class TrainingConfig(_Section):
     """The optimisation: ``steps`` optimizer steps of AdamW.
 
     A step sees ``batch_size`` sequences a rank, ``accumulation`` times over. ``schedule`` (as
-    ``transformers.get_scheduler`` knows it) shapes the learning rate, after ``warmup_steps`` that rise evenly to
-    ``learning_rate``, the first of them above 0; ``max_grad_norm`` 0 turns clipping off. ``evaluate_every`` 0
-    evaluates at the start and the end only.
+    ``transformers.get_scheduler`` knows it) shapes the learning rate, after ``warmup_steps`` that rise evenly
+    to ``learning_rate``, the first of them above 0; ``max_grad_norm`` 0 turns clipping off.
+    ``evaluate_every`` 0 evaluates at the start and the end only.
     """
 
     steps: Positive
