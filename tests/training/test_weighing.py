@@ -163,6 +163,14 @@ def test_a_step_is_that_of_one_process(engine, zero_stage, task, accumulation, c
     check(source, values(source, task, engine, zero_stage, accumulation))
 
 
+@pytest.mark.slow
+def test_a_step_of_replicas_is_that_of_one_process(checkpoints, values):
+    source = checkpoints("qwen3")
+    given = values(source, "causal-lm", "fsdp2", 3, 2)
+    given["engine"]["config"] = {"replicate": 2}
+    check(source, given)
+
+
 def test_a_step_that_predicts_nothing_has_no_loss_and_moves_nothing(checkpoints, values):
     """As JSON the loss is null: NaN, which one process would see, is none, and would spoil the model."""
     source = checkpoints("qwen3")

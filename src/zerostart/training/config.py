@@ -100,8 +100,9 @@ class EngineConfig(_Section):
 
     For DeepSpeed that is a ``ds_config`` dictionary (or the path of a JSON file), in which the batch
     sizes, clipping, stage and precision are filled in and ``auto`` means just that; for FSDP2,
-    ``reshard_after_forward`` and ``wrap`` (names of the module classes to shard as units). ``zero_stage`` 0
-    keeps the model whole on every rank: with ``fsdp2`` that is DistributedDataParallel.
+    ``reshard_after_forward``, ``replicate`` (the number of replicas) and ``wrap`` (names of the module
+    classes to shard as units). ``zero_stage`` 0 keeps the model whole on every rank: with ``fsdp2`` that is
+    DistributedDataParallel.
     """
 
     name: Literal["deepspeed", "fsdp2"] = "deepspeed"
@@ -112,9 +113,10 @@ class EngineConfig(_Section):
 class TrainingConfig(_Section):
     """The optimisation: ``steps`` optimizer steps of AdamW.
 
-    A step sees ``batch_size`` sequences a rank, ``accumulation`` times over. ``warmup_steps`` and
-    ``schedule`` (as ``transformers.get_scheduler`` knows it) shape the learning rate;
-    ``max_grad_norm`` 0 turns clipping off. ``evaluate_every`` 0 evaluates at the start and the end only.
+    A step sees ``batch_size`` sequences a rank, ``accumulation`` times over. ``schedule`` (as
+    ``transformers.get_scheduler`` knows it) shapes the learning rate, after ``warmup_steps`` that rise evenly
+    to ``learning_rate``, the first of them above 0; ``max_grad_norm`` 0 turns clipping off.
+    ``evaluate_every`` 0 evaluates at the start and the end only.
     """
 
     steps: Positive

@@ -69,9 +69,9 @@ class Display:
 
     def __enter__(self) -> Display:
         if self._active and self._console.is_terminal:
-            bar = BarColumn(bar_width=10)  # the figures beside it fit into 80 columns
+            bar = BarColumn(bar_width=None)  # what the figures leave, which is little in 80 columns
             columns = (TextColumn("{task.completed}/{task.total}"), bar, TextColumn("{task.description}"))
-            self._live = Progress(*columns, console=self._console, refresh_per_second=4)
+            self._live = Progress(*columns, console=self._console, refresh_per_second=4, expand=True)
             self._live.add_task("", total=self._steps)
             self._live.start()
         return self
@@ -106,11 +106,12 @@ class Display:
             tokens=metrics.tokens,
             seconds=round(seconds, 6),
         )
-        text = self._describe(metrics)
+        figures = self._figures(metrics)
         if self._live is not None:
+            text = _fitting(figures, self._console.width - 2 * len(str(self._steps)) - len("/ ━━━━ "))
             self._live.update(self._live.task_ids[0], completed=metrics.step, description=text)
         elif metrics.step % self._every == 0 or metrics.step in (1, self._steps):
-            self.say(f"step {metrics.step}/{self._steps}  {text}")
+            self.say("  ".join([f"step {metrics.step}/{self._steps}", *figures]))
 
     def start(self) -> None:
         """Call before the first step, and after whatever was done between two: it is no part of either."""
@@ -121,14 +122,25 @@ class Display:
         self._write(step=step, held_out_loss=loss)
         self.say(f"held-out loss after step {step}: {loss:.4f}")
 
-    def _describe(self, metrics: Metrics) -> str:
+    def _figures(self, metrics: Metrics) -> list[str]:
+        """What is told of a step, the most important first."""
         left = (self._steps - metrics.step) * self._stepping / metrics.step
-        return (
-            f"loss {shown_loss(metrics.loss)}  lr {metrics.learning_rate:.1e}  {self._rate:,.0f} tok/s  "
-            f"{duration(left)} left  {metrics.peak_bytes / 2**20:,.0f} MiB"
-        )
+        return [
+            f"loss {shown_loss(metrics.loss)}",
+            f"lr {metrics.learning_rate:.1e}",
+            f"{self._rate:,.0f} tok/s",
+            f"{duration(left)} left",
+            f"{metrics.peak_bytes / 2**30:.1f} GiB",
+        ]
 
     def _write(self, **values: float | None) -> None:
         if self._file is not None:
             self._file.write(dump_json(values) + "\n")
             self._file.flush()
+
+
+def _fitting(figures: list[str], room: int) -> str:
+    """As many of them as there is room for, so that none is cut."""
+    while len(figures) > 1 and len("  ".join(figures)) > room:
+        figures = figures[:-1]
+    return "  ".join(figures)
