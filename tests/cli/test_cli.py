@@ -31,6 +31,17 @@ def test_help_lists_the_commands_and_imports_no_torch():
     assert listed[-5:] == ["inspect", "plan", "load", "train", "synth"]
 
 
+def test_a_usage_error_imports_nothing_heavy():
+    heavy = ("torch", "transformers", "numpy", "rich", "deepspeed")
+    check = (
+        "import sys, zerostart; from zerostart.cli import main\n"
+        "try: main(['plan', '--world-size', '0', 'x'])\n"
+        f"finally: print([name for name in {heavy} if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout.strip()) == (2, "[]")
+
+
 def test_version(capsys):
     code, out, _ = run(capsys, "--version")
     assert (code, out.split()[0]) == (0, "zerostart")
