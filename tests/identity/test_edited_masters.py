@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import file_aio
 import zerostart
 from parity import VOCABULARY, checkpoint
 from ranks import run_ranks
@@ -273,3 +274,63 @@ def wrapped(path: Path) -> list[str]:
 
 def test_edits_go_through_wrappers(paths: dict[str, Path]) -> None:
     assert run_ranks(wrapped, 2, paths["qwen3"]) == [[], []]
+
+
+class Layers(nn.Module):
+    """Square layers, half of one larger than the least that DeepSpeed swaps (1 MiB)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1100, 1100) for _ in range(2))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            values = layer(values)
+        return values.float().square().mean()
+
+
+def swapped(folder: Path) -> list[str]:
+    """Parameters, masters and states in swap files, before a step and after one."""
+    import deepspeed
+
+    file_aio.install()
+    torch.manual_seed(0)
+    stored = {name: p.detach() for name, p in Layers().named_parameters()}
+    nvme = {"device": "nvme", "nvme_path": str(folder), "buffer_size": 10_000_000}
+    zero = {"offload_param": nvme, "offload_optimizer": {**nvme}, "sub_group_size": 1_000_000}
+    zero["offload_optimizer"].pop("buffer_size")
+    config = Case(3, zero).config
+    model = zerostart.load(stored, model=Layers, dtype=torch.bfloat16, engine_config=config, progress=False)
+    wrong = list(edited(model, ["layers.1.weight", "layers.0.bias"]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for _ in range(2):
+        was, low = masters(engine), halves(model)
+        wrong += list(edited(engine, ["layers.0.weight", "layers.1.bias"]))
+        wrong += list(kept(was, low, masters(engine), halves(model)))
+        engine.backward(engine(torch.ones(2, 1100, dtype=torch.bfloat16)))
+        engine.step()
+    return wrong
+
+
+@pytest.mark.slow
+def test_masters_in_swap_files_keep_their_bits(tmp_path: Path) -> None:
+    assert run_ranks(swapped, 2, tmp_path) == [[], []]
+
+
+def moved_away(path: Path) -> None:
+    import deepspeed
+
+    config = Case(2).config  # At stage 3 DeepSpeed moves the states of its own CUDA optimizer alone.
+    model = zerostart.load(path, zero_stage=2, engine_config=config, progress=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.offload_states(pin_memory=False)
+    with pytest.raises(zerostart.ZerostartError, match=r"reload_states\(\) before"):
+        zerostart.gathered(engine, MATRIX, modifier_rank=0).__enter__()
+    engine.reload_states()
+    assert list(edited(engine, [MATRIX])) == []
+
+
+def test_states_that_were_moved_away_are_not_edited(paths: dict[str, Path]) -> None:
+    run_ranks(moved_away, 2, paths["qwen3"])
