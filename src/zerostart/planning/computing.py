@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
 
 from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.geometry import (
     Box,
     Copy,
     Region,
+    block_regions,
     copies_between,
     merge_runs,
     regions,
+    row_major_boxes,
     row_major_strides,
+    split_loop,
     split_region,
 )
-from zerostart.planning.plan import Computation, Destination, Part, Step
+from zerostart.planning.plan import Computation, Destination, Held, Part, Step
 from zerostart.planning.reads import PlanOptions, Segment, merged_reads, segments
-from zerostart.recipe import Computed, Operand
+from zerostart.recipe import BLOCK, Computed, Cut, Operand
 
 __all__ = ["computations"]
 
@@ -28,31 +30,65 @@ Tensors = Mapping[str, TensorEntry]
 def computations(
     tensors: Tensors, copies: Iterable[Copy], target: int, options: PlanOptions
 ) -> Iterator[Computation]:
-    """The computations that give destination number ``target`` what ``copies`` take from computed tensors.
+    """The computations that give destination ``target`` what ``copies`` take from computed tensors.
 
-    One that can be evaluated box by box is cut until it takes no more memory than a chunk; one that needs
-    an operand whole is evaluated once, for all copies out of it.
+    One that can be evaluated in boxes or in blocks is cut until it takes no more memory than a chunk (or is
+    one block); one that needs an operand whole is evaluated once, for all copies out of it.
     """
-    whole: dict[Computed, list[Copy]] = {}
+    by_source: dict[Computed, list[Copy]] = {}
     for copy in copies:
-        source = copy.source
-        assert isinstance(source, Computed), "a tensor of the checkpoint is read"
-        if source.whole:
-            whole.setdefault(source, []).append(copy)
-            continue
-        limit = max(1, options.chunk_size // source.bytes_per_element())
-        for found in regions(source.shape, copy):
-            for region in split_region(found, limit):
-                yield _Builder(tensors, options).computation(source, [region], target)
-    for source, taken in whole.items():
-        yield _Builder(tensors, options).computation(source, _of_whole(source, taken), target)
+        assert isinstance(copy.source, Computed), "a tensor of the checkpoint is read"
+        by_source.setdefault(copy.source, []).append(copy)
+    for source, taken in by_source.items():
+        limit = max(1, options.chunk_size // source.element_bytes)
+        for found in _regions(source, taken, limit):
+            yield from _bounded(tensors, source, found, target, options)
 
 
-def _of_whole(source: Computed, copies: Iterable[Copy]) -> list[Region]:
-    """Copies out of the whole of a computed tensor."""
-    factors = tuple((size,) for size in source.shape)
-    box = Box((0,) * len(source.shape), source.shape)
-    return [Region(factors, box, copy.to, copy.loops, copy.start) for copy in copies]
+def _regions(
+    source: Computed, copies: Sequence[Copy], limit: int | None = None
+) -> Iterator[Sequence[Region]]:
+    """What ``copies`` take, as regions of one box at a time, of ``limit`` elements if it can be cut."""
+    if source.whole:
+        factors = tuple((size,) for size in source.shape)
+        if source.cut is Cut.BLOCKS:
+            factors = ((source.numel,),)
+        shape = tuple(size for (size,) in factors)
+        box = Box((0,) * len(shape), shape)
+        yield [Region(factors, box, copy.to, copy.loops, copy.start) for copy in copies]
+    elif source.cut is Cut.BLOCKS:
+        yield from block_regions(source.numel, copies, BLOCK, limit or source.numel)
+    else:
+        for copy in copies:
+            for found in regions(source.shape, copy):
+                # What is made from blocks is cut by what it takes, which its own size does not tell.
+                if limit is None or source.from_blocks:
+                    yield [found]
+                else:
+                    yield from ([part] for part in split_region(found, limit))
+
+
+def _bounded(
+    tensors: Tensors, source: Computed, taken: Sequence[Region], target: int, options: PlanOptions
+) -> Iterator[Computation]:
+    """One computation, or several where blocks of an operand make it take more memory than a chunk."""
+    made = _Builder(tensors, options).computation(source, taken, target)
+    fits = made.nbytes <= options.chunk_size
+    if fits or source.whole or source.cut is not Cut.BOXES or not source.from_blocks:
+        yield made
+        return
+    (region,) = taken
+
+    def cost(parts: Sequence[Region]) -> int:
+        return _Builder(tensors, options).computation(source, parts[:1], target).nbytes
+
+    halves = [list(split_loop(region, n)) for n, (_, stride, _) in enumerate(region.loops) if stride]
+    best = min(halves, key=cost, default=[])
+    if not best or cost(best) >= made.nbytes:
+        yield made
+        return
+    for part in best:
+        yield from _bounded(tensors, source, [part], target, options)
 
 
 class _Builder:
@@ -78,12 +114,14 @@ class _Builder:
         factors, box = taken[0].factors, taken[0].box
         operands = []
         for operand, aligned in zip(source.operands, source.aligned, strict=True):
-            if aligned and source.elementwise:
+            if aligned and source.cut is Cut.BLOCKS:
+                operands.append(self._run(operand, box))
+            elif aligned:
                 operand = operand.split(factors)
                 region = _aligned(operand.shape, box)
+                operands.append(self._register(operand, region, (region,), region.extent))
             else:
-                region = Box((0,) * len(operand.shape), operand.shape)
-            operands.append((self._register(operand, region), region.extent))
+                operands.append(self._whole(operand))
         width = source.dtype.itemsize
         parts = tuple(
             Part(region.start * width, source.dtype, target, region.to, region.loops, direct=False)
@@ -91,25 +129,53 @@ class _Builder:
         )
         self._steps.append(Step(source, factors, box, tuple(operands), parts))
 
-    def _register(self, operand: Operand, region: Box) -> int:
-        """Number of the register with ``region`` of ``operand``; filled by then."""
+    def _run(self, operand: Operand, run: Box) -> Held:
+        """A run of the operand's row-major order."""
+        (start,), (count,) = run.origin, run.extent
+        return self._register(operand, run, row_major_boxes(operand.shape, start, start + count), run.extent)
+
+    def _whole(self, operand: Operand) -> Held:
+        """All of the operand, in the strides that it has in eager torch."""
+        box = Box((0,) * len(operand.shape), operand.shape)
+        if operand.strides is None or not operand.numel:
+            return self._register(operand, box, (box,), operand.shape)
+        # What is expanded is in memory once.
+        there = tuple(
+            size if stride else 1 for size, stride in zip(operand.shape, operand.strides, strict=True)
+        )
+        return self._register(
+            operand, Box(box.origin, there), (Box(box.origin, there),), operand.shape, operand.strides
+        )
+
+    def _register(
+        self,
+        operand: Operand,
+        region: Box,
+        boxes: Sequence[Box],
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> Held:
+        """The register with ``region`` of ``operand``, filled by then: ``boxes``, one after the other."""
         known = self._known.get((operand, region))
         if known is not None:
-            return known
+            return known, shape, strides
         number = len(self._registers)
-        storage = Destination(f"register {number}", region.numel, region.numel, operand.dtype, direct=True)
+        size = region.numel
+        if strides is not None:
+            size = 1 + sum((n - 1) * stride for n, stride in zip(region.extent, strides, strict=True))
+        storage = Destination(f"register {number}", size, size, operand.dtype, direct=True)
         self._registers.append(storage)
-        for copy in _pull_back(operand, region):
-            source = copy.source
-            if not isinstance(source, Computed):
-                self._segments += segments(self._tensors, copy, number, storage, self._options)
-            elif source.whole:
-                self._step(source, _of_whole(source, [copy]), number)
+        computed: dict[Computed, list[Copy]] = {}
+        for copy in _pull_back(operand, boxes, strides):
+            if isinstance(copy.source, Computed):
+                computed.setdefault(copy.source, []).append(copy)
             else:
-                for found in regions(source.shape, copy):
-                    self._step(source, [found], number)
+                self._segments += segments(self._tensors, copy, number, storage, self._options)
+        for source, copies in computed.items():
+            for taken in _regions(source, copies):
+                self._step(source, taken, number)
         self._known[(operand, region)] = number
-        return number
+        return number, shape, strides
 
 
 def _aligned(shape: tuple[int, ...], box: Box) -> Box:
@@ -122,8 +188,14 @@ def _aligned(shape: tuple[int, ...], box: Box) -> Box:
     )
 
 
-def _pull_back(operand: Operand, region: Box) -> list[Copy]:
-    if not prod(region.extent):
-        return []
-    strides = row_major_strides(region.extent)
-    return merge_runs(copy for piece in operand.pieces for copy in copies_between(piece, region, 0, strides))
+def _pull_back(operand: Operand, boxes: Iterable[Box], strides: Sequence[int] | None) -> list[Copy]:
+    """The copies that lay ``boxes`` down one after the other, each row-major or with ``strides``."""
+    found: list[Copy] = []
+    to = 0
+    for box in boxes:
+        if box.numel:
+            steps = row_major_strides(box.extent) if strides is None else strides
+            for piece in operand.pieces:
+                found += copies_between(piece, box, to, steps)
+        to += box.numel
+    return merge_runs(found)

@@ -300,8 +300,10 @@ def _pad(t: SymbolicTensor, pad: Sequence[int], value: float = 0) -> SymbolicTen
 
 @_handles(aten.fill.Scalar, aten.fill.Tensor)
 def _fill(t: SymbolicTensor, value: Any) -> SymbolicTensor:
-    filled = value if isinstance(value, SymbolicTensor) else lifted(torch.tensor(value))
-    return _expand(cast(filled, t.dtype), t.shape)
+    if not isinstance(value, SymbolicTensor):
+        # Not by way of a tensor of torch's default dtype, in which a float64 would lose half its digits.
+        value = lifted(torch.empty((), dtype=t.dtype).fill_(value))
+    return _expand(cast(value, t.dtype), t.shape)
 
 
 def _filled(func: Any) -> Handler:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zerostart import geometry
 from zerostart.errors import ConversionError
+from zerostart.recipe.bits import computed
 from zerostart.recipe.computed import Computed, Operand, leaves_of
 from zerostart.recipe.dtypes import holds
 
@@ -62,11 +63,17 @@ class SymbolicTensor(torch.Tensor):
         shape: Sequence[int],
         dtype: torch.dtype,
         stored: frozenset[torch.dtype] | None = None,
+        strides: Sequence[int] | None = None,
     ) -> SymbolicTensor:
-        """Make a tensor of ``shape`` and ``dtype`` out of ``pieces``."""
+        """Make a tensor of ``shape`` and ``dtype`` out of ``pieces``, with eager torch's ``strides``."""
         # On the CPU by its own account: what a converter makes "on the device of the weight" has values.
         self: SymbolicTensor = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=torch.device("cpu"), requires_grad=False
+            cls,
+            tuple(shape),
+            strides=None if strides is None else tuple(strides),
+            dtype=dtype,
+            device=torch.device("cpu"),
+            requires_grad=False,
         )
         self.pieces = tuple(pieces)
         self.stored = stored or frozenset((dtype,))
@@ -77,7 +84,7 @@ class SymbolicTensor(torch.Tensor):
         cls, name: str, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
     ) -> SymbolicTensor:
         """The checkpoint tensor ``name`` as it is stored (``strides`` in elements, None for row-major)."""
-        return cls(geometry.whole(name, shape, strides), shape, dtype)
+        return cls(geometry.whole(name, shape, strides), shape, dtype, strides=strides)
 
     @classmethod
     def computed(cls, source: Computed) -> SymbolicTensor:
@@ -87,10 +94,6 @@ class SymbolicTensor(torch.Tensor):
     def copied(self) -> SymbolicTensor:
         """A tensor of its own with the same elements, for a converter that may write into it."""
         return SymbolicTensor(self.pieces, tuple(self.shape), self.dtype, self.stored)
-
-    def as_operand(self) -> Operand:
-        """What a computation needs to know of it."""
-        return Operand(self.pieces, tuple(self.shape), self.dtype)
 
     def rounds(self, dtype: torch.dtype) -> bool:
         """Whether the tensor's own dtype loses what the stored elements, cast to ``dtype``, might keep."""
@@ -145,31 +148,23 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable:
         raise Mutation(f"{func} writes into a tensor")
     made = _shapes(func, args, kwargs)
-    flat, spec = tree_flatten((args, kwargs))
-    at = tuple(i for i, value in enumerate(flat) if isinstance(value, torch.Tensor))
-    operands = tuple(lifted(flat[i]).as_operand() for i in at)
-    rest = tuple(None if i in at else value for i, value in enumerate(flat))
-    elementwise, aligned = _regions(func, operands, made)
+    args, kwargs = tree_map(_operand, (args, kwargs))
 
     def result(meta: torch.Tensor, output: int | None) -> SymbolicTensor:
-        return SymbolicTensor.computed(
-            Computed(
-                function=func,
-                shape=tuple(meta.shape),
-                dtype=meta.dtype,
-                operands=operands,
-                at=at,
-                aligned=aligned,
-                rest=rest,
-                spec=spec,
-                output=output,
-                elementwise=elementwise,
-            )
-        )
+        pieces = computed(func, args, kwargs, meta, output)
+        return SymbolicTensor(pieces, tuple(meta.shape), meta.dtype, strides=meta.stride())
 
     if isinstance(made, torch.Tensor):
         return result(made, None)
     return type(made)(result(meta, number) for number, meta in enumerate(made))
+
+
+def _operand(value: Any) -> Any:
+    """A tensor as an operand, with the strides that it has in eager torch; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    strides = None if value.is_contiguous() else value.stride()
+    return Operand(lifted(value).pieces, tuple(value.shape), value.dtype, strides)
 
 
 def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +173,7 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def empty(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
     try:
@@ -195,21 +190,6 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         f"the conversion of {_named(args, kwargs)} calls {func}, whose result depends on the values of the "
         "weights; a conversion has to do the same whatever they are"
     )
-
-
-def _regions(func: Any, operands: Sequence[Operand], made: Any) -> tuple[bool, tuple[bool, ...]]:
-    """Whether ``func`` can be evaluated box by box, and which operands then are needed only for the box."""
-    if func is aten.view.dtype:
-        return made.dtype.itemsize == operands[0].dtype.itemsize, (True,)
-    if func is aten.index.Tensor and len(operands) == 2 and len(operands[0].shape) == 1:
-        return True, (False, True)  # a table, looked up element by element
-    if torch.Tag.pointwise in func.tags or func in _POINTWISE:
-        return True, (True,) * len(operands)
-    return False, (False,) * len(operands)
-
-
-#: Element by element too, though torch does not tag them so.
-_POINTWISE = {aten._to_copy.default}
 
 
 def _named(*values: Any) -> str:

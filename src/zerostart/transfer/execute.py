@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 
 from zerostart.planning import Computation, Destination, Part, Plan, Read
+from zerostart.transfer.one_thread import one_thread
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.reader import FileReader, MemoryReader, Reader
 from zerostart.transfer.rows import Rows
@@ -38,7 +39,7 @@ def execute(
     if device is not None:
         # The padding was zeroed on a stream that the threads' own know nothing of.
         torch.accelerator.current_stream(device).synchronize()
-    with reader or _reader(plan) as source, progress:
+    with reader or _reader(plan) as source, progress, one_thread(bool(plan.computations)):
         pool = _Pool(plan, storages, source, progress, device, threads, depth)
         workers = [
             threading.Thread(target=pool.work_beside, name=f"zerostart-reader-{i}", daemon=True)
@@ -150,7 +151,10 @@ class _Pool:
         for read in computation.reads:
             self._read(read, registers, staging)
         for step in computation.steps:
-            operands = [rows[number].view(extent) for number, extent in step.operands]
+            operands = [
+                rows[number].view(shape) if strides is None else rows[number].as_strided(shape, strides)
+                for number, shape, strides in step.operands
+            ]
             made = step.source.evaluate(operands, step.box, step.factors).contiguous()
             # Not ``view(-1)``: a dimension of size 1 may have kept a stride of 0.
             result = made.as_strided((made.numel(),), (1,)).view(torch.uint8)
