@@ -84,7 +84,7 @@ def block_regions(numel: int, copies: Iterable[Copy], block: int, limit: int) ->
     lies between is left out where it is most of a run; what several copies want is in one run.
     """
     count = max(1, numel // block)
-    most = max(1, limit // block)
+    most = max(1, limit // block - 1)
     ends = _Blocks(numel, block, count)
     parts = sorted(
         (part for copy in copies for part in _within(copy, ends, most)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.geometry import (
@@ -25,6 +25,7 @@ from zerostart.recipe import BLOCK, Computed, Cut, Operand
 __all__ = ["computations"]
 
 Tensors = Mapping[str, TensorEntry]
+Maker = Callable[[Sequence[Region]], Computation]
 
 
 def computations(
@@ -41,8 +42,15 @@ def computations(
         by_source.setdefault(copy.source, []).append(copy)
     for source, taken in by_source.items():
         limit = max(1, options.chunk_size // source.element_bytes)
-        for found in _regions(source, taken, limit):
-            yield from _bounded(tensors, source, found, target, options)
+
+        def made(regions: Sequence[Region], source: Computed = source) -> Computation:
+            return _Builder(tensors, options).computation(source, regions, target)
+
+        if source.whole or not source.from_blocks:
+            yield from map(made, _regions(source, taken, limit))
+        else:
+            budget = max(options.chunk_size, 4 * BLOCK * source.element_bytes)
+            yield from _from_blocks(source, taken, limit, budget, made)
 
 
 def _regions(
@@ -61,34 +69,47 @@ def _regions(
     else:
         for copy in copies:
             for found in regions(source.shape, copy):
-                # What is made from blocks is cut by what it takes, which its own size does not tell.
-                if limit is None or source.from_blocks:
-                    yield [found]
-                else:
-                    yield from ([part] for part in split_region(found, limit))
+                parts = [found] if limit is None else split_region(found, limit)
+                yield from ([part] for part in parts)
 
 
-def _bounded(
-    tensors: Tensors, source: Computed, taken: Sequence[Region], target: int, options: PlanOptions
+def _from_blocks(
+    source: Computed, copies: Sequence[Copy], limit: int, budget: int, made: Maker
 ) -> Iterator[Computation]:
-    """One computation, or several where blocks of an operand make it take more memory than a chunk."""
-    made = _Builder(tensors, options).computation(source, taken, target)
-    fits = made.nbytes <= options.chunk_size
-    if fits or source.whole or source.cut is not Cut.BOXES or not source.from_blocks:
-        yield made
-        return
-    (region,) = taken
+    """Computations out of what is itself made from blocks, of which a part may take more than its own size.
 
-    def cost(parts: Sequence[Region]) -> int:
-        return _Builder(tensors, options).computation(source, parts[:1], target).nbytes
+    They are cut until each takes at most ``budget`` bytes, or is as small as can be.
+    """
+    while source.cut is Cut.BLOCKS:
+        runs = [made(taken) for taken in _regions(source, copies, limit)]
+        if limit <= BLOCK or all(run.nbytes <= budget for run in runs):
+            yield from runs
+            return
+        limit //= 2
+    for (region,) in _regions(source, copies):
+        parts = list(split_region(region, limit))
+        if made(parts[:1]).nbytes <= budget:
+            yield from (made([part]) for part in parts)
+        else:
+            yield from _halved(region, budget, made)
 
-    halves = [list(split_loop(region, n)) for n, (_, stride, _) in enumerate(region.loops) if stride]
-    best = min(halves, key=cost, default=[])
-    if not best or cost(best) >= made.nbytes:
-        yield made
-        return
-    for part in best:
-        yield from _bounded(tensors, source, [part], target, options)
+
+def _halved(region: Region, budget: int, made: Maker) -> Iterator[Computation]:
+    """``region`` where blocks lie across it: small boxes would take the same blocks again and again.
+
+    So it is halved in the direction that saves most, and no more than memory asks for.
+    """
+    todo = [region]
+    while todo:
+        part = todo.pop()
+        computation = made([part])
+        halves = [list(split_loop(part, n)) for n, (_, stride, _) in enumerate(part.loops) if stride]
+        if computation.nbytes > budget and halves:
+            best = min(halves, key=lambda half: made(half[:1]).nbytes)
+            if made(best[:1]).nbytes <= 0.8 * computation.nbytes:
+                todo += best
+                continue
+        yield computation
 
 
 class _Builder:

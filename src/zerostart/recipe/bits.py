@@ -8,7 +8,8 @@ element is of one of three classes (``Cut``):
 - exact, in any boxes: the lists below. They hold what no processor and no compiler may round otherwise;
 - in blocks, where all operands lie in memory as the result does (or are one element): torch then sees one
   long row, and a run of whole blocks, the last with what is left over, has every element in the place that it
-  has eagerly. Exact operators in bfloat16 too: what they make of a NaN differs between the routines;
+  has eagerly. Exact operators too where they follow such a one, or in bfloat16: there the routines differ in
+  what they make of a NaN;
 - whole, in the strides of eager torch: everything else, and all that is not done element by element.
 
 Bits that depend on the number of threads are those of one thread.
@@ -71,12 +72,12 @@ def regions_of(
     order = memory_order(made.shape, made.stride())
     if torch.Tag.pointwise in func.tags or func in _POINTWISE:
         exact = _exact(func, args, kwargs, operands, made)
-        dtypes = {made.dtype, *(operand.dtype for operand in operands)}
-        if exact and (func._overloadpacket in _MOVES or torch.bfloat16 not in dtypes):
-            return Regions(Cut.BOXES, plain, every)
         if order is not None and all(_lies_as(operand, made, order) for operand in operands):
-            aligned = tuple(operand.numel > 1 for operand in operands)
-            return Regions(Cut.BLOCKS, tuple(_in_order(o, order) for o in operands), aligned, _turned(order))
+            ordered = tuple(_in_order(operand, order) for operand in operands)
+            asked = not exact or _told_by_nan(func, operands, made) or any(o.from_blocks for o in operands)
+            if asked and not any(operand.across_blocks for operand in ordered):
+                aligned = tuple(operand.numel > 1 for operand in operands)
+                return Regions(Cut.BLOCKS, ordered, aligned, _turned(order))
         if exact:
             return Regions(Cut.BOXES, plain, every)
     return Regions(Cut.WHOLE, plain, (False,) * len(operands), None if order is None else _turned(order))
@@ -98,6 +99,11 @@ def _exact(
     if names & _SUMS:
         return len(args) <= 2 and kwargs.get("alpha", 1) in (1, -1)
     return bool(names & _ROUNDED)
+
+
+def _told_by_nan(func: Any, operands: Sequence[Operand], made: torch.Tensor) -> bool:
+    """Whether torch's routines give a NaN different bits."""
+    return func._overloadpacket not in _MOVES and torch.bfloat16 in {made.dtype, *(o.dtype for o in operands)}
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -53,6 +54,24 @@ class Operand:
         """Number of elements."""
         return prod(self.shape)
 
+    @property
+    def computed(self) -> set[Computed]:
+        """What its elements are computed by, as far as they are."""
+        return {s for piece in self.pieces for s in piece.source if isinstance(s, Computed)}
+
+    @property
+    def from_blocks(self) -> bool:
+        """Whether any of it is computed in blocks, or made from what is."""
+        return any(source.cut is Cut.BLOCKS or source.from_blocks for source in self.computed)
+
+    @property
+    def across_blocks(self) -> bool:
+        """Whether a run of it takes parts of many blocks, as where it is transposed."""
+        return self.from_blocks and (
+            any(source.across_blocks for source in self.computed)
+            or not all(_ascends(piece) for piece in self.pieces)
+        )
+
     def split(self, factors: Sequence[Sequence[int]]) -> Operand:
         """The operand, row-major, with its dimensions split like those of the result it is broadcast to."""
         shape: list[int] = []
@@ -86,22 +105,23 @@ class Computed:
     value: torch.Tensor | None = field(default=None, repr=False)
     #: Whether any part of the result needs an operator that has to be computed whole.
     whole: bool = field(init=False)
-    #: Whether anything that the result is made from is computed in blocks.
+    #: Whether anything that the result is made from is computed in blocks, and whether these lie across it.
     from_blocks: bool = field(init=False)
+    across_blocks: bool = field(init=False)
     #: Memory that evaluating one element takes: its own, and that of everything it is made from.
     element_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Sum up what it is made from, once: a chain of computations may be long, and share its parts."""
-        whole, from_blocks, nbytes = self.cut is Cut.WHOLE, False, self.dtype.itemsize
+        whole, nbytes = self.cut is Cut.WHOLE, self.dtype.itemsize
         for operand, aligned in zip(self.operands, self.aligned, strict=True):
-            made = {s for p in operand.pieces for s in p.source if isinstance(s, Computed)}
+            made = operand.computed
             whole |= any(source.whole for source in made)
-            from_blocks |= any(source.from_blocks or source.cut is Cut.BLOCKS for source in made)
             if aligned and operand.numel > 1:
                 nbytes += operand.dtype.itemsize + max((source.element_bytes for source in made), default=0)
         object.__setattr__(self, "whole", whole)
-        object.__setattr__(self, "from_blocks", from_blocks)
+        object.__setattr__(self, "from_blocks", any(operand.from_blocks for operand in self.operands))
+        object.__setattr__(self, "across_blocks", any(operand.across_blocks for operand in self.operands))
         object.__setattr__(self, "element_bytes", nbytes)
 
     def __str__(self) -> str:
@@ -132,6 +152,12 @@ class Computed:
             made = self.function(*args, **kwargs)
         result: torch.Tensor = made if self.output is None else made[self.output]
         return result if self.order is None else result.permute(self.order)
+
+
+def _ascends(piece: Piece) -> bool:
+    """Whether the addresses of a piece ascend in the order of its elements; repetition aside."""
+    digits = [digit for axis in piece.axes for digit in axis if digit[0] > 1 and digit[1]]
+    return all(outer[1] >= inner[0] * inner[1] for outer, inner in pairwise(digits))
 
 
 def leaves_of(pieces: Sequence[Piece]) -> set[str]:
