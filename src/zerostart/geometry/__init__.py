@@ -16,7 +16,7 @@ from zerostart.geometry.pieces import (
     stack,
     whole,
 )
-from zerostart.geometry.regions import Region, regions, split_region
+from zerostart.geometry.regions import Region, block_regions, regions, split_loop, split_region
 
 __all__ = [
     "Box",
@@ -26,6 +26,7 @@ __all__ = [
     "Loop",
     "Piece",
     "Region",
+    "block_regions",
     "broadcast",
     "concatenate",
     "copies_between",
@@ -43,6 +44,7 @@ __all__ = [
     "shift",
     "simplify",
     "split_at",
+    "split_loop",
     "split_region",
     "stack",
     "whole",

@@ -2,57 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.geometry import (
     Box,
     Copy,
     Region,
+    block_regions,
     copies_between,
     merge_runs,
     regions,
+    row_major_boxes,
     row_major_strides,
+    split_loop,
     split_region,
 )
-from zerostart.planning.plan import Computation, Destination, Part, Step
+from zerostart.planning.plan import Computation, Destination, Held, Part, Step
 from zerostart.planning.reads import PlanOptions, Segment, merged_reads, segments
-from zerostart.recipe import Computed, Operand
+from zerostart.recipe import BLOCK, Computed, Cut, Operand
 
 __all__ = ["computations"]
 
 Tensors = Mapping[str, TensorEntry]
+Maker = Callable[[Sequence[Region]], Computation]
 
 
 def computations(
     tensors: Tensors, copies: Iterable[Copy], target: int, options: PlanOptions
 ) -> Iterator[Computation]:
-    """The computations that give destination number ``target`` what ``copies`` take from computed tensors.
+    """The computations that give destination ``target`` what ``copies`` take from computed tensors.
 
-    One that can be evaluated box by box is cut until it takes no more memory than a chunk; one that needs
-    an operand whole is evaluated once, for all copies out of it.
+    One that can be evaluated in boxes or in blocks is cut until it takes no more memory than a chunk (or is
+    one block); one that needs an operand whole is evaluated once, for all copies out of it.
     """
-    whole: dict[Computed, list[Copy]] = {}
+    by_source: dict[Computed, list[Copy]] = {}
     for copy in copies:
-        source = copy.source
-        assert isinstance(source, Computed), "a tensor of the checkpoint is read"
-        if source.whole:
-            whole.setdefault(source, []).append(copy)
-            continue
-        limit = max(1, options.chunk_size // source.bytes_per_element())
-        for found in regions(source.shape, copy):
-            for region in split_region(found, limit):
-                yield _Builder(tensors, options).computation(source, [region], target)
-    for source, taken in whole.items():
-        yield _Builder(tensors, options).computation(source, _of_whole(source, taken), target)
+        assert isinstance(copy.source, Computed), "a tensor of the checkpoint is read"
+        by_source.setdefault(copy.source, []).append(copy)
+    for source, taken in by_source.items():
+        limit = max(1, options.chunk_size // source.element_bytes)
+
+        def made(regions: Sequence[Region], source: Computed = source) -> Computation:
+            return _Builder(tensors, options).computation(source, regions, target)
+
+        if source.whole or not source.from_blocks:
+            yield from map(made, _regions(source, taken, limit))
+        else:
+            budget = max(options.chunk_size, 4 * BLOCK * source.element_bytes)
+            yield from _from_blocks(source, taken, limit, budget, made)
 
 
-def _of_whole(source: Computed, copies: Iterable[Copy]) -> list[Region]:
-    """Copies out of the whole of a computed tensor."""
-    factors = tuple((size,) for size in source.shape)
-    box = Box((0,) * len(source.shape), source.shape)
-    return [Region(factors, box, copy.to, copy.loops, copy.start) for copy in copies]
+def _regions(
+    source: Computed, copies: Sequence[Copy], limit: int | None = None
+) -> Iterator[Sequence[Region]]:
+    """What ``copies`` take, as regions of one box at a time, of ``limit`` elements if it can be cut."""
+    if source.whole:
+        factors = tuple((size,) for size in source.shape)
+        if source.cut is Cut.BLOCKS:
+            factors = ((source.numel,),)
+        shape = tuple(size for (size,) in factors)
+        box = Box((0,) * len(shape), shape)
+        yield [Region(factors, box, copy.to, copy.loops, copy.start) for copy in copies]
+    elif source.cut is Cut.BLOCKS:
+        yield from block_regions(source.numel, copies, BLOCK, limit or source.numel)
+    else:
+        for copy in copies:
+            for found in regions(source.shape, copy):
+                parts = [found] if limit is None else split_region(found, limit)
+                yield from ([part] for part in parts)
+
+
+def _from_blocks(
+    source: Computed, copies: Sequence[Copy], limit: int, budget: int, made: Maker
+) -> Iterator[Computation]:
+    """Computations out of what is itself made from blocks, of which a part may take more than its own size.
+
+    They are cut until each takes at most ``budget`` bytes, or is as small as can be.
+    """
+    while source.cut is Cut.BLOCKS:
+        runs = [made(taken) for taken in _regions(source, copies, limit)]
+        if limit <= BLOCK or all(run.nbytes <= budget for run in runs):
+            yield from runs
+            return
+        limit //= 2
+    for (region,) in _regions(source, copies):
+        parts = list(split_region(region, limit))
+        if made(parts[:1]).nbytes <= budget:
+            yield from (made([part]) for part in parts)
+        else:
+            yield from _halved(region, budget, made)
+
+
+def _halved(region: Region, budget: int, made: Maker) -> Iterator[Computation]:
+    """``region`` where blocks lie across it: small boxes would take the same blocks again and again.
+
+    So it is halved in the direction that saves most, and no more than memory asks for.
+    """
+    todo = [region]
+    while todo:
+        part = todo.pop()
+        computation = made([part])
+        halves = [list(split_loop(part, n)) for n, (_, stride, _) in enumerate(part.loops) if stride]
+        if computation.nbytes > budget and halves:
+            best = min(halves, key=lambda half: made(half[:1]).nbytes)
+            if made(best[:1]).nbytes <= 0.8 * computation.nbytes:
+                todo += best
+                continue
+        yield computation
 
 
 class _Builder:
@@ -78,12 +135,14 @@ class _Builder:
         factors, box = taken[0].factors, taken[0].box
         operands = []
         for operand, aligned in zip(source.operands, source.aligned, strict=True):
-            if aligned and source.elementwise:
+            if aligned and source.cut is Cut.BLOCKS:
+                operands.append(self._run(operand, box))
+            elif aligned:
                 operand = operand.split(factors)
                 region = _aligned(operand.shape, box)
+                operands.append(self._register(operand, region, (region,), region.extent))
             else:
-                region = Box((0,) * len(operand.shape), operand.shape)
-            operands.append((self._register(operand, region), region.extent))
+                operands.append(self._whole(operand))
         width = source.dtype.itemsize
         parts = tuple(
             Part(region.start * width, source.dtype, target, region.to, region.loops, direct=False)
@@ -91,25 +150,53 @@ class _Builder:
         )
         self._steps.append(Step(source, factors, box, tuple(operands), parts))
 
-    def _register(self, operand: Operand, region: Box) -> int:
-        """Number of the register with ``region`` of ``operand``; filled by then."""
+    def _run(self, operand: Operand, run: Box) -> Held:
+        """A run of the operand's row-major order."""
+        (start,), (count,) = run.origin, run.extent
+        return self._register(operand, run, row_major_boxes(operand.shape, start, start + count), run.extent)
+
+    def _whole(self, operand: Operand) -> Held:
+        """All of the operand, in the strides that it has in eager torch."""
+        box = Box((0,) * len(operand.shape), operand.shape)
+        if operand.strides is None or not operand.numel:
+            return self._register(operand, box, (box,), operand.shape)
+        # What is expanded is in memory once.
+        there = tuple(
+            size if stride else 1 for size, stride in zip(operand.shape, operand.strides, strict=True)
+        )
+        return self._register(
+            operand, Box(box.origin, there), (Box(box.origin, there),), operand.shape, operand.strides
+        )
+
+    def _register(
+        self,
+        operand: Operand,
+        region: Box,
+        boxes: Sequence[Box],
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> Held:
+        """The register with ``region`` of ``operand``, filled by then: ``boxes``, one after the other."""
         known = self._known.get((operand, region))
         if known is not None:
-            return known
+            return known, shape, strides
         number = len(self._registers)
-        storage = Destination(f"register {number}", region.numel, region.numel, operand.dtype, direct=True)
+        size = region.numel
+        if strides is not None:
+            size = 1 + sum((n - 1) * stride for n, stride in zip(region.extent, strides, strict=True))
+        storage = Destination(f"register {number}", size, size, operand.dtype, direct=True)
         self._registers.append(storage)
-        for copy in _pull_back(operand, region):
-            source = copy.source
-            if not isinstance(source, Computed):
-                self._segments += segments(self._tensors, copy, number, storage, self._options)
-            elif source.whole:
-                self._step(source, _of_whole(source, [copy]), number)
+        computed: dict[Computed, list[Copy]] = {}
+        for copy in _pull_back(operand, boxes, strides):
+            if isinstance(copy.source, Computed):
+                computed.setdefault(copy.source, []).append(copy)
             else:
-                for found in regions(source.shape, copy):
-                    self._step(source, [found], number)
+                self._segments += segments(self._tensors, copy, number, storage, self._options)
+        for source, copies in computed.items():
+            for taken in _regions(source, copies):
+                self._step(source, taken, number)
         self._known[(operand, region)] = number
-        return number
+        return number, shape, strides
 
 
 def _aligned(shape: tuple[int, ...], box: Box) -> Box:
@@ -122,8 +209,14 @@ def _aligned(shape: tuple[int, ...], box: Box) -> Box:
     )
 
 
-def _pull_back(operand: Operand, region: Box) -> list[Copy]:
-    if not prod(region.extent):
-        return []
-    strides = row_major_strides(region.extent)
-    return merge_runs(copy for piece in operand.pieces for copy in copies_between(piece, region, 0, strides))
+def _pull_back(operand: Operand, boxes: Iterable[Box], strides: Sequence[int] | None) -> list[Copy]:
+    """The copies that lay ``boxes`` down one after the other, each row-major or with ``strides``."""
+    found: list[Copy] = []
+    to = 0
+    for box in boxes:
+        if box.numel:
+            steps = row_major_strides(box.extent) if strides is None else strides
+            for piece in operand.pieces:
+                found += copies_between(piece, box, to, steps)
+        to += box.numel
+    return merge_runs(found)

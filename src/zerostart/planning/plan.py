@@ -11,7 +11,10 @@ from zerostart.checkpoint.memory import Memory
 from zerostart.geometry import Box
 from zerostart.recipe import Computed
 
-__all__ = ["Computation", "Destination", "Part", "Plan", "Read", "Step"]
+__all__ = ["Computation", "Destination", "Held", "Part", "Plan", "Read", "Step"]
+
+#: Register of an operand, its shape, and its strides there in elements (None for row-major).
+Held = tuple[int, tuple[int, ...], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +81,13 @@ class Read:
 class Step:
     """Evaluate ``box`` of ``source`` (of its shape split by ``factors``), and deliver ``parts`` of its bytes.
 
-    ``operands`` are (register, shape of the region that it holds). The result is row-major.
+    ``operands`` are (register, shape, strides) of the regions that they hold. The result is row-major.
     """
 
     source: Computed
     factors: tuple[tuple[int, ...], ...]
     box: Box
-    operands: tuple[tuple[int, tuple[int, ...]], ...]
+    operands: tuple[Held, ...]
     parts: tuple[Part, ...]
 
 

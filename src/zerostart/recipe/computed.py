@@ -1,14 +1,15 @@
 """Computed tensors: what a conversion calculates, and does not only move.
 
-A computed tensor is one operator with its operands. Where the operator works element by element (torch tags
-it ``pointwise``), any box of the result needs the same box of each operand, so that it can be evaluated in
-chunks over the smallest region of the checkpoint; any other operator needs its operands whole.
+A computed tensor is one operator with its operands. ``Cut`` tells which parts of the result can be had
+without the rest and have the bits that eager torch gives them; how an operator is classed is in ``bits``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -17,24 +18,65 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from zerostart.geometry import Box, Piece, reshape
 
-__all__ = ["Computed", "Operand", "leaves_of"]
+__all__ = ["BLOCK", "Computed", "Cut", "Operand", "leaves_of"]
+
+#: Elements of a block. torch's loops take full vectors, two at a time, and give what is left at the end to
+#: another routine, which may round otherwise. A block is a multiple of any such step (two vectors of bytes,
+#: of the 2048 bits that no processor exceeds), so that its elements are in the vectors they are in eagerly.
+BLOCK = 1024
+
+
+class Cut(Enum):
+    """Which parts of a result can be computed without the rest, bit for bit."""
+
+    #: Any box, from the same box of the operands.
+    BOXES = "boxes"
+    #: Runs of the memory order that begin and end where blocks do, from the same runs of the operands.
+    BLOCKS = "blocks"
+    #: Nothing less than all of it, from whole operands in the strides that they have in eager torch.
+    WHOLE = "whole"
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that a computation takes: pieces that tile ``shape``, to be read or computed as ``dtype``."""
+    """A tensor that a computation takes: pieces that tile ``shape``, to be read or computed as ``dtype``.
+
+    ``strides``, in elements, are those of the tensor in eager torch, None for row-major.
+    """
 
     pieces: tuple[Piece, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def computed(self) -> set[Computed]:
+        """What its elements are computed by, as far as they are."""
+        return {s for piece in self.pieces for s in piece.source if isinstance(s, Computed)}
+
+    @property
+    def from_blocks(self) -> bool:
+        """Whether any of it is computed in blocks, or made from what is."""
+        return any(source.cut is Cut.BLOCKS or source.from_blocks for source in self.computed)
+
+    @property
+    def across_blocks(self) -> bool:
+        """Whether a run of it takes parts of many blocks, as where it is transposed."""
+        return self.from_blocks and (
+            any(source.across_blocks for source in self.computed)
+            or not all(_ascends(piece) for piece in self.pieces)
+        )
 
     def split(self, factors: Sequence[Sequence[int]]) -> Operand:
-        """The operand with its dimensions split like those of the result that it is broadcast to."""
+        """The operand, row-major, with its dimensions split like those of the result it is broadcast to."""
         shape: list[int] = []
         for size, parts in zip(self.shape, factors[len(factors) - len(self.shape) :], strict=True):
             shape += parts if size != 1 else [1] * len(parts)
-        if tuple(shape) == self.shape:
-            return self
         return Operand(reshape(self.pieces, self.shape, shape), tuple(shape), self.dtype)
 
 
@@ -44,8 +86,9 @@ class Computed:
 
     ``function`` is an ATen operator, or None for a constant (``value``) that the conversion made. Its
     arguments are ``rest`` in the tree ``spec``, with the operands, evaluated, in the places ``at``.
-    ``aligned`` tells for each operand whether a box of the result needs only the same box of it; the others
-    are needed whole. ``output`` picks one of several results.
+    ``aligned`` tells for each operand whether a part of the result needs only the same part of it; the
+    others are needed whole. ``output`` picks one of several results. ``order``, if given, puts the dimensions
+    of what the function gives into the order in which they lie in memory, which is that of ``shape``.
     """
 
     function: Callable[..., Any] | None
@@ -57,8 +100,29 @@ class Computed:
     rest: tuple[Any, ...] = ()
     spec: TreeSpec | None = None
     output: int | None = None
-    elementwise: bool = True
+    cut: Cut = Cut.BOXES
+    order: tuple[int, ...] | None = None
     value: torch.Tensor | None = field(default=None, repr=False)
+    #: Whether any part of the result needs an operator that has to be computed whole.
+    whole: bool = field(init=False)
+    #: Whether anything that the result is made from is computed in blocks, and whether these lie across it.
+    from_blocks: bool = field(init=False)
+    across_blocks: bool = field(init=False)
+    #: Memory that evaluating one element takes: its own, and that of everything it is made from.
+    element_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Sum up what it is made from, once: a chain of computations may be long, and share its parts."""
+        whole, nbytes = self.cut is Cut.WHOLE, self.dtype.itemsize
+        for operand, aligned in zip(self.operands, self.aligned, strict=True):
+            made = operand.computed
+            whole |= any(source.whole for source in made)
+            if aligned and operand.numel > 1:
+                nbytes += operand.dtype.itemsize + max((source.element_bytes for source in made), default=0)
+        object.__setattr__(self, "whole", whole)
+        object.__setattr__(self, "from_blocks", any(operand.from_blocks for operand in self.operands))
+        object.__setattr__(self, "across_blocks", any(operand.across_blocks for operand in self.operands))
+        object.__setattr__(self, "element_bytes", nbytes)
 
     def __str__(self) -> str:
         return f"the result of {self.function}" if self.function else "a constant"
@@ -67,30 +131,6 @@ class Computed:
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
-
-    @property
-    def whole(self) -> bool:
-        """Whether any part of the result needs an operator that cannot be evaluated box by box."""
-        return not self.elementwise or any(
-            isinstance(source, Computed) and source.whole
-            for operand in self.operands
-            for piece in operand.pieces
-            for source in piece.source
-        )
-
-    def bytes_per_element(self) -> int:
-        """Memory that evaluating one element takes: its own, and that of everything it is made from."""
-        own = self.dtype.itemsize
-        for operand, aligned in zip(self.operands, self.aligned, strict=True):
-            if aligned and prod(operand.shape) > 1:
-                inner = [
-                    source.bytes_per_element()
-                    for piece in operand.pieces
-                    for source in piece.source[:1]
-                    if isinstance(source, Computed)
-                ]
-                own += operand.dtype.itemsize + max(inner, default=0)
-        return own
 
     def evaluate(
         self, operands: Sequence[torch.Tensor], box: Box, factors: Sequence[Sequence[int]]
@@ -111,7 +151,13 @@ class Computed:
         with torch.no_grad():
             made = self.function(*args, **kwargs)
         result: torch.Tensor = made if self.output is None else made[self.output]
-        return result
+        return result if self.order is None else result.permute(self.order)
+
+
+def _ascends(piece: Piece) -> bool:
+    """Whether the addresses of a piece ascend in the order of its elements; repetition aside."""
+    digits = [digit for axis in piece.axes for digit in axis if digit[0] > 1 and digit[1]]
+    return all(outer[1] >= inner[0] * inner[1] for outer, inner in pairwise(digits))
 
 
 def leaves_of(pieces: Sequence[Piece]) -> set[str]:

@@ -285,8 +285,10 @@ def _zero(t: Value) -> Value:
 
 @_handles(aten.fill.Scalar, aten.fill.Tensor)
 def _fill(t: Value, value: Any) -> Value:
-    filled = value if isinstance(value, Value) else constant(torch.tensor(value))
-    return expand(cast(filled, t.dtype), t.shape)
+    if not isinstance(value, Value):
+        # Not by way of a tensor of torch's default dtype, in which a float64 would lose half its digits.
+        value = constant(torch.empty((), dtype=t.dtype, device="cpu").fill_(value))
+    return expand(cast(value, t.dtype), t.shape)
 
 
 @_handles(aten.index_select.default)

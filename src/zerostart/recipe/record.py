@@ -160,7 +160,11 @@ def _on_meta(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _values(cls: Any, values: Any) -> Any:
-    return _mapped(values, lambda t: t.value if isinstance(t, cls) else constant(t.detach().clone()))
+    def valued(t: torch.Tensor) -> Value:
+        found: Value = t.value if isinstance(t, cls) else constant(t.detach().clone())
+        return found.lying(t)
+
+    return _mapped(values, valued)
 
 
 def _counted(cls: Any, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -298,8 +302,8 @@ def _write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     _on_meta(cls, func, args, kwargs)
     if functional not in _FILLS and any(t.layout_in_memory.overlaps() for t in written):
         raise refusal(
-            f"the conversion of {names_of(args)} writes into a view whose elements share memory ({func}); write "
-            "into the tensor that it is a view of, or clone it"
+            f"the conversion of {names_of(args)} writes into a view whose elements share memory ({func}); "
+            "write into the tensor that it is a view of, or clone it"
         )
     handler = HANDLERS.get(functional)
     values, named = _values(cls, args), _values(cls, kept)

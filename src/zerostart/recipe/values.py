@@ -11,10 +11,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from zerostart import geometry
 from zerostart.errors import ConversionError
+from zerostart.recipe.bits import computed
 from zerostart.recipe.computed import Computed, Operand, leaves_of
 from zerostart.recipe.dtypes import holds
 from zerostart.recipe.refusals import refusal
@@ -29,10 +30,11 @@ HANDLERS: dict[Any, Callable[..., Any]] = {}
 class Value:
     """Elements by their source addresses: ``pieces`` that tile ``shape``.
 
-    ``stored`` are the dtypes that the elements are kept in, before the cast to ``dtype``.
+    ``stored`` are the dtypes that the elements are kept in, before the cast to ``dtype``. ``strides`` are
+    those of the tensor that holds them in eager torch, None for row-major: its kernels go by them.
     """
 
-    __slots__ = ("dtype", "pieces", "shape", "stored")
+    __slots__ = ("dtype", "pieces", "shape", "stored", "strides")
 
     def __init__(
         self,
@@ -40,7 +42,9 @@ class Value:
         shape: Sequence[int],
         dtype: torch.dtype,
         stored: frozenset[torch.dtype] | None = None,
+        strides: Sequence[int] | None = None,
     ) -> None:
+        self.strides = None if strides is None else tuple(strides)
         self.pieces = tuple(pieces)
         self.shape = tuple(shape)
         self.dtype = dtype
@@ -56,7 +60,18 @@ class Value:
 
     def as_operand(self) -> Operand:
         """What a computation needs to know of it."""
-        return Operand(self.pieces, self.shape, self.dtype)
+        return Operand(self.pieces, self.shape, self.dtype, self.strides)
+
+    def lying(self, tensor: torch.Tensor) -> Value:
+        """The value in the strides of ``tensor``, which holds it."""
+        if tensor.is_contiguous():
+            return self
+        return Value(self.pieces, self.shape, self.dtype, self.stored, tensor.stride())
+
+    def on_meta(self) -> torch.Tensor:
+        """A tensor on the meta device with the shape, dtype and strides."""
+        strides = self.strides or geometry.row_major_strides(self.shape)
+        return torch.empty_strided(self.shape, strides, dtype=self.dtype, device="meta")
 
     def rounds(self, dtype: torch.dtype) -> bool:
         """Whether the value's own dtype loses what the stored elements, cast to ``dtype``, might keep."""
@@ -84,27 +99,10 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any 
         raise refusal(f"the conversion of {names_of(args, kwargs)} calls {func}, which is random")
     if made is None:
         made = func(*tree_map(_empty, args), **tree_map(_empty, kwargs))
-    flat, spec = tree_flatten((args, kwargs))
-    at = tuple(i for i, value in enumerate(flat) if isinstance(value, Value))
-    operands = tuple(flat[i].as_operand() for i in at)
-    rest = tuple(None if i in at else value for i, value in enumerate(flat))
-    elementwise, aligned = _regions(func, operands, made)
+    given, named = tree_map(_operand, (args, kwargs))
 
     def result(meta: torch.Tensor, output: int | None) -> Value:
-        return Value.of(
-            Computed(
-                function=func,
-                shape=tuple(meta.shape),
-                dtype=meta.dtype,
-                operands=operands,
-                at=at,
-                aligned=aligned,
-                rest=rest,
-                spec=spec,
-                output=output,
-                elementwise=elementwise,
-            )
-        )
+        return Value(computed(func, given, named, meta, output), meta.shape, meta.dtype)
 
     if isinstance(made, torch.Tensor):
         return result(made, None)
@@ -113,7 +111,11 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any 
 
 def _empty(value: Any) -> Any:
     """A value as a tensor on the meta device; anything else as it is."""
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Value) else value
+    return value.on_meta() if isinstance(value, Value) else value
+
+
+def _operand(value: Any) -> Any:
+    return value.as_operand() if isinstance(value, Value) else value
 
 
 def depends_on_values(func: Any, *arguments: Any) -> ConversionError:
@@ -122,21 +124,6 @@ def depends_on_values(func: Any, *arguments: Any) -> ConversionError:
         f"the conversion of {names_of(*arguments)} calls {func}, whose result depends on the values of the "
         "weights; a conversion has to do the same whatever they are"
     )
-
-
-def _regions(func: Any, operands: Sequence[Operand], made: Any) -> tuple[bool, tuple[bool, ...]]:
-    """Whether ``func`` can be evaluated box by box, and which operands then are needed only for the box."""
-    if func is aten.view.dtype:
-        return made.dtype.itemsize == operands[0].dtype.itemsize, (True,)
-    if func is aten.index.Tensor and len(operands) == 2 and len(operands[0].shape) == 1:
-        return True, (False, True)  # a table, looked up element by element
-    if torch.Tag.pointwise in func.tags or func in _POINTWISE:
-        return True, (True,) * len(operands)
-    return False, (False,) * len(operands)
-
-
-#: Element by element too, though torch does not tag them so.
-_POINTWISE = {aten._to_copy.default}
 
 
 def names_of(*arguments: Any) -> str:

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 
 from zerostart.planning import Computation, Destination, Part, Plan, Read
+from zerostart.transfer.one_thread import one_thread
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.reader import FileReader, MemoryReader, Reader
 from zerostart.transfer.rows import Rows
@@ -34,7 +35,7 @@ def execute(
     """
     threads = min(threads or 2, max(1, len(plan.reads) + len(plan.computations)))
     # The reader first: with one that gets its bytes from other ranks, these have to hear of whatever fails.
-    with reader or _reader(plan) as source, progress:
+    with reader or _reader(plan) as source, progress, one_thread(bool(plan.computations)):
         _zero_padding(plan.destinations, storages)
         device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
         if device is not None:
@@ -161,7 +162,10 @@ class _Pool:
         for read in computation.reads:
             self._read(read, registers, staging)
         for step in computation.steps:
-            operands = [rows[number].view(extent) for number, extent in step.operands]
+            operands = [
+                rows[number].view(shape) if strides is None else rows[number].as_strided(shape, strides)
+                for number, shape, strides in step.operands
+            ]
             made = step.source.evaluate(operands, step.box, step.factors).contiguous()
             # Not ``view(-1)``: a dimension of size 1 may have kept a stride of 0.
             result = made.as_strided((made.numel(),), (1,)).view(torch.uint8)

@@ -76,5 +76,5 @@ def resizable(tensor: torch.Tensor) -> bool:
 
 def without_dispatch() -> contextlib.AbstractContextManager[None]:
     """Inside, operators on ordinary tensors are not seen by ``__torch_dispatch__``, of modes or classes."""
-    guard: contextlib.AbstractContextManager[None] = torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
+    guard: contextlib.AbstractContextManager[None] = torch._C._DisableTorchDispatch()
     return guard

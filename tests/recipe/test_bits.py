@@ -1,0 +1,395 @@
+"""The last bit of what a conversion calculates: as eager torch has it, whatever the chunk, world and layout.
+
+The references are computed by one thread, for eager torch's own bits depend on their number.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from zerostart.checkpoint.memory import memory_catalog
+from zerostart.layout import Layout, dimension_shard, flat_partition
+from zerostart.planning import Destination, Plan, PlanOptions, join
+from zerostart.recipe import BLOCK, Recipe, SymbolicTensor, Target
+from zerostart.recipe.recording import recorded
+from zerostart.recipe.symbolic import settled
+from zerostart.transfer import Progress, execute
+
+Tensors = dict[str, torch.Tensor]
+Convert = Callable[[Tensors], Tensors]
+aten = torch.ops.aten
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def layouts(shape: tuple[int, ...], world: int) -> Iterator[Layout]:
+    for rank in range(world):
+        yield flat_partition(shape, rank, world)
+        if shape:
+            yield dimension_shard(shape, len(shape) - 1, rank, world)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def differing(
+    convert: Convert, source: Tensors, world: int = 3, chunk: int = 1 << 13, reference: Tensors | None = None
+) -> list[str]:
+    """Names of results of which a rank gets other bits than ``convert`` gives eagerly."""
+    return [name for name, right, _ in loaded(convert, source, world, chunk, reference) if not right]
+
+
+def loaded(
+    convert: Convert, source: Tensors, world: int, chunk: int, reference: Tensors | None = None
+) -> Iterator[tuple[str, bool, Plan]]:
+    """Each result in each layout's shards: its name, whether the bits are right, and the plan."""
+    if reference is None:
+        with threads(1):
+            reference = convert(dict(source))
+    catalog = memory_catalog(source, (0,))
+    symbols = {n: SymbolicTensor.of(n, tuple(t.shape), t.dtype, t.stride()) for n, t in source.items()}
+    made = recorded("test", lambda: {name: settled(t) for name, t in convert(dict(symbols)).items()})
+    for name, want in reference.items():
+        shape = tuple(want.shape)
+        assert (tuple(made[name].shape), made[name].dtype) == (shape, want.dtype), name
+        recipe = Recipe(Target(name, shape, want.dtype), made[name].pieces)
+        want = want.reshape(-1)
+        for layout in layouts(shape, world):
+            destination = Destination(name, layout.numel, layout.owned, want.dtype, direct=True)
+            plan = join(catalog, [(recipe, layout, destination)], PlanOptions(chunk_size=chunk))
+            storage = torch.zeros(layout.numel, dtype=want.dtype)
+            execute(plan, [storage], Progress(0, shown=False), threads=2)
+            right = torch.zeros(layout.numel, dtype=want.dtype)
+            for first, count, to in layout.runs():
+                right[to : to + count] = want[first : first + count]
+            yield name, torch.equal(bits(storage), bits(right)), plan
+
+
+def most_memory(plans: list[Plan]) -> int:
+    return max(computation.nbytes for plan in plans for computation in plan.computations)
+
+
+# Every operator that torch calls pointwise.
+
+
+def pointwise() -> dict[str, Any]:
+    found = {}
+    for packet in (getattr(aten, name) for name in dir(aten)):
+        for overload in getattr(packet, "overloads", list)():
+            function = getattr(packet, overload)
+            if torch.Tag.pointwise in function.tags and not function._schema.is_mutable:
+                found[str(function)] = function
+    return found
+
+
+def arguments(function: Any, tensors: list[torch.Tensor], scalar: float) -> list[Any]:
+    """Arguments for an operator by its schema, as far as they have no default."""
+    made: list[Any] = []
+    left = iter(tensors)
+    for argument in function._schema.arguments:
+        kind = str(argument.type)
+        if argument.kwarg_only:
+            break
+        if kind in ("Tensor", "Optional[Tensor]"):
+            made.append(next(left))
+        elif kind == "Optional[number]":
+            made.append(scalar)
+        elif argument.has_default_value():
+            break
+        else:
+            made.append({"number": scalar, "float": scalar, "int": 2, "bool": False}[kind])
+    return made
+
+
+SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-41, -1.0, 3e38)
+
+
+def values(kind: str, dtype: torch.dtype, numel: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "whole numbers":
+        return torch.randint(1, 20, (numel,), generator=generator, dtype=torch.int32)
+    if kind == "fractions":
+        return (torch.rand(numel, generator=generator) * 0.98 + 0.01).to(dtype)
+    made = torch.randn(numel, generator=generator) * 5
+    if kind == "special":
+        chosen = torch.tensor(SPECIAL)[torch.randint(0, len(SPECIAL), (numel,), generator=generator)]
+        made = torch.where(torch.rand(numel, generator=generator) < 0.2, chosen, made)
+    return made.to(dtype)
+
+
+def each_operator(dtype: torch.dtype, kind: str, numel: int) -> tuple[dict[str, Convert], Tensors]:
+    """A converter for each operator that takes such tensors, and what they convert."""
+    source = {name: values(kind, dtype, numel, seed) for seed, name in enumerate("abc")}
+    converters: dict[str, Convert] = {}
+    for name, function in pointwise().items():
+        scalar = 3 if kind == "whole numbers" else 0.7
+
+        def convert(d: Tensors, function: Any = function, scalar: float = scalar) -> Tensors:
+            made = function(*arguments(function, list(d.values()), scalar))
+            return {"w": made} if isinstance(made, torch.Tensor) else dict(zip("vw", made, strict=True))
+
+        try:
+            convert(source)
+        except (RuntimeError, TypeError, KeyError, StopIteration):
+            continue
+        converters[name] = convert
+    return converters, source
+
+
+def wrong_operators(dtype: torch.dtype, kind: str, numel: int, world: int, chunk: int) -> list[str]:
+    converters, source = each_operator(dtype, kind, numel)
+    assert len(converters) > (40 if kind == "whole numbers" else 100), "the operators are tried"
+    return [name for name, convert in converters.items() if differing(convert, source, world, chunk)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_pointwise_operator_has_the_bits_of_eager_torch(dtype: torch.dtype) -> None:
+    assert wrong_operators(dtype, "normal", 3 * BLOCK + 77, 2, 1 << 13) == []
+
+
+def test_every_pointwise_operator_on_integers_too() -> None:
+    assert wrong_operators(torch.int32, "whole numbers", BLOCK + 77, 2, 1 << 12) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("kind", ["normal", "fractions", "special"])
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_every_pointwise_operator_in_every_world(dtype: torch.dtype, kind: str, world: int) -> None:
+    for numel in (1, 31, 65, BLOCK - 1, 2 * BLOCK + 1, 5 * BLOCK + 999):
+        assert wrong_operators(dtype, kind, numel, world, 1 << (10 + world)) == []
+
+
+# Compositions, and operands that lie otherwise in memory.
+
+functional = torch.nn.functional
+
+
+def smooth(d: Tensors) -> Tensors:
+    """What conversions calculate, each of its own."""
+    w, v, row = d["w"], d["v"], d["row"]
+    column = w.float().pow(2).mean(1, keepdim=True)
+    return {
+        "square": w**2,
+        "cube": w**3,
+        "power": w.abs() ** 0.3,
+        "inverse": 1 / w,
+        "rsqrt": torch.rsqrt(w.abs() + 1),
+        "decay": -torch.exp(w.float()),
+        "step": functional.softplus(w) + 1,
+        "silu": functional.silu(w) * v,
+        "gelu": functional.gelu(w, approximate="tanh"),
+        "two": torch.exp2(w) * torch.exp(-w),
+        "weighed": torch.sigmoid(w) * w + v,
+        "mixed": torch.lerp(w, v, 0.3),
+        "added": torch.addcmul(w, v, v, value=0.7),
+        "twice": torch.add(w, v, alpha=0.7),
+        "norm": w * torch.rsqrt(column + 1e-6),
+        "scaled": torch.exp(w) * row,
+        "row": torch.pow(w.abs(), row.abs()),
+        "softmax": w.softmax(-1),
+        "columns": w.softmax(0),
+        "layer": functional.layer_norm(w, w.shape[-1:]),
+        "turned": torch.exp(w).t().contiguous() * 3,
+        "flipped": torch.tanh(w).flip(1),
+        "fused": torch.cat([torch.tanh(w), torch.exp(v)], 1) * 1.5,
+        "cast": torch.exp(w.float()).to(torch.bfloat16),
+        "plain": (w + 1) * row - v / 3,
+        "some": torch.where(w > 0, torch.expm1(w), w),
+        "bounded": w.clamp(-0.5, 0.5).maximum(row),
+    }
+
+
+def sums(d: Tensors) -> Tensors:
+    w, v = d["w"], d["v"]
+    return {
+        "rows": w.sum(0),
+        "columns": w.sum(1),
+        "all": w.sum(),
+        "mean": w.mean(0, keepdim=True) + w,
+        "most": w.amax(1),
+        "norm": w / w.norm(dim=1, keepdim=True),
+        "running": w.cumsum(0),
+        "along": w.cumsum(1),
+        "spread": w.std(0),
+        "logs": w.logsumexp(1),
+    } | products(w, v)
+
+
+def products(w: torch.Tensor, v: torch.Tensor) -> Tensors:
+    left, right = w[:64], v[:64]
+    return {
+        "mm": left @ right.mT,
+        "gram": left.mT @ right,
+        "addmm": torch.addmm(right[:, :64], left, right.mT, beta=0.5),
+        "einsum": torch.einsum("ab,cb->ac", left, right),
+        "batch": torch.bmm(left.reshape(8, 8, -1), right.reshape(8, -1, 8)),
+        "outer": torch.einsum("ab,ac->abc", left[:, :9], right[:, :7]),
+        "vector": left @ right[0],
+        "linear": functional.linear(left, right),
+    }
+
+
+def matrices(dtype: torch.dtype, lie: str) -> Tensors:
+    """Tensors of one shape that lie row by row, column by column, or as columns of a wider matrix."""
+    rows, columns = 69, 131
+    generator = torch.Generator().manual_seed(1)
+    made = {}
+    for name, shape in {"w": (rows, columns), "v": (rows, columns), "row": (columns,)}.items():
+        tensor = torch.randn(shape, generator=generator).to(dtype)
+        if lie == "columns" and name != "row":
+            tensor = tensor.t().contiguous().t()
+        if lie == "gaps" and name != "row":
+            tensor = torch.cat([tensor, tensor], 1)[:, :columns]
+        made[name] = tensor
+    return made
+
+
+LIES = ("rows", "columns", "gaps")
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_compositions_have_the_bits_of_eager_torch(lie: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for convert in (smooth, sums):
+            assert differing(convert, matrices(dtype, lie), 2) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("lie", LIES)
+def test_compositions_in_every_world(lie: str, dtype: torch.dtype, world: int) -> None:
+    for convert in (smooth, sums):
+        for chunk in (1 << 6, 1 << 12, 1 << 15, 1 << 20):
+            assert differing(convert, matrices(dtype, lie), world, chunk) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_the_same_with_narrower_vectors(capability: str) -> None:
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    numel = 90_003
+    source = {"w": values("normal", torch.float32, numel, 0).view(3, -1)}
+
+    def convert(d: Tensors) -> Tensors:
+        return {"silu": functional.silu(d["w"]), "turned": torch.exp2(d["w"].t()), "sum": d["w"].sum()}
+
+    with threads(1):
+        reference = convert(source)
+    for count in (2, 3):
+        with threads(count):
+            assert differing(convert, source, 2, 1 << 20, reference) == []
+            assert torch.get_num_threads() == count
+
+
+# Numbers of Python and tensors of one element.
+
+
+def test_numbers_keep_the_precision_of_the_tensor_they_go_into() -> None:
+    def convert(d: Tensors) -> Tensors:
+        like = d["double"]
+        written = like.clone()
+        written[1] = 0.1
+        scalar = torch.scalar_tensor(0.1, dtype=torch.float64)
+        return {
+            "filled": torch.empty_like(like).fill_(0.1) + like,
+            "tensor": torch.empty_like(like).fill_(scalar) * like,
+            "written": written,
+            "full": torch.full(like.shape, 0.1, dtype=torch.float64) * like,
+            "new": like.new_full(like.shape, 1 / 3) + like,
+            "alike": torch.full_like(like, 1 / 3) * like,
+            "scalar": scalar * like,
+            "times": like * 0.1,
+            "masked": like.masked_fill(like > 0, 0.1),
+            "where": torch.where(like > 0, like, 0.1),
+            "padded": functional.pad(like, (0, 1), value=0.1),
+            "half": d["half"] * 0.1 + scalar,
+            "halves": d["half"] * torch.tensor(0.1) / 3,
+            "one": d["half"] * d["one"],
+            "whole": d["whole"] * 0.1,
+            "big": d["whole"].clone().fill_(2**53 + 1) + d["whole"],
+            "int": d["whole"] // 3 + d["whole"] % 5,
+        }
+
+    source = {
+        "double": values("normal", torch.float64, 77, 0).view(7, 11),
+        "half": values("normal", torch.bfloat16, 77, 1).view(7, 11),
+        "one": torch.tensor(0.1),
+        "whole": torch.arange(-38, 39).view(7, 11),
+    }
+    for world, chunk in ((1, 64), (3, 64), (2, 1 << 16)):
+        assert differing(convert, source, world, chunk) == []
+
+
+# What it costs.
+
+
+def plans_of(convert: Convert, source: Tensors, world: int, chunk: int) -> list[Plan]:
+    found = list(loaded(convert, source, world, chunk))
+    assert all(right for _, right, _ in found)
+    return [plan for _, _, plan in found]
+
+
+#: What is computed, and how many times its elements may be read for it, by flat partitions.
+COSTS: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor], float]] = {
+    "blocks": (lambda w: torch.exp(w) * 2, 1.05),
+    "by memory": (lambda w: torch.exp(w.t()), 1.3),
+    "then by rows": (lambda w: torch.exp(w) * torch.arange(10.0).view(10, 1), 1.5),
+    "then by turned rows": (lambda w: torch.exp(w).t().contiguous() * torch.arange(10.0), 1.5),
+    "some of them": (lambda w: torch.tanh(torch.exp(w)[:, 5:3000].contiguous()), 1.5),
+    "two ways": (lambda w: torch.exp(w) + torch.exp(w.t()).t().contiguous(), 2.5),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_blocks_are_computed_in_bounded_memory_from_little_more_than_their_elements(name: str) -> None:
+    convert, most = COSTS[name]
+    found = plans_of(lambda d: {"w": convert(d["w"])}, {"w": random_matrix()}, 3, 1 << 17)
+    assert most_memory(found) <= 1 << 17
+    assert not any(step.source.whole for plan in found for c in plan.computations for step in c.steps)
+    assert sum(plan.read_bytes for plan in found[::2]) <= most * 4 * 10 * 30_000
+
+
+def random_matrix() -> torch.Tensor:
+    return values("normal", torch.float32, 10 * 30_000, 0).view(10, -1)
+
+
+def test_ordinary_arithmetic_is_not_computed_whole() -> None:
+    def convert(d: Tensors) -> Tensors:
+        w, row = d["w"], d["row"]
+        return {
+            "a": (w + 1) * row - w / 3,
+            "b": torch.where(w > row, w, -w).to(torch.bfloat16),
+            "c": torch.exp(w) * row,
+            "d": torch.stack([w, w * 2]).abs(),
+            "e": torch.rsqrt(w.abs() + 1e-6),
+        }
+
+    for plan in plans_of(convert, {"w": random_matrix(), "row": torch.randn(30_000)}, 2, 1 << 17):
+        for computation in plan.computations:
+            assert not any(step.source.whole for step in computation.steps)
