@@ -15,7 +15,6 @@ from zerostart.upstream.transformers import dtype_plan, is_pretrained
 
 __all__ = [
     "expectations",
-    "is_persistent",
     "let_cast",
     "owner_of",
     "recast",
@@ -40,12 +39,6 @@ def replace_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         owner._buffers[leaf] = tensor
     else:
         raise KeyError(name)
-
-
-def is_persistent(model: nn.Module, name: str) -> bool:
-    """Whether the buffer ``name`` belongs to the state dict."""
-    owner, leaf = owner_of(model, name)
-    return leaf not in owner._non_persistent_buffers_set
 
 
 def state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
