@@ -209,7 +209,7 @@ def _stored(tensors: Sequence[Value]) -> frozenset[torch.dtype]:
 
 @_handles(aten.flip.default)
 def _flip(t: Value, dims: Sequence[int]) -> Value:
-    for dim in dims:
+    for dim in dims if t.numel() > 1 else ():
         rows = [slice_of(t, dim, i, i + 1) for i in reversed(range(t.shape[_dim(t, dim)]))]
         t = cat(rows, dim)
     return t

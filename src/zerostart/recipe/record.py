@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
+from zerostart.geometry import row_major_strides
 from zerostart.recipe.memory import Memory
 from zerostart.recipe.operators import cast
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, constant, depends_on_values, names_of
-from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views, strided_step
-from zerostart.upstream.torch_wrapper import shares_storage
+from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views, straight, strided_step
+from zerostart.upstream.torch_wrapper import resizable, shares_storage
 
 __all__ = ["record"]
 
@@ -28,6 +30,8 @@ _UNSAID_VIEWS = {
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
 }
+#: Writes that give every element the same.
+_FILLS = {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
 _DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXED = {
     *(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten.index_put_.default),
@@ -101,7 +105,9 @@ def _constant(cls: Any, real: torch.Tensor) -> Any:
     if real.device.type == "meta" or real.layout != torch.strided:
         return real
     real = real.detach().cpu()
-    return cls(Memory.of_constant(real.resolve_conj().resolve_neg()))
+    memory = Memory.of_constant(real.resolve_conj().resolve_neg())
+    memory.exported = not resizable(real)
+    return cls(memory)
 
 
 def _fill_of(func: Any, args: Sequence[Any]) -> Any:
@@ -186,6 +192,8 @@ def _make(cls: Any, func: Any, args: Any, kwargs: Any, tensors: Sequence[Any]) -
         metas = _on_meta(cls, func, args, kwargs)
     if fill is not None:
         return cls(Memory.filled(metas, torch.full((), fill, dtype=metas.dtype, device="cpu")))
+    if torch.device(kwargs.get("device") or "cpu").type == "meta":
+        return metas
     if not any(True for _ in _tensors([metas])):
         if isinstance(metas, bool) or func is aten.is_pinned.default:
             return metas
@@ -255,11 +263,8 @@ def _viewed(cls: Any, source: Any, func: Any, rest: tuple[Any, ...], meta: torch
         return cls(source.memory, (*source.steps, Step(func, rest, layout, meta.dtype)), meta)
     if meta.dtype != source.dtype or not shares_storage(meta, source.meta):
         raise refusal(f"the conversion of {names_of(source)} calls {func}, a view that is not known here")
-    # Where the elements change, as from complex to real ones, is as far back as a layout can say it.
-    after = max((n + 1 for n, step in enumerate(source.steps) if step.reads_anew), default=0)
-    kept = source.steps[:after]
-    base = kept[-1].layout if kept else source.memory.layout
-    return cls(source.memory, (*kept, strided_step(base, layout, meta.dtype)), meta)
+    steps = (*source.steps, strided_step(source.memory.layout, layout, meta.dtype))
+    return cls(source.memory, straight(steps, source.memory.layout), meta)
 
 
 # Writes.
@@ -267,6 +272,8 @@ def _viewed(cls: Any, source: Any, func: Any, rest: tuple[Any, ...], meta: torch
 
 def _write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator that writes into tensors."""
+    if func is aten.copy_.default and args[0] is args[1]:
+        return args[0]
     if torch.Tag.inplace_view in func.tags:
         return _view_in_place(cls, func, args, kwargs)
     tensors = list(_tensors((args, kwargs.values())))
@@ -289,10 +296,18 @@ def _write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     args = _counted(cls, func, args)
     kept = {k: v for k, v in kwargs.items() if not _is_out(func, k)}
     _on_meta(cls, func, args, kwargs)
+    if functional not in _FILLS and any(t.layout_in_memory.overlaps() for t in written):
+        raise refusal(
+            f"the conversion of {names_of(args)} writes into a view whose elements share memory ({func}); "
+            "write into the tensor that it is a view of, or clone it"
+        )
     handler = HANDLERS.get(functional)
     values, named = _values(cls, args), _values(cls, kept)
     made = handler(*values, **named) if handler else compute(functional, values, named)
     for target, value in zip(written, [made] if isinstance(made, Value) else made, strict=True):
+        if value.shape != tuple(target.shape) and not target.numel():
+            target.become(cls(Memory.holding(value)))  # an empty tensor for a result of any shape
+            continue
         if value.shape != tuple(target.shape):
             raise refusal(f"the conversion of {names_of(value)} calls {func} with an output of another shape")
         target.write(cast(value, target.dtype))
@@ -343,6 +358,12 @@ def _functional(func: Any) -> Any:
 def _view_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """An operator that makes a tensor another view of its memory, such as ``t_``."""
     target = args[0]
+    if func is aten.set_.source_Tensor and isinstance(args[1], cls) and isinstance(target, cls):
+        target.become(args[1].detach())
+        return target
+    if func is aten.resize_.default and (resized := _resized(cls, target, args[1])) is not None:
+        target.become(resized)
+        return target
     functional = _functional(func)
     if functional is None or not isinstance(target, cls) or not _is_view(functional):
         raise refusal(
@@ -351,3 +372,13 @@ def _view_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
         )
     target.become(_view(cls, functional, args, kwargs))
     return target
+
+
+def _resized(cls: Any, target: Any, shape: Sequence[int]) -> Any:
+    """What ``resize_`` makes of a tensor whose memory is large enough; None for any other."""
+    if tuple(shape) == tuple(target.shape):
+        return target.detach()
+    room = prod(target.memory.layout.shape)
+    if target.storage_offset() + prod(shape) <= room and not any(step.reads_anew for step in target.steps):
+        return target.as_strided(shape, row_major_strides(shape))
+    return target.new_empty(shape) if not room else None

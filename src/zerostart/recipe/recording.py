@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerostart.errors import ConversionError
 from zerostart.recipe.record import record
-from zerostart.recipe.refusals import refusals_count
+from zerostart.recipe.refusals import refusal, refusals_count
 from zerostart.recipe.symbolic import SymbolicTensor
+from zerostart.upstream.torch_wrapper import asks_for_memory
 
 __all__ = ["recorded"]
 
@@ -40,7 +41,16 @@ def recorded(name: str, function: Callable[[], T]) -> T:
     """
     randomness = torch.get_rng_state()
     with refusals_count(), _Recording():  # type: ignore[no-untyped-call]
-        made = function()
+        try:
+            made = function()
+        except RuntimeError as error:
+            if not asks_for_memory(error):
+                raise
+            first, *_ = str(error).splitlines()
+            raise refusal(
+                f"{name} asks for the memory of a tensor; a conversion runs on tensors without data, so it "
+                f"has to leave this out ({first})"
+            ) from error
     if not torch.equal(randomness, torch.get_rng_state()):
         torch.set_rng_state(randomness)
         raise ConversionError(

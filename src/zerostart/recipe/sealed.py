@@ -27,7 +27,7 @@ _MEMORY = (
 def _refuses(name: str) -> Callable[..., Any]:
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
         raise refusal(
-            f"the conversion of {names_of(self) or 'a constant'} asks for the memory of a tensor ({name}); a "
+            f"the conversion of {names_of(self)} asks for the memory of a tensor ({name}); a "
             "conversion runs on tensors without data, so it has to leave this out"
         )
 

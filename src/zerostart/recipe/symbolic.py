@@ -23,8 +23,8 @@ from zerostart.recipe.record import record
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.sealed import Sealed
 from zerostart.recipe.values import Value, constant
-from zerostart.recipe.views import Layout, Step
-from zerostart.upstream.torch_wrapper import make_wrapper
+from zerostart.recipe.views import Layout, Step, straight
+from zerostart.upstream.torch_wrapper import make_wrapper, without_dispatch
 
 __all__ = ["SymbolicTensor", "settled"]
 
@@ -48,11 +48,11 @@ class SymbolicTensor(Sealed, torch.Tensor):
     def __new__(
         cls, memory: Memory, steps: tuple[Step, ...] = (), meta: torch.Tensor | None = None
     ) -> SymbolicTensor:
-        """The view ``steps`` of ``memory``; ``meta`` is its twin on the meta device, if there is one."""
+        """The view ``steps`` of ``memory``; ``meta`` is its twin on the meta device, which steps need."""
         # On the CPU by its own account: what a converter makes "on the device of the weight" has values.
         if meta is None:
-            layout, dtype = (steps[-1].layout, steps[-1].dtype) if steps else (memory.layout, memory.dtype)
-            self = make_wrapper(cls, layout.shape, layout.strides, layout.offset, dtype)
+            layout = memory.layout
+            self = make_wrapper(cls, layout.shape, layout.strides, layout.offset, memory.dtype)
         else:
             bits = meta if meta.is_conj() or meta.is_neg() else None
             self = make_wrapper(cls, meta.shape, meta.stride(), int(meta.storage_offset()), meta.dtype, bits)
@@ -79,9 +79,10 @@ class SymbolicTensor(Sealed, torch.Tensor):
         """What the tensor holds now."""
         memory = self.memory
         if self._known is None or self._known[0] != memory.version or memory.exported:
-            value = memory.value
-            for step in self.steps:
-                value = step.of(value)
+            with without_dispatch():
+                value = memory.value
+                for step in self.steps:
+                    value = step.of(value)
             self._known = (memory.version, value)
         return self._known[1]
 
@@ -94,28 +95,25 @@ class SymbolicTensor(Sealed, torch.Tensor):
     def meta(self) -> torch.Tensor:
         """A tensor on the meta device with the same shape, strides and bits."""
         if self._meta is None:
-            shape, strides = tuple(self.shape), self.stride()
-            twin = torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
-            if self.storage_offset():
-                room = (
-                    self.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-                )
-                twin = torch.empty(room, dtype=self.dtype, device="meta")
-                twin = twin.as_strided(shape, strides, self.storage_offset())
-            self._meta = twin
+            layout = self.memory.layout
+            with without_dispatch():
+                room = 1 + sum((n - 1) * s for n, s in zip(layout.shape, layout.strides, strict=True))
+                twin = torch.empty(layout.offset + room, dtype=self.dtype, device="meta")
+                self._meta = twin.as_strided(layout.shape, layout.strides, layout.offset)
         return self._meta
 
     @property
     def elements(self) -> torch.Tensor | None:
         """The elements themselves, in the memory's own storage; None where the checkpoint fills any of it."""
-        base = self.memory.real
-        if base is None:
-            return None
-        empty = torch.empty(0, dtype=self.dtype, device="cpu")
-        made = empty.set_(base.untyped_storage(), self.storage_offset(), tuple(self.shape), self.stride())
-        if self.is_conj():
-            made = made.conj()
-        return torch._neg_view(made) if self.is_neg() else made
+        with without_dispatch():
+            base = self.memory.real
+            if base is None:
+                return None
+            made = torch.empty(0, dtype=self.dtype, device="cpu")
+            made.set_(base.untyped_storage(), self.storage_offset(), tuple(self.shape), self.stride())
+            if self.is_conj():
+                made = made.conj()
+            return torch._neg_view(made) if self.is_neg() else made
 
     def write(self, new: Value) -> None:
         """Give the tensor, and with it every view of its memory, the elements ``new``."""
@@ -123,10 +121,13 @@ class SymbolicTensor(Sealed, torch.Tensor):
             raise refusal(
                 "a conversion writes weights into a tensor whose memory NumPy shares; use torch alone for it"
             )
+        steps = self.steps
+        if any(step.repeats for step in steps):
+            steps = straight(steps, self.memory.layout)
         values = [self.memory.value]
-        for step in self.steps[:-1]:
+        for step in steps:
             values.append(step.of(values[-1]))
-        for step, base in zip(reversed(self.steps), reversed(values), strict=bool(self.steps)):
+        for step, base in zip(reversed(steps), reversed(values[:-1]), strict=True):
             new = step.written(base, new)
         self.memory.hold(new)
 

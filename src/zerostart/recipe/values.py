@@ -142,7 +142,7 @@ _POINTWISE = {aten._to_copy.default}
 def names_of(*arguments: Any) -> str:
     """The checkpoint tensors that values, and what has a ``value``, draw from, for a message."""
     found = sorted({name for value in _values(arguments) for name in leaves_of(value.pieces)})
-    return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+    return (", ".join(found[:3]) or "a constant") + (", ..." if len(found) > 3 else "")
 
 
 def _values(argument: Any) -> Iterator[Value]:

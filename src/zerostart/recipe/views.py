@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -29,7 +30,7 @@ from zerostart.recipe.operators import (
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, constant, names_of
 
-__all__ = ["KNOWN_VIEWS", "SAME", "Layout", "Step", "single_views", "strided_step"]
+__all__ = ["KNOWN_VIEWS", "SAME", "Layout", "Step", "single_views", "straight", "strided_step"]
 
 aten = torch.ops.aten
 #: A strided view that is made of more rows than this, or written into more runs, is computed.
@@ -43,6 +44,16 @@ class Layout:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+
+    def overlaps(self) -> bool:
+        """Whether several elements have one address."""
+        span = 1
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size > 1 and stride < span:
+                addresses = _addresses(self, 0)
+                return int(addresses.reshape(-1).sort().values.diff().eq(0).sum()) > 0
+            span += (size - 1) * stride
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,11 @@ class Step:
     def reads_anew(self) -> bool:
         """Whether the elements of the view are others than those of what it is taken of."""
         return self.func in _ANEW
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the view may show an element more than once, so that a write has to go by addresses."""
+        return self.func is aten.expand.default and 0 in self.layout.strides
 
     def of(self, base: Value) -> Value:
         """What the view shows of ``base``."""
@@ -86,15 +102,6 @@ def _permuted(base: Value, new: Value, dims: Sequence[int]) -> Value:
 def _turned(base: Value, new: Value, *args: Any) -> Value:
     made: Value = HANDLERS[aten.transpose.int](new, *(args or (0, 1))) if base.dim() > 1 or args else new
     return made
-
-
-def _unexpanded(base: Value, new: Value, *_: Any) -> Value:
-    if new.numel() != base.numel():
-        raise RuntimeError(
-            "unsupported operation: more than one element of the written-to tensor refers to a single memory "
-            "location. Please clone() the tensor before performing the operation."
-        )
-    return reshape(new, base.shape)
 
 
 def _conjugate(t: Value, *_: Any) -> Value:
@@ -135,7 +142,7 @@ KNOWN_VIEWS: dict[Any, Callable[..., Value]] = {
     aten.t.default: _turned,
     aten.slice.Tensor: slice_scatter,
     aten.select.int: select_scatter,
-    aten.expand.default: _unexpanded,
+    aten.expand.default: _reshaped,
     aten._conj.default: lambda base, new: _conjugate(new),
     aten._neg_view.default: lambda base, new: _negative(new),
     aten.view_as_real.default: lambda base, new: _as_complex(new),
@@ -284,31 +291,52 @@ def _write_strided(base: Value, new: Value, source: Layout, view: Layout) -> Val
     flat, order = _in_memory(base, source)
     first = view.offset - source.offset
     _check_bounds(base, view, first, flat.numel())
+    if not new.numel():
+        return base
     new = cast(reshape(new, [new.numel()]), flat.dtype)
-    addresses = _addresses(view, first).reshape(-1)
-    starts = [0, *(((addresses[1:] - addresses[:-1]) != 1).nonzero()[:, 0] + 1).tolist()]
-    if new.numel() and len(starts) <= MOST_ROWS:
-        made = _runs_written(flat, new, addresses, starts)
+    addresses, at = _last_written(_addresses(view, first).reshape(-1))
+    breaks = ((addresses[1:] - addresses[:-1] != 1) | (at[1:] - at[:-1] != 1)).nonzero()[:, 0] + 1
+    if len(breaks) < MOST_ROWS:
+        made = _runs_written(flat, new, addresses, at, breaks.tolist())
     else:
-        made = (
-            compute(aten.index_put.default, (flat, [constant(addresses)], new), {}) if new.numel() else flat
-        )
+        kept = compute(aten.index_select.default, (new, 0, constant(at)), {})
+        made = compute(aten.index_put.default, (flat, [constant(addresses)], kept), {})
     ordered = reshape(made, [source.shape[d] for d in order])
     return permute(ordered, [order.index(d) for d in range(len(order))])
 
 
-def _runs_written(flat: Value, new: Value, addresses: torch.Tensor, starts: Sequence[int]) -> Value:
-    """``flat`` with the runs of ``new`` that begin at ``starts`` put where ``addresses`` says."""
-    stops = [*starts[1:], new.numel()]
-    runs = sorted((int(addresses[a]), a, b) for a, b in zip(starts, stops, strict=True))
-    parts, at = [], 0
-    for to, start, stop in runs:
-        if to < at:
-            raise RuntimeError("unsupported operation: a write into a view whose elements share memory")
-        parts += [slice_of(flat, 0, at, to), slice_of(new, 0, start, stop)]
-        at = to + stop - start
-    return cat([*parts, slice_of(flat, 0, at)])
+def _last_written(addresses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each address once, in order, and which of the elements that go there is the last."""
+    ordered, at = addresses.sort(stable=True)
+    last = torch.ones(len(ordered), dtype=torch.bool)
+    last[:-1] = ordered[1:] != ordered[:-1]
+    return ordered[last], at[last]
+
+
+def _runs_written(
+    flat: Value, new: Value, addresses: torch.Tensor, at: torch.Tensor, breaks: Sequence[int]
+) -> Value:
+    """``flat`` with elements ``at`` of ``new`` put to ``addresses``, in runs that end at ``breaks``."""
+    parts, done = [], 0
+    for start, stop in pairwise([0, *breaks, len(addresses)]):
+        to, first, length = int(addresses[start]), int(at[start]), stop - start
+        parts += [slice_of(flat, 0, done, to), slice_of(new, 0, first, first + length)]
+        done = to + length
+    return cat([*parts, slice_of(flat, 0, done)])
 
 
 HANDLERS[_STRIDED] = _take_strided
 KNOWN_VIEWS[_STRIDED] = _write_strided
+
+
+def straight(steps: tuple[Step, ...], source: Layout) -> tuple[Step, ...]:
+    """The view by ``steps`` of a memory laid out as ``source``, by one strided step at the end.
+
+    Steps behind which the elements are others stay.
+    """
+    after = max((n + 1 for n, step in enumerate(steps) if step.reads_anew), default=0)
+    kept, last = steps[:after], steps[-1]
+    if after == len(steps):
+        return kept
+    base = kept[-1].layout if kept else source
+    return (*kept, strided_step(base, last.layout, last.dtype))

@@ -3,11 +3,12 @@
 Known for the versions in ``upstream.torch.SUPPORTED``. Used of it: ``Tensor._make_wrapper_subclass``,
 ``torch._C._set_throw_on_mutable_data_ptr``, which makes every access to the memory that such a tensor lacks
 an error, and the dispatch keys of the conjugate and negative bits, which are the same for a tensor and
-what wraps it.
+what wraps it. ``torch._C._DisableTorchDispatch`` has operators run past the modes and classes in Python.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ import torch
 from zerostart.upstream.torch import SUPPORTED
 from zerostart.upstream.versions import demand
 
-__all__ = ["make_wrapper", "shares_storage"]
+__all__ = ["asks_for_memory", "make_wrapper", "resizable", "shares_storage", "without_dispatch"]
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -31,7 +32,7 @@ def _require() -> None:
         SUPPORTED,
         (
             (torch.Tensor, ("_make_wrapper_subclass",)),
-            (torch._C, ("_set_throw_on_mutable_data_ptr", *bits)),
+            (torch._C, ("_set_throw_on_mutable_data_ptr", "_DisableTorchDispatch", *bits)),
         ),
     )
 
@@ -66,3 +67,25 @@ def make_wrapper(
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors, which may be on the meta device, lie in one storage."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def resizable(tensor: torch.Tensor) -> bool:
+    """Whether torch allocated the memory of ``tensor`` itself; that of an array or buffer it only borrows."""
+    return bool(tensor.untyped_storage().resizable())
+
+
+def without_dispatch() -> contextlib.AbstractContextManager[None]:
+    """Inside, operators on ordinary tensors are not seen by ``__torch_dispatch__``, of modes or classes."""
+    guard: contextlib.AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return guard
+
+
+def asks_for_memory(error: Exception) -> bool:
+    """Whether torch raised ``error`` because something reached for the memory that a wrapper lacks."""
+    said = (
+        "data pointer",
+        "not allocated yet",
+        "invalid python storage",
+        "not supported for tensor subclasses",
+    )
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in said)
