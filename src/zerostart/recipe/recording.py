@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerostart.errors import ConversionError
 from zerostart.recipe.record import record
 from zerostart.recipe.refusals import refusal, refusals_count
+from zerostart.recipe.sealed import SEALED
 from zerostart.recipe.symbolic import SymbolicTensor
 from zerostart.upstream.torch_wrapper import asks_for_memory
 
@@ -33,6 +35,27 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         return record(SymbolicTensor, func, args, kwargs or {})
 
 
+class _Sealing(TorchFunctionMode):
+    """Inside, the methods that ``Sealed`` replaces are replaced in calls of the unbound method too."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``, or what takes its place."""
+        name = SEALED.get(func)
+        if name is not None and isinstance(args[0], SymbolicTensor):
+            return getattr(args[0], name)(*args[1:], **(kwargs or {}))
+        if name is not None and torch._is_functional_tensor(args[0]):
+            raise refusal(
+                f"the conversion asks for values or memory of a tensor ({name}) inside functionalize"
+            )
+        return func(*args, **(kwargs or {}))
+
+
 def recorded(name: str, function: Callable[[], T]) -> T:
     """Run ``function``, which calls the converter ``name`` on symbolic tensors.
 
@@ -40,7 +63,7 @@ def recorded(name: str, function: Callable[[], T]) -> T:
     random numbers are drawn.
     """
     randomness = torch.get_rng_state()
-    with refusals_count(), _Recording():  # type: ignore[no-untyped-call]
+    with refusals_count(), _Recording(), _Sealing():  # type: ignore[no-untyped-call]
         try:
             made = function()
         except RuntimeError as error:
