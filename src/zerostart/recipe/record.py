@@ -163,15 +163,7 @@ def _on_meta(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _values(cls: Any, values: Any) -> Any:
-    """Arguments with the values of tensors, in the strides that these have."""
-
-    def value_of(t: Any) -> Value:
-        value = t.value if isinstance(t, cls) else constant(t.detach().clone())
-        if t.is_contiguous():
-            return value
-        return Value(value.pieces, value.shape, value.dtype, value.stored, tuple(t.stride()))
-
-    return _mapped(values, value_of)
+    return _mapped(values, lambda t: t.value if isinstance(t, cls) else constant(t.detach().clone()))
 
 
 def _counted(cls: Any, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -48,7 +48,7 @@ class SymbolicTensor(Sealed, torch.Tensor):
     def __new__(
         cls, memory: Memory, steps: tuple[Step, ...] = (), meta: torch.Tensor | None = None
     ) -> SymbolicTensor:
-        """The view ``steps`` of ``memory``; ``meta`` is its twin on the meta device, which steps need."""
+        """The view ``steps`` of ``memory``; ``meta`` is its twin on the meta device, if there are steps."""
         # On the CPU by its own account: what a converter makes "on the device of the weight" has values.
         if meta is None:
             layout = memory.layout

@@ -29,11 +29,10 @@ HANDLERS: dict[Any, Callable[..., Any]] = {}
 class Value:
     """Elements by their source addresses: ``pieces`` that tile ``shape``.
 
-    ``stored`` are the dtypes that the elements are kept in, before the cast to ``dtype``. ``strides``, in
-    elements, are those that an operand has in eager torch, None for row-major or where they do not matter.
+    ``stored`` are the dtypes that the elements are kept in, before the cast to ``dtype``.
     """
 
-    __slots__ = ("dtype", "pieces", "shape", "stored", "strides")
+    __slots__ = ("dtype", "pieces", "shape", "stored")
 
     def __init__(
         self,
@@ -41,13 +40,11 @@ class Value:
         shape: Sequence[int],
         dtype: torch.dtype,
         stored: frozenset[torch.dtype] | None = None,
-        strides: tuple[int, ...] | None = None,
     ) -> None:
         self.pieces = tuple(pieces)
         self.shape = tuple(shape)
         self.dtype = dtype
         self.stored = stored or frozenset((dtype,))
-        self.strides = strides
 
     def dim(self) -> int:
         """Number of dimensions."""
@@ -116,10 +113,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any 
 
 def _empty(value: Any) -> Any:
     """A value as a tensor on the meta device; anything else as it is."""
-    if not isinstance(value, Value):
-        return value
-    strides = value.strides or geometry.row_major_strides(value.shape)
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Value) else value
 
 
 def depends_on_values(func: Any, *arguments: Any) -> ConversionError:
