@@ -14,7 +14,7 @@ from zerostart.recipe.record import record
 from zerostart.recipe.refusals import refusal, refusals_count
 from zerostart.recipe.sealed import SEALED
 from zerostart.recipe.symbolic import SymbolicTensor
-from zerostart.upstream.torch_wrapper import asks_for_memory
+from zerostart.upstream.torch import asks_for_memory
 
 __all__ = ["recorded"]
 

@@ -18,7 +18,7 @@ import torch
 from zerostart.upstream.torch import SUPPORTED
 from zerostart.upstream.versions import demand
 
-__all__ = ["asks_for_memory", "make_wrapper", "resizable", "shares_storage", "without_dispatch"]
+__all__ = ["make_wrapper", "resizable", "shares_storage", "without_dispatch"]
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -78,14 +78,3 @@ def without_dispatch() -> contextlib.AbstractContextManager[None]:
     """Inside, operators on ordinary tensors are not seen by ``__torch_dispatch__``, of modes or classes."""
     guard: contextlib.AbstractContextManager[None] = torch._C._DisableTorchDispatch()
     return guard
-
-
-def asks_for_memory(error: Exception) -> bool:
-    """Whether torch raised ``error`` because something reached for the memory that a wrapper lacks."""
-    said = (
-        "data pointer",
-        "not allocated yet",
-        "invalid python storage",
-        "not supported for tensor subclasses",
-    )
-    return isinstance(error, RuntimeError) and any(part in str(error) for part in said)
