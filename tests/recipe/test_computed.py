@@ -9,14 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.recipe.graphs import operations
+from tests.recipe.shards import compare, recipe_of, symbols_of
 
-from zerostart.checkpoint.memory import memory_catalog
 from zerostart.errors import ConversionError
-from zerostart.layout import dimension_shard, flat_partition
-from zerostart.planning import Destination, Plan, PlanOptions, join
-from zerostart.recipe import Recipe, SymbolicTensor, Target
+from zerostart.planning import Plan
+from zerostart.recipe import SymbolicTensor
 from zerostart.recipe.recording import recorded
-from zerostart.transfer import Progress, execute
 
 Tensors = dict[str, torch.Tensor]
 
@@ -30,29 +28,9 @@ def plans(
 ) -> list[Plan]:
     """Load what ``convert`` makes in shards, compare each with the eager result, and return the plans."""
     expected = convert({name: tensor.clone() for name, tensor in source.items()})
-    symbols = {n: SymbolicTensor.of(n, tuple(t.shape), t.dtype) for n, t in source.items()}
-    made = recorded("test", lambda: convert(symbols))
-    catalog = memory_catalog(source, (0,))
-    found = []
-    for name, want in expected.items():
-        symbolic, shape = made[name], tuple(want.shape)
-        assert (tuple(symbolic.shape), symbolic.dtype) == (shape, want.dtype)
-        for rank in range(world):
-            for layout in (
-                flat_partition(shape, rank, world),
-                *([dimension_shard(shape, 0, rank, world)] if shape else []),
-            ):
-                recipe = Recipe(Target(name, shape, want.dtype), symbolic.pieces)
-                destination = Destination(name, layout.numel, layout.owned, want.dtype, direct=True)
-                plan = join(catalog, [(recipe, layout, destination)], PlanOptions(chunk_size=chunk))
-                storage = torch.full((layout.numel,), 7).to(want.dtype)
-                assert execute(plan, [storage], Progress(0, shown=False), threads=2) == plan.read_bytes
-                right = torch.zeros(layout.numel, dtype=want.dtype)
-                for first, count, to in layout.runs():
-                    right[to : to + count] = want.reshape(-1)[first : first + count]
-                assert torch.equal(storage.view(torch.uint8), right.view(torch.uint8)), (name, rank)
-                found.append(plan)
-    return found
+    made = recorded("test", lambda: convert(dict(symbols_of(source))))
+    recipes = {name: recipe_of(name, tensor) for name, tensor in made.items()}
+    return compare(recipes, expected, source, world, chunk)
 
 
 def most_memory(found: list[Plan]) -> int:

@@ -44,6 +44,9 @@ def record(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     Raises ConversionError for what no trace can follow, and torch's own errors where it would.
     """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # a view made there would not fit a tensor that was not
+            return record(cls, func, args, kwargs)
     tensors = list(_tensors((args, kwargs.values())))
     if all(not isinstance(t, cls) for t in tensors):
         return _from_outside(cls, func, args, kwargs, tensors)
@@ -139,7 +142,7 @@ def _on_meta(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
             return found
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
-    if torch.Tag.data_dependent_output in func.tags:
+    if torch.Tag.data_dependent_output in func.tags or func._schema.name.startswith("aten::quantize"):
         raise depends_on_values(func, args, list(kwargs.values()))
     kwargs = _mapped(kwargs, twin)
     if kwargs.get("device") is not None:

@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerostart.errors import ConversionError
 from zerostart.recipe.record import record
-from zerostart.recipe.refusals import refusals_count
+from zerostart.recipe.refusals import refusal, refusals_count
+from zerostart.recipe.sealed import SEALED
 from zerostart.recipe.symbolic import SymbolicTensor
+from zerostart.upstream.torch import asks_for_memory
 
 __all__ = ["recorded"]
 
@@ -32,6 +35,27 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         return record(SymbolicTensor, func, args, kwargs or {})
 
 
+class _Sealing(TorchFunctionMode):
+    """Inside, the methods that ``Sealed`` replaces are replaced in calls of the unbound method too."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``, or what takes its place."""
+        name = SEALED.get(func)
+        if name is not None and isinstance(args[0], SymbolicTensor):
+            return getattr(args[0], name)(*args[1:], **(kwargs or {}))
+        if name is not None and torch._is_functional_tensor(args[0]):
+            raise refusal(
+                f"the conversion asks for values or memory of a tensor ({name}) inside functionalize"
+            )
+        return func(*args, **(kwargs or {}))
+
+
 def recorded(name: str, function: Callable[[], T]) -> T:
     """Run ``function``, which calls the converter ``name`` on symbolic tensors.
 
@@ -39,8 +63,17 @@ def recorded(name: str, function: Callable[[], T]) -> T:
     random numbers are drawn.
     """
     randomness = torch.get_rng_state()
-    with refusals_count(), _Recording():  # type: ignore[no-untyped-call]
-        made = function()
+    with refusals_count(), _Recording(), _Sealing():  # type: ignore[no-untyped-call]
+        try:
+            made = function()
+        except RuntimeError as error:
+            if not asks_for_memory(error):
+                raise
+            first, *_ = str(error).splitlines()
+            raise refusal(
+                f"{name} asks for the memory of a tensor; a conversion runs on tensors without data, so it "
+                f"has to leave this out ({first})"
+            ) from error
     if not torch.equal(randomness, torch.get_rng_state()):
         torch.set_rng_state(randomness)
         raise ConversionError(

@@ -15,12 +15,19 @@ import torch
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.values import names_of
 
-__all__ = ["Sealed"]
+__all__ = ["SEALED", "Sealed"]
 
 _MEMORY = (
-    *("data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage", "_typed_storage"),
-    *("__dlpack__", "__dlpack_device__", "__reduce_ex__", "__reduce__", "share_memory_", "is_shared"),
-    *("storage_type", "apply_", "map_", "map2_", "pin_memory", "to_mkldnn", "__cuda_array_interface__"),
+    *(
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "_typed_storage",
+        "storage_type",
+        "share_memory_",
+        "is_shared",
+    ),
+    *("__dlpack__", "__reduce_ex__", "__reduce__", "apply_", "map_", "map2_", "pin_memory", "to_mkldnn"),
 )
 
 
@@ -35,12 +42,17 @@ def _refuses(name: str) -> Callable[..., Any]:
     return refuse
 
 
+#: By torch's own method: the name of the one that takes its place, for calls of the unbound method.
+SEALED: dict[Any, str] = {
+    getattr(torch.Tensor, name): name for name in (*_MEMORY, "tolist", "numpy", "__array__", "__deepcopy__")
+}
+
+
 class Sealed:
     """The methods of a tensor that reach its elements past torch's dispatcher."""
 
     for _name in _MEMORY:
-        if hasattr(torch.Tensor, _name):
-            locals()[_name] = _refuses(_name)
+        locals()[_name] = _refuses(_name)
 
     memory: Any
 

@@ -137,7 +137,11 @@ class SymbolicTensor(Sealed, torch.Tensor):
 
     def become(self, other: SymbolicTensor) -> None:
         """Be another view, as ``t.data = other`` and ``t.t_()`` have it."""
-        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # shape and strides
+        if (self.dtype, self.is_conj(), self.is_neg()) == (other.dtype, other.is_conj(), other.is_neg()):
+            with without_dispatch():
+                torch.ops.aten.set_.source_Tensor(self, other)  # shape and strides; also in inference mode
+        else:
+            torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self.memory, self.steps = other.memory, other.steps
         self._meta, self._known = other.meta, None
 

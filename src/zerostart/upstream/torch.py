@@ -1,6 +1,6 @@
 """Private parts of torch: FSDP2's references to local tensors, and an initialiser that skips meta tensors.
 
-Also the count of a storage's users.
+Also the count of a storage's users, and what torch says of memory that a tensor does not have.
 
 Known for the versions in ``SUPPORTED``. Used of it: ``FSDPModule._apply``, which resets the references that
 the parameter groups keep, as it does after any ``Module.to``; ``DTensor._local_tensor``, ``DTensor._spec``
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SUPPORTED",
     "adopt_local_tensors",
+    "asks_for_memory",
     "hide_padding",
     "over",
     "require",
@@ -58,6 +59,17 @@ def storage_users(storage: torch.UntypedStorage) -> int:
     require()
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
+
+
+def asks_for_memory(error: Exception) -> bool:
+    """Whether torch raised ``error`` because something reached for the memory that it lacks."""
+    said = (
+        "data pointer",
+        "not allocated yet",
+        "invalid python storage",
+        "not supported for tensor subclasses",
+    )
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in said)
 
 
 def adopt_local_tensors(model: nn.Module) -> None:

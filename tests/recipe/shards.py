@@ -1,0 +1,51 @@
+"""What a trace says, loaded in shards without processes, against the tensors that it must give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from zerostart.checkpoint.memory import memory_catalog
+from zerostart.layout import dimension_shard, flat_partition
+from zerostart.planning import Destination, Plan, PlanOptions, join
+from zerostart.recipe import Recipe, SymbolicTensor, Target
+from zerostart.transfer import Progress, execute
+
+Tensors = dict[str, torch.Tensor]
+
+
+def symbols_of(source: Tensors) -> dict[str, SymbolicTensor]:
+    """The tensors of a checkpoint, as a trace has them."""
+    return {name: SymbolicTensor.of(name, tuple(t.shape), t.dtype) for name, t in source.items()}
+
+
+def recipe_of(name: str, symbolic: SymbolicTensor) -> Recipe:
+    """The recipe of a tensor that a trace gave."""
+    return Recipe(Target(name, tuple(symbolic.shape), symbolic.dtype), symbolic.pieces)
+
+
+def compare(
+    made: Mapping[str, Recipe], expected: Tensors, source: Tensors, world: int, chunk: int
+) -> list[Plan]:
+    """Load what ``made`` says in shards of ``world`` ranks, compare each, and return the plans."""
+    catalog = memory_catalog(source, (0,))
+    found = []
+    for name, want in expected.items():
+        recipe, shape = made[name], tuple(want.shape)
+        assert (recipe.target.shape, recipe.target.dtype) == (shape, want.dtype)
+        for rank in range(world):
+            for layout in (
+                flat_partition(shape, rank, world),
+                *([dimension_shard(shape, 0, rank, world)] if shape else []),
+            ):
+                destination = Destination(name, layout.numel, layout.owned, want.dtype, direct=True)
+                plan = join(catalog, [(recipe, layout, destination)], PlanOptions(chunk_size=chunk))
+                storage = torch.full((layout.numel,), 7).to(want.dtype)
+                assert execute(plan, [storage], Progress(0, shown=False), threads=2) == plan.read_bytes
+                right = torch.zeros(layout.numel, dtype=want.dtype)
+                for first, count, to in layout.runs():
+                    right[to : to + count] = want.reshape(-1)[first : first + count]
+                assert torch.equal(storage.view(torch.uint8), right.view(torch.uint8)), (name, rank)
+                found.append(plan)
+    return found

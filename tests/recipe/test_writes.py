@@ -1,0 +1,245 @@
+"""Writes, conjugates and memory in converters, case by case, against the same code run by eager torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from tests.recipe.lists import convert_with
+from tests.recipe.shards import compare, recipe_of, symbols_of
+
+from zerostart.checkpoint.memory import memory_catalog
+from zerostart.errors import ConversionError
+from zerostart.recipe import SymbolicTensor, Target, trace
+from zerostart.recipe.recording import recorded
+from zerostart.recipe.symbolic import settled
+
+Tensors = dict[str, torch.Tensor]
+
+
+def source() -> Tensors:
+    generator = torch.Generator().manual_seed(5)
+    real = torch.randn(8, 6, generator=generator)
+    return {"w": real, "u": real.flip(0) + 1, "c": torch.complex(real, real.flip(1) - 0.5)}
+
+
+def check(convert: Callable[[Tensors], Tensors], tensors: Tensors | None = None) -> None:
+    """What a converter makes, loaded by three ranks in small chunks, is what eager torch makes."""
+    tensors = tensors or source()
+    expected = {n: t.resolve_conj() for n, t in convert({n: t.clone() for n, t in tensors.items()}).items()}
+
+    def run() -> dict[str, SymbolicTensor]:
+        return {name: settled(tensor) for name, tensor in convert(dict(symbols_of(tensors))).items()}
+
+    made = recorded("the converter", run)
+    compare({name: recipe_of(name, tensor) for name, tensor in made.items()}, expected, tensors, 3, 64)
+
+
+def swap_rows(t: torch.Tensor) -> torch.Tensor:
+    t = t.clone()
+    t[:4] = t[4:8]
+    return t
+
+
+def fill_by_view(t: torch.Tensor) -> torch.Tensor:
+    turned = torch.empty(6, 8)
+    turned.T.copy_(t)
+    turned.view(-1)[3:5].zero_()
+    return turned
+
+
+def blocks(t: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(2, 8, 6)
+    for row, part in zip(out, (t, t.flip(0)), strict=True):
+        row[1:] = part[:-1]
+        row.mul_(2)
+    return out
+
+
+@pytest.mark.parametrize("change", [swap_rows, fill_by_view, blocks])
+def test_slice_writes_in_a_list_of_conversions_are_followed(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    tensors = {"w": source()["w"]}
+    expected = {"made": change(tensors["w"].clone())}
+    found = convert_with(lambda given: {"made": change(given["w"])}, tensors, expected)
+    assert found["made"].converted
+    compare(found, expected, tensors, 3, 64)
+
+
+def test_what_shares_memory_changes_together() -> None:
+    def convert(d: Tensors) -> Tensors:
+        early = d["w"].view(6, 8).T
+        part = d["w"][2:4]
+        both = copy.deepcopy([d["u"], d["u"].T])
+        d["w"].mul_(3)
+        part.view(-1)[::2] = 0
+        both[0][0] = 7
+        again = d["u"].detach()
+        again.t_()
+        again[1] = d["w"].data[0, 0]
+        return {"early": early, "part": part, "w": d["w"], "turned": both[1], "u": d["u"], "again": again}
+
+    check(convert)
+
+
+def test_results_of_operators_with_a_place_for_them() -> None:
+    def convert(d: Tensors) -> Tensors:
+        place, empty = torch.zeros(8, 6), torch.empty(0)
+        torch.add(d["w"], 1, out=place)
+        torch.cat([d["w"], d["u"]], out=empty)
+        torch._foreach_add_([place, d["u"]], 2)
+        d["w"].index_put_((torch.tensor([1, 0]),), d["u"][:2]).masked_fill_(torch.arange(6) > 3, 0)
+        d["w"].scatter_(1, torch.zeros(8, 1, dtype=torch.long), 5.0)
+        return {"place": place, "empty": empty, **d}
+
+    check(convert)
+
+
+def test_inference_mode_is_no_hindrance() -> None:
+    @torch.inference_mode()
+    def convert(d: Tensors) -> Tensors:
+        out = torch.zeros(8, 6)
+        out[:4] = d["w"][4:]
+        out.t_()
+        d["u"].mul_(2)
+        return {"out": out.T[1:], "u": d["u"]}
+
+    check(convert)
+
+
+def test_conjugates_are_conjugates() -> None:
+    check(
+        lambda d: {
+            "conj": d["c"].conj(),
+            "mH": d["c"].mH,
+            "adjoint": d["c"].adjoint(),
+            "resolved": d["c"].conj().resolve_conj()[2:],
+            "twice": d["c"].conj().T.conj(),
+            "imag": d["c"].conj().imag,
+            "real": torch.view_as_real(d["c"])[..., 0] + 1,
+            "parts": torch.view_as_real(d["c"].conj().clone()),
+            "made": torch.view_as_complex(d["w"].view(8, 3, 2)),
+            "joined": torch.cat([d["c"].conj(), d["c"]]),
+        }
+    )
+
+    def written(d: Tensors) -> Tensors:
+        d["c"].conj()[0] = d["c"][1]
+        d["c"].imag[2] = 4
+        torch.view_as_real(d["c"])[3, :, 0].zero_()
+        return {"c": d["c"]}
+
+    check(written)
+
+
+def test_tensors_lie_in_memory_as_those_of_eager_torch() -> None:
+    def convert(d: Tensors) -> Tensors:
+        w = d["w"]
+        turned = w.T if w.T.is_contiguous() else w.T.contiguous()
+        kept = torch.empty_like(w.T).copy_(w.T)
+        images = w.view(1, 2, 4, 6).contiguous(memory_format=torch.channels_last)
+        return {
+            "inner": w[2:, 1:].as_strided((3, 2), (7, 1), 4),
+            "from view": w[2:, 1:].as_strided((3, 2), (7, 1)),
+            "diagonal": w.T[1:].as_strided((5,), (7,)),
+            "windows": w.reshape(-1).as_strided((9, 8), (5, 1)),
+            "turned": turned.as_strided((4, 2), (2, 1)),
+            "kept": kept.as_strided((4, 2), (2, 1)),
+            "images": images.as_strided((4, 4), (4, 1)),
+            "branch": w + 1 if kept.is_contiguous() else w - 1,
+            "offset": w[w[3:].storage_offset() // 6 :],
+            "step": w.T.flatten()[w.T.stride(-1) :],
+        }
+
+    check(convert)
+    with pytest.raises(ConversionError, match=r"conversion of c .*memory that it fills in part"):
+        check(lambda d: {"w": torch.view_as_real(d["c"][1:, ::2]).as_strided((2, 2), (2, 1))})
+
+
+def test_a_view_that_does_not_fit_is_an_error_as_in_eager_torch() -> None:
+    def convert(d: Tensors) -> Tensors:
+        try:
+            return {"w": d["w"].T.view(-1)}
+        except RuntimeError:
+            return {"w": d["w"].T.reshape(-1) * 2}
+
+    check(convert)
+
+
+def test_constants_have_values_and_may_be_results() -> None:
+    def convert(d: Tensors) -> Tensors:
+        order = torch.arange(8).numpy()[::-1].copy()
+        scale = torch.ones(6)
+        scale[1::2] = 3
+        rows = [row for row in torch.arange(8).tolist() if row % 2]
+        mask = torch.tensor([True, False] * 4)
+        half = torch.tensor(8).item() // 2
+        return {
+            "w": d["w"][torch.from_numpy(order)] * scale,
+            "rows": d["u"][rows],
+            "masked": d["u"][mask],
+            "half": d["u"][:half],
+            "zeros": torch.zeros(3, 5),
+            "scale": scale,
+        }
+
+    check(convert)
+
+
+READS: dict[str, Callable[[torch.Tensor], object]] = {
+    "numpy": lambda t: t.numpy(),
+    "numpy unbound": lambda t: torch.Tensor.numpy(t),
+    "asarray": lambda t: np.asarray(t),
+    "array": lambda t: np.array(t),
+    "ufunc": lambda t: np.add(t, 1),
+    "data_ptr": lambda t: t.data_ptr(),
+    "data_ptr unbound": lambda t: torch.Tensor.data_ptr(t),
+    "untyped_storage": lambda t: t.untyped_storage().data_ptr(),
+    "storage unbound": lambda t: bytes(torch.Tensor.untyped_storage(t)),
+    "storage": lambda t: t.storage(),
+    "__dlpack__": lambda t: t.__dlpack__(),
+    "to_dlpack": lambda t: torch.utils.dlpack.to_dlpack(t),
+    "from_dlpack": lambda t: torch.from_dlpack(t),
+    "numpy from_dlpack": lambda t: np.from_dlpack(t),
+    "tolist": lambda t: t.tolist(),
+    "item": lambda t: t.sum().item(),
+    "float": lambda t: float(t[0, 0]),
+    "format": lambda t: f"{t[0, 0]}",
+    "branch": lambda t: bool((t > 0).all()),
+    "pickle": lambda t: t.__reduce_ex__(2),
+    "share_memory_": lambda t: t.share_memory_(),
+    "apply_": lambda t: t.apply_(lambda x: x),
+    "into numpy": lambda t: torch.from_numpy(np.zeros((8, 6), np.float32)).copy_(t),
+    "into a shared array": lambda t: [a := torch.zeros(6), a.numpy(), a.copy_(t[0])],
+    "equal": lambda t: torch.equal(t, t),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_asks_for_values_or_memory_is_refused(name: str) -> None:
+    """Also where it writes first, and where the converter catches the refusal."""
+
+    def convert(d: Tensors) -> Tensors:
+        d["w"][0] = 1
+        try:
+            READS[name](d["w"])
+        except ConversionError:
+            return {"w": d["w"] + 1}
+        return {"w": d["w"]}
+
+    catalog = memory_catalog({"w": source()["w"]}, (0,))
+    targets = {"w": Target("w", (8, 6), torch.float32)}
+    with pytest.raises(ConversionError, match=r"memory|values"):
+        trace(catalog, torch.nn.Module(), targets, convert)
+
+
+def test_writes_to_what_was_not_made_in_the_converter_are_refused() -> None:
+    outside = torch.zeros(8, 6)
+    with pytest.raises(ConversionError, match="did not make"):
+        check(lambda d: {"w": outside.copy_(d["w"])})
+    with pytest.raises(ConversionError, match="share memory"):
+        check(lambda d: {"w": d["w"].reshape(-1).unfold(0, 8, 5).mul_(2)})
