@@ -184,7 +184,9 @@ class _Builder:
         size = region.numel
         if strides is not None:
             size = 1 + sum((n - 1) * stride for n, stride in zip(region.extent, strides, strict=True))
-        storage = Destination(f"register {number}", size, size, operand.dtype, direct=True)
+        # Products of short types read on into a gap, and multiply what is there by zero: it must not be NaN.
+        owned = size if size == region.numel else 0
+        storage = Destination(f"register {number}", size, owned, operand.dtype, direct=True)
         self._registers.append(storage)
         computed: dict[Computed, list[Copy]] = {}
         for copy in _pull_back(operand, boxes, strides):

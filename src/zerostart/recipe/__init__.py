@@ -6,6 +6,7 @@ from zerostart.recipe.coverage import Coverage
 from zerostart.recipe.dtypes import main_dtype, spelling, torch_dtype
 from zerostart.recipe.recipe import Recipe, Recipes, Target
 from zerostart.recipe.symbolic import SymbolicTensor
+from zerostart.recipe.threads import one_thread
 from zerostart.recipe.trace import trace
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "SymbolicTensor",
     "Target",
     "main_dtype",
+    "one_thread",
     "spelling",
     "torch_dtype",
     "trace",

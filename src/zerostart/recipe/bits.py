@@ -32,10 +32,13 @@ __all__ = ["Regions", "computed", "memory_order", "regions_of"]
 aten = torch.ops.aten
 
 #: Element by element too, though torch does not tag them so.
-_POINTWISE = {aten._to_copy.default}
+_POINTWISE = {
+    *(aten._to_copy.default, aten._conj_physical.default, aten.masked_fill.Tensor, aten.hardswish.default),
+    *(aten.floor_divide.default, aten.floor_divide.Scalar),
+}
 #: They move, select or compare elements, or combine their bits, of any dtype.
 _MOVES = {
-    *(aten._to_copy, aten.clone, aten.where, aten.masked_fill, aten.positive),
+    *(aten._to_copy, aten.clone, aten._conj_physical, aten.where, aten.masked_fill, aten.positive),
     *(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge),
     *(aten.isnan, aten.isinf, aten.isfinite, aten.isposinf, aten.isneginf, aten.signbit),
     *(aten.logical_and, aten.logical_or, aten.logical_xor, aten.logical_not),

@@ -26,12 +26,14 @@ from zerostart.recipe.operators import cast
 from zerostart.recipe.recipe import Recipe, Recipes, Target
 from zerostart.recipe.recording import recorded
 from zerostart.recipe.symbolic import SymbolicTensor, settled
+from zerostart.recipe.threads import one_thread
 from zerostart.upstream.diffusers import is_diffusers
 from zerostart.upstream.transformers import is_pretrained, registered_conversions
 
 __all__ = ["trace"]
 
 
+@one_thread()
 def trace(
     catalog: Catalog,
     model: torch.nn.Module,

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 
 from zerostart.planning import Computation, Destination, Part, Plan, Read
-from zerostart.transfer.one_thread import one_thread
+from zerostart.recipe import one_thread
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.reader import FileReader, MemoryReader, Reader
 from zerostart.transfer.rows import Rows
@@ -158,6 +158,7 @@ class _Pool:
     def _compute(self, computation: Computation, targets: _Targets, staging: Staging) -> None:
         """Fill the registers, run the steps, and deliver the last one's result to ``targets``."""
         rows = [torch.empty(r.numel, dtype=r.dtype) for r in computation.registers]
+        _zero_padding(computation.registers, rows)
         registers = _Targets(computation.registers, rows)
         for read in computation.reads:
             self._read(read, registers, staging)
