@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zerostart.checkpoint.files import FileState
     from zerostart.checkpoint.memory import Memory
 
 __all__ = ["DTYPE_BITS", "TORCH_NAMES", "Catalog", "TensorEntry"]
@@ -97,6 +98,9 @@ class Catalog:
     entry; ``root`` is the directory in which the checkpoint's configuration is looked for. For tensors in
     ``memory`` the files are their storages, under names that serve messages, and ``root`` is empty. Of a
     pipeline ``component`` is the name of the model that was chosen.
+
+    ``states`` are those of the files when their headers were read, as this process's machine has them;
+    ``copied`` are the numbers of those of which some other machine has a copy of its own.
     """
 
     root: str
@@ -106,6 +110,8 @@ class Catalog:
     metadata: Mapping[str, str] = field(default_factory=dict)
     memory: Memory | None = field(default=None, compare=False, repr=False)
     component: str = ""
+    states: tuple[FileState, ...] = field(default=(), compare=False, repr=False)
+    copied: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:

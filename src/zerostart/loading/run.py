@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from zerostart import engines, models
+from zerostart.checkpoint.states import check_unchanged
 from zerostart.distributed.world import World, default_device, joined_world
 from zerostart.engines import Residence
 from zerostart.engines.deepspeed.flat import offer_runs
@@ -92,6 +93,8 @@ def _fill(
     with clock.phase("read"), world.phase("reading"):
         shown = request.progress and world.rank == 0
         moved = destinations.read(plan, tuning, sharing, shown, world)
+        if world.rank == 0 and known.catalog.memory is None:
+            check_unchanged(known.catalog)  # those that it has not opened, too
     with clock.phase("read"), world.phase("initialising"):
         destinations.initialise_missing(world)
     return moved
