@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,23 +107,26 @@ def load_changed(path: Path, victim: int, change: str, when: str, engine: str = 
     world = current_world()
     changed = False
     opened, read = FileReader._descriptor, FileReader.read
+    lock = threading.Lock()  # several threads read
 
     def opens(self: FileReader, file: int) -> int:
         nonlocal changed
-        if not changed and when == "open" and world.rank == victim:
-            changed = True
-            CHANGES[change](path)
+        with lock:
+            if not changed and when == "open" and world.rank == victim:
+                CHANGES[change](path)
+                changed = True
         return opened(self, file)
 
     def reads(self: FileReader, file: int, offset: int, buffers: Any) -> None:
         nonlocal changed
-        if not changed and when == "read":
-            changed = True
-            opened(self, file)
-            dist.barrier()  # all have opened it
-            if world.rank == victim:
-                CHANGES[change](path)
-            dist.barrier()
+        with lock:
+            if not changed and when == "read":
+                opened(self, file)
+                dist.barrier()  # all have opened it
+                if world.rank == victim:
+                    CHANGES[change](path)
+                dist.barrier()
+                changed = True
         read(self, file, offset, buffers)
 
     FileReader._descriptor = opens  # type: ignore[method-assign]
@@ -178,15 +182,16 @@ def load_from_own(root: Path, name: str, what: str) -> set[float]:
         shutil.rmtree(here)
     world.all_gather_object(None, "getting ready")
     opened = FileReader._descriptor
+    lock = threading.Lock()
 
     def opens(self: FileReader, file: int) -> int:
-        if what == "written" and world.rank == 1:
-            in_place(here / name)
-        elif what == "replaced for rank 0" and world.rank == 0:
-            result = opened(self, file)
-            over(here / name)
-            return result
-        return opened(self, file)
+        with lock:
+            if what == "written" and world.rank == 1:
+                in_place(here / name)
+            descriptor = opened(self, file)
+            if what == "replaced for rank 0" and world.rank == 0:
+                over(here / name)
+        return descriptor
 
     FileReader._descriptor = opens  # type: ignore[method-assign]
     model = zerostart.load(f"/proc/self/cwd/{name}", lambda: Two(), engine="fsdp2", progress=False)

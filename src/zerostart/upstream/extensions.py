@@ -138,8 +138,8 @@ def _telling(name: str, folder: Path, told: bool) -> Iterator[None]:
     timer = threading.Timer(
         SILENCE,
         lambda: logger.warning(
-            "DeepSpeed's operation %s is being compiled in %s, once for this environment; it takes about a "
-            "minute",
+            "DeepSpeed's operation %s is being compiled in %s, by this or another process, once for this "
+            "environment; it takes about a minute",
             name,
             folder,
         ),
