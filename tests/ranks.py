@@ -9,7 +9,6 @@ than the death of any other rank, and so that no two tests fight for a port.
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import importlib
 import multiprocessing
 import os
@@ -303,10 +302,4 @@ def has_deepspeed_op() -> bool:
 
 def build_deepspeed_op() -> None:
     """Compile that operation; what an earlier build that was killed has left does not stand in the way."""
-    folder = _operation().parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / "building").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)  # torch's own lock outlives the process that took it.
-        builders = importlib.import_module("deepspeed.ops.op_builder.cpu")
-        builders.ShareMemCommBuilder().load()
+    importlib.import_module("zerostart.upstream.extensions").load_operations(("ShareMemCommBuilder",), False)

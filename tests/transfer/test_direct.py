@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,23 @@ def test_page_cache_is_left_alone(path: Path) -> None:
 
 
 def test_end_of_the_file(path: Path) -> None:
+    with pytest.raises(ReadError, match=f"ended at offset {3 << 20}"):
+        read_twice(path, 2 << 20, lambda: os.truncate(path, 3 << 20))
+
+
+def test_replaced_between_the_two_openings(path: Path) -> None:
+    """Small reads and direct ones have descriptors of their own: both have to be of one file."""
+    other = path.with_name("other")
+    other.write_bytes(bytes(SIZE))
+    with pytest.raises(ReadError, match=r"was changed since the checkpoint was opened .*replaced"):
+        read_twice(path, 10, lambda: other.replace(path))
+
+
+def read_twice(path: Path, first: int, between: Callable[[], object]) -> None:
     with FileReader([str(path)], [SIZE], direct=True) as reader:
-        reader.read(0, 0, [memoryview(bytearray(10))])
-        os.truncate(path, 3 << 20)
-        with pytest.raises(ReadError, match=f"ended at offset {3 << 20}"):
-            reader.read(0, 1 << 20, [memoryview(bytearray(4 << 20))])
+        reader.read(0, 0, [memoryview(bytearray(first))])
+        between()
+        reader.read(0, 1 << 20, [memoryview(bytearray(4 << 20))])
 
 
 def test_file_system_that_refuses_such_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

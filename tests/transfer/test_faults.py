@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,23 @@ def test_error_that_cannot_pass_is_not_tried_again(path: Path, monkeypatch: pyte
 
 
 def test_truncated_during_the_load(path: Path) -> None:
+    with pytest.raises(ReadError, match=rf"{path} ended at offset 50000, where 500 more bytes"):
+        read_twice(path, lambda: os.truncate(path, 50_000))
+
+
+def test_written_to_during_the_load(path: Path) -> None:
+    """What was read before and after may be a mixture: told at the end, whichever came first."""
+    with pytest.raises(ReadError, match=rf"{path} was changed while it was read.*written to"):
+        read_twice(path, lambda: path.write_bytes(CONTENT))
+
+
+def read_twice(path: Path, between: Callable[[], object]) -> None:
     buffer = memoryview(bytearray(1000))
     with FileReader([str(path)], [len(CONTENT)]) as reader:
         reader.read(0, 0, [buffer])
-        os.truncate(path, 50_000)
-        with pytest.raises(ReadError, match=rf"{path} ended at offset 50000, where 500 more bytes"):
-            reader.read(0, 49_500, [buffer])
+        time.sleep(0.02)  # the clock of modification times ticks every few milliseconds
+        between()
+        reader.read(0, 49_500, [buffer])
 
 
 def test_truncated_before_the_load(path: Path) -> None:

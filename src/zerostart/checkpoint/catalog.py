@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zerostart.checkpoint.files import FileState
     from zerostart.checkpoint.memory import Memory
 
 __all__ = ["DTYPE_BITS", "TORCH_NAMES", "Catalog", "TensorEntry"]
@@ -98,6 +99,9 @@ class Catalog:
     ``memory`` the files are their storages, under names that serve messages, and ``root`` is empty. Of a
     pipeline ``component`` is the name of the model that was chosen. ``versions`` is what torch saves of the
     modules beside their tensors (a state dict's ``_metadata``), by module name; None where there is none.
+
+    ``states`` are those of the files when their headers were read, as this process's machine has them;
+    ``copied`` are the numbers of those of which some other machine has a copy of its own.
     """
 
     root: str
@@ -108,6 +112,8 @@ class Catalog:
     memory: Memory | None = field(default=None, compare=False, repr=False)
     component: str = ""
     versions: Mapping[str, Mapping[str, Any]] | None = None
+    states: tuple[FileState, ...] = field(default=(), compare=False, repr=False)
+    copied: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:

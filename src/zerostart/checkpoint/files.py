@@ -1,4 +1,4 @@
-"""Reading the small parts of checkpoint files: headers and directories."""
+"""Checkpoint files: reading their small parts (headers, directories), and knowing them again."""
 
 from __future__ import annotations
 
@@ -6,10 +6,49 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
-__all__ = ["open_regular", "read_at"]
+__all__ = ["FileState", "open_regular", "read_at"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What tells a file from another, and from itself after somebody wrote to it.
+
+    ``size`` in bytes, ``modified`` in nanoseconds, and the ``number`` of its inode.
+    """
+
+    size: int
+    modified: int
+    number: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> FileState:
+        """The state of an open file."""
+        return cls._made(os.fstat(descriptor))
+
+    @classmethod
+    def at(cls, path: str) -> FileState | None:
+        """The state of the file that ``path`` leads to; None if there is none."""
+        try:
+            return cls._made(Path(path).stat())
+        except OSError:
+            return None
+
+    @classmethod
+    def _made(cls, found: os.stat_result) -> FileState:
+        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+
+    def changed_to(self, now: FileState | None) -> str:
+        """In words, what happened to a file that is ``now`` in another state."""
+        if now is None:
+            return "was removed"
+        if now.size != self.size:
+            return f"has {now.size} bytes now and had {self.size}"
+        return "was replaced by another file" if now.number != self.number else "was written to"
 
 
 @contextlib.contextmanager

@@ -15,13 +15,14 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
+from zerostart.checkpoint.files import FileState
 from zerostart.checkpoint.pipeline import choose, components
 from zerostart.checkpoint.safetensors import read_header
 from zerostart.checkpoint.strict_json import DAMAGED, read_json, shown
 from zerostart.checkpoint.torch_zip import NOTED_VERSIONS, read_torch_file
-from zerostart.errors import CheckpointError, CheckpointNotFoundError
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
-__all__ = ["Files", "config_path", "open_catalog", "read_config", "resolve_source"]
+__all__ = ["Files", "config_path", "open_catalog", "read_config", "read_files", "resolve_source"]
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
@@ -210,9 +211,16 @@ def _check_shard_name(index: Path, name: str, file: object) -> None:
         )
 
 
-def _read_file(path: str, number: int) -> tuple[list[TensorEntry], dict[str, str], int]:
-    """Entries, metadata and size of one file, by its suffix."""
-    return (read_torch_file if path.endswith(TORCH_SUFFIXES) else read_header)(path, number)
+def _read_file(path: str, number: int) -> tuple[list[TensorEntry], dict[str, str], FileState]:
+    """Entries, metadata and state of one file, by its suffix; of one and the same, which nobody writes."""
+    before = FileState.at(path)
+    entries, metadata, _ = (read_torch_file if path.endswith(TORCH_SUFFIXES) else read_header)(path, number)
+    if before is None or (now := FileState.at(path)) != before:
+        what = before.changed_to(now) if before is not None else "was made"
+        raise ReadError(
+            f"{path} was changed while its header was read (it {what}); load again when nobody writes to it"
+        )
+    return entries, metadata, before
 
 
 def _catalog(
@@ -220,8 +228,7 @@ def _catalog(
 ) -> Catalog:
     """Parse all headers and join them; ``wanted`` maps each name that an index lists to its file."""
     paths = [str(file) for file in files]
-    with ThreadPoolExecutor(min(HEADER_THREADS, len(paths))) as pool:
-        headers = list(pool.map(_read_file, paths, range(len(paths))))
+    headers = read_files(paths, range(len(paths)))
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
     versions: dict[str, Any] | None = None
@@ -237,8 +244,17 @@ def _catalog(
         metadata = {**own, **metadata}
     if wanted is not None and index is not None:
         _check_index(index, wanted, files, tensors)
-    sizes = tuple(size for _, _, size in headers)
-    return Catalog(str(root), tuple(paths), sizes, tensors, metadata, versions=versions)
+    states = tuple(state for *_, state in headers)
+    sizes = tuple(state.size for state in states)
+    return Catalog(str(root), tuple(paths), sizes, tensors, metadata, versions=versions, states=states)
+
+
+def read_files(
+    paths: Sequence[str], numbers: Sequence[int]
+) -> list[tuple[list[TensorEntry], dict[str, str], FileState]]:
+    """Entries, which call their file by its number of ``numbers``, metadata and state of each file."""
+    with ThreadPoolExecutor(max(1, min(HEADER_THREADS, len(paths)))) as pool:
+        return list(pool.map(_read_file, paths, numbers))
 
 
 def _check_index(

@@ -8,7 +8,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["UNKNOWN", "available_memory", "cores", "cores_of_node", "local_ranks", "machine_name"]
+__all__ = [
+    "UNKNOWN",
+    "available_memory",
+    "cores",
+    "cores_of_node",
+    "files_view",
+    "local_ranks",
+    "machine_name",
+]
 
 ROOT = Path("/")
 #: More memory than there is: what is available where nothing says how much.
@@ -29,6 +37,15 @@ def local_ranks() -> int:
 def machine_name(root: Path = ROOT) -> str:
     """What ranks of one machine have in common, in containers too: the identity of its running kernel."""
     return _text(root / "proc/sys/kernel/random/boot_id") or platform.node()
+
+
+def files_view(root: Path = ROOT) -> str:
+    """What processes have in common to which a path is the same file: the machine, and what is mounted."""
+    try:
+        mounts = str((root / "proc/self/ns/mnt").readlink())
+    except OSError:
+        mounts = ""
+    return f"{machine_name(root)} {mounts}"
 
 
 def cores(root: Path = ROOT) -> float:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.files import FileState
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
@@ -34,23 +34,6 @@ _REMEDY = (
 )
 
 
-@dataclass(frozen=True)
-class _File:
-    """What a checkpoint file looked like when it was read."""
-
-    size: int
-    modified: int
-    number: int
-
-    @classmethod
-    def at(cls, path: str) -> _File | None:
-        try:
-            found = Path(path).stat()
-        except OSError:
-            return None
-        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
-
-
 class Masters:
     """The shares of one loaded model that were rounded, and how to read them again.
 
@@ -68,10 +51,10 @@ class Masters:
         self._tuning = tuning
         self._catalog = catalog
         self._tensors: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._files: dict[str, _File | None] = {}
+        self._files: dict[str, FileState] = {}
         if catalog.memory is None:
             used = {catalog.tensors[n].file for r, _ in self._shares.values() for n in leaves_of(r.pieces)}
-            self._files = {catalog.files[number]: _File.at(catalog.files[number]) for number in sorted(used)}
+            self._files = {catalog.files[number]: catalog.states[number] for number in sorted(used)}
             return
         if isinstance(source, Mapping):
             self._tensors = {name: (weakref.ref(t), _version(t)) for name, t in source.items()}
@@ -120,10 +103,11 @@ class Masters:
     def _checked(self, world: World) -> Catalog:
         """The catalog, if what it describes is still there and as it was."""
         for path, before in self._files.items():
-            if before is None or _File.at(path) != before:
+            now = FileState.at(path)
+            if now != before:
                 raise ReadError(
-                    f"{path} was changed or removed since the model was loaded, and fp32 masters are to be "
-                    f"read from it when the engine starts; load again, {_REMEDY}"
+                    f"{path} was changed since the model was loaded (it {before.changed_to(now)}), and fp32 "
+                    f"masters are to be read from it when the engine starts; load again, {_REMEDY}"
                 )
         memory = self._catalog.memory
         if memory is None or world.rank not in memory.holders:

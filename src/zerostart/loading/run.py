@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from zerostart import models
+from zerostart.checkpoint.states import check_unchanged
 from zerostart.distributed.world import World, default_device, joined_world
 from zerostart.engines import Engine, Placements, Residence, Shard, ShardMaker
 from zerostart.errors import ConfigError
@@ -135,6 +136,8 @@ class _Load:
         with clock.phase("read"), world.phase("reading"):
             shown = request.progress and world.rank == 0
             moved = destinations.read(plan, tuning, strategy, shown, world)
+            if world.rank == 0 and known.catalog.memory is None:
+                check_unchanged(known.catalog)  # those that it has not opened, too
         with clock.phase("read"), world.phase("initialising"):
             destinations.initialise_missing(world)
         return moved

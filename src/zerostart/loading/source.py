@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from zerostart import models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog, signature
 from zerostart.checkpoint.source import Files, open_catalog
+from zerostart.checkpoint.states import states_here
+from zerostart.distributed.machine import files_view
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 
@@ -26,12 +29,13 @@ def open_source(source: Any, world: World, model: Any = None) -> Catalog:
     component of the class of ``model``. A mapping of tensors is held by every rank, or by some while the
     others pass None. Raises ConfigError on every rank otherwise.
     """
-    kinds = world.all_gather_object(_kind(source), "arguments")
-    holders = _holders(kinds)
+    told = world.all_gather_object((_kind(source), files_view()), "arguments")
+    holders = _holders([kind for kind, _ in told])
     if not holders:
-        return world.broadcast_object(
+        catalog = world.broadcast_object(
             lambda: open_catalog(source, _classes(model)), "reading the checkpoint's headers"
         )
+        return _as_seen_here(catalog, [view for _, view in told], world)
     own: Catalog | None = None
     with world.phase("looking at the mapping"):
         if source is not None:
@@ -48,6 +52,20 @@ def open_source(source: Any, world: World, model: Any = None) -> Catalog:
         own = own or shared
     assert own is not None, "a rank without a mapping gets the first holder's catalog"
     return own
+
+
+def _as_seen_here(catalog: Catalog, views: Sequence[str], world: World) -> Catalog:
+    """The catalog with the states of the files on this machine, found out by the first rank on each.
+
+    Machines may share the files, or have copies of their own, whose headers are then compared.
+    """
+    first = views.index(views[world.rank])
+    if len(set(views)) == 1:
+        return catalog
+    own = states_here(catalog) if world.rank == first else ()
+    told = world.all_gather_object(own if own != catalog.states else (), "looking at the files")
+    copied = {n for states in told for n, state in enumerate(states) if state != catalog.states[n]}
+    return replace(catalog, states=told[first] or catalog.states, copied=frozenset(copied))
 
 
 def check_model(model: Any, catalog: Catalog) -> None:

@@ -43,6 +43,7 @@ def join(
         chunk_size=options.chunk_size,
         computations=tuple(computed),
         memory=catalog.memory,
+        states=catalog.states,
     )
 
 

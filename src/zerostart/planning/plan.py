@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zerostart.checkpoint.files import FileState
 from zerostart.checkpoint.memory import Memory
 from zerostart.geometry import Box
 from zerostart.recipe import Computed
@@ -112,7 +113,10 @@ class Computation:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that one rank reads, from which files (or from which ``memory``), into which storage."""
+    """Everything that one rank reads, from which files (or from which ``memory``), into which storage.
+
+    ``states`` are what the files have to be found in, () where nobody knows.
+    """
 
     files: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -121,6 +125,7 @@ class Plan:
     chunk_size: int
     computations: Sequence[Computation] = ()
     memory: Memory | None = field(default=None, compare=False, repr=False)
+    states: tuple[FileState, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def read_bytes(self) -> int:

@@ -49,7 +49,9 @@ def execute(
 
 
 def _reader(plan: Plan) -> Reader:
-    return FileReader(plan.files, plan.sizes) if plan.memory is None else MemoryReader(plan.memory.buffers)
+    if plan.memory is not None:
+        return MemoryReader(plan.memory.buffers)
+    return FileReader(plan.files, plan.sizes, states=plan.states)
 
 
 def _zero_padding(destinations: Sequence[Destination], storages: Sequence[torch.Tensor]) -> None:

@@ -7,11 +7,13 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
 
 import torch
 
+from zerostart.checkpoint.files import FileState
 from zerostart.errors import CheckpointNotFoundError, ReadError
 from zerostart.transfer.direct import BOUNCE_BYTES, open_direct, read_direct
 from zerostart.transfer.retry import read_some
@@ -87,14 +89,21 @@ class FileReader:
     """Opens files on first use and reads ranges of them into buffers; safe to share between threads.
 
     ``cold`` has the kernel told what will be read. With ``direct`` reads go round the page cache, until a
-    file system does not take that.
+    file system does not take that. ``states`` are what the files have to be found in (() where nobody knows),
+    and to be in still when all is read.
     """
 
     def __init__(
-        self, files: Sequence[str], sizes: Sequence[int], cold: bool = False, direct: bool = False
+        self,
+        files: Sequence[str],
+        sizes: Sequence[int],
+        cold: bool = False,
+        direct: bool = False,
+        states: Sequence[FileState] = (),
     ) -> None:
         self._files = tuple(files)
         self._sizes = tuple(sizes)
+        self._states = dict(enumerate(states))
         self._open: dict[int, int] = {}
         self._open_direct: dict[int, int | None] = {}
         self._own = threading.local()
@@ -110,12 +119,17 @@ class FileReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close all files. Raises ReadError if one of them was written to meanwhile."""
+        now = {file: FileState.of(descriptor) for file, descriptor in self._open.items()}
         while self._open:
             os.close(self._open.popitem()[1])
         while self._open_direct:
             descriptor = self._open_direct.popitem()[1]
             if descriptor is not None:
                 os.close(descriptor)
+        for file, state in now.items():
+            if error is None and state != self._states[file]:
+                raise self._changed(file, state, "while it was read, which may be a mixture")
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers``, one after the other, from ``offset`` of file number ``file`` on.
@@ -181,9 +195,11 @@ class FileReader:
     def _direct_descriptor(self, file: int) -> int | None:
         with self._lock:
             if file not in self._open_direct:
-                self._open_direct[file] = open_direct(self._files[file])
-                if self._open_direct[file] is None:
+                self._open_direct[file] = descriptor = open_direct(self._files[file])
+                if descriptor is None:
                     self._refuse()
+                else:
+                    self._check(file, descriptor)
             return self._open_direct[file]
 
     def _refuse(self) -> None:
@@ -196,7 +212,7 @@ class FileReader:
     def _descriptor(self, file: int) -> int:
         with self._lock:
             if file not in self._open:
-                path, expected = self._files[file], self._sizes[file]
+                path = self._files[file]
                 try:
                     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
                 except FileNotFoundError as error:
@@ -209,10 +225,19 @@ class FileReader:
                 if self.cold and hasattr(os, "posix_fadvise"):
                     # What will be read is announced: reading ahead of it would fetch other ranks' bytes.
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-                size = os.fstat(descriptor).st_size
-                if size != expected:
-                    raise ReadError(
-                        f"{path} has {size} bytes now and had {expected} when the checkpoint was opened; "
-                        "it was changed during the load"
-                    )
+                self._check(file, descriptor)
             return self._open[file]
+
+    def _check(self, file: int, descriptor: int) -> None:
+        """Raise ReadError unless an open file is the one whose header was read, and as it was then."""
+        state = FileState.of(descriptor)
+        if state.size != self._sizes[file] and file not in self._states:
+            self._states[file] = replace(state, size=self._sizes[file])
+        if state != self._states.setdefault(file, state):
+            raise self._changed(file, state, "since the checkpoint was opened")
+
+    def _changed(self, file: int, state: FileState, when: str) -> ReadError:
+        return ReadError(
+            f"{self._files[file]} was changed {when} (it {self._states[file].changed_to(state)}); load again "
+            "when nobody writes to it"
+        )

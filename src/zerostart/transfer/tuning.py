@@ -92,7 +92,7 @@ class Tuning:
         if plan.memory is not None:
             return MemoryReader(plan.memory.buffers)
         suits = LEAST_DIRECT <= plan.read_bytes * self.ranks <= MOST_OVER * sum(plan.sizes)
-        return FileReader(plan.files, plan.sizes, self.cold, self.direct and suits)
+        return FileReader(plan.files, plan.sizes, self.cold, self.direct and suits, plan.states)
 
     def describe(self, reader: Reader | None = None) -> str:
         """What was set, and what a reader found that was used, in one line for a person."""

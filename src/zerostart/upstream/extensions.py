@@ -117,13 +117,15 @@ def _present(folder: Path) -> Iterator[Path]:
 def _at_work(folder: Path) -> bool:
     """Whether a process that can be seen from here builds in ``folder``, or holds torch's lock there."""
     lock = folder / "lock"
-    for process in Path("/proc").glob("[0-9]*"):
-        if int(process.name) == os.getpid():
+    for process, (_, session) in _processes().items():
+        if process == os.getpid():
             continue
+        place = Path("/proc", str(process))
         with contextlib.suppress(OSError):
-            if (process / "cwd").samefile(folder):
+            # A compiler runs in the folder; so does the shell of a person there, but that leads a session.
+            if process != session and (place / "cwd").samefile(folder):
                 return True
-            for descriptor in (process / "fd").iterdir():
+            for descriptor in (place / "fd").iterdir():
                 with contextlib.suppress(OSError):
                     if descriptor.samefile(lock):
                         return True
@@ -136,8 +138,8 @@ def _telling(name: str, folder: Path, told: bool) -> Iterator[None]:
     timer = threading.Timer(
         SILENCE,
         lambda: logger.warning(
-            "DeepSpeed's operation %s is being compiled in %s, once for this environment; it takes about a "
-            "minute",
+            "DeepSpeed's operation %s is being compiled in %s, by this or another process, once for this "
+            "environment; it takes about a minute",
             name,
             folder,
         ),
@@ -184,11 +186,18 @@ def _ending_children() -> Iterator[None]:
 
 def _children(ancestor: int) -> set[int]:
     """Processes that ``ancestor`` has started, and those that they have."""
-    parents: dict[int, int] = {}
+    processes = _processes()
+    found: set[int] = set()
+    while more := {child for child, (parent, _) in processes.items() if parent in {ancestor, *found}} - found:
+        found |= more
+    return found
+
+
+def _processes() -> dict[int, tuple[int, int]]:
+    """Parent and session of each process that can be seen."""
+    found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found: set[int] = set()
-    while more := {child for child, parent in parents.items() if parent in {ancestor, *found}} - found:
-        found |= more
+            fields = stat.read_text().rpartition(")")[2].split()
+            found[int(stat.parent.name)] = (int(fields[1]), int(fields[3]))
     return found
