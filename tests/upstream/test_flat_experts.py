@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 
 from zerostart.upstream import deepspeed_flat_experts as parts
+from zerostart.upstream.deepspeed import import_deepspeed
+from zerostart.upstream.deepspeed_split_groups import split_optimizer
 
 
 def test_marks_that_deepspeed_reads() -> None:
@@ -38,24 +43,98 @@ def test_expert_groups_of_the_optimizer() -> None:
     assert "expert_data_parallel_group if self.has_moe_layers" in configuring
 
 
-def test_groups_are_split_before_schedulers_count_them() -> None:
-    parts._enter()
-    dense, expert = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))
+def expert_of(parameter: Any) -> str | None:
+    return getattr(parameter, "group_name", None)
+
+
+def mixed(**options: Any) -> tuple[Any, Any, torch.optim.Optimizer]:
+    dense, expert = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
     expert.group_name = "ep_size_2"  # type: ignore[attr-defined]
-    setattr(expert, parts._ATTRIBUTE, True)
-    optimizer = torch.optim.AdamW([("a", dense), ("b", expert)], lr=0.5, weight_decay=0.1)
-    first, second = optimizer.param_groups
-    assert first["params"] == [dense]
-    assert second["params"] == [expert]
-    assert (second["moe"], second["name"], second["lr"], second["weight_decay"]) == (
-        True,
-        "ep_size_2",
-        0.5,
-        0.1,
-    )
-    assert "moe" not in first
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    return dense, expert, torch.optim.AdamW([("a", dense), ("b", expert)], lr=0.5, **options)
+
+
+def test_a_group_with_both_is_two_in_the_twin() -> None:
+    dense, expert, client = mixed(weight_decay=0.1)
+    (group,) = client.param_groups
+    twin: Any = split_optimizer(client, expert_of)
+    first, second = twin.param_groups
+    assert first is group
+    assert client.param_groups == [group]
+    assert (first["params"], first["param_names"], "moe" in first) == ([dense], ["a"], False)
+    assert (second["params"], second["param_names"]) == ([expert], ["b"])
+    own = (second["moe"], second["name"], second["lr"], second["weight_decay"])
+    assert own == (True, "ep_size_2", 0.5, 0.1)
+    assert twin.state is client.state
+    assert type(twin) is type(client)
+
+
+def test_groups_of_one_kind_are_left_as_they_are() -> None:
+    dense, expert, _ = mixed()
+    client = torch.optim.SGD([{"params": [dense]}, {"params": [expert], "lr": 0.2}], lr=0.1)
+    groups = list(client.param_groups)
+    assert split_optimizer(client, expert_of) is client
+    assert all(a is b for a, b in zip(client.param_groups, groups, strict=True))
+    assert [group.get("name") for group in groups] == [None, "ep_size_2"]
+    assert split_optimizer(torch.optim.SGD([dense], lr=0.1), expert_of).param_groups[0].get("moe") is None
+
+
+def test_schedulers_made_before_and_after_reach_both_halves() -> None:
+    dense, expert, client = mixed()
+    early = torch.optim.lr_scheduler.LambdaLR(client, lambda step: 1 / (1 + step))
+    twin: Any = split_optimizer(client, expert_of)
+    late = torch.optim.lr_scheduler.LambdaLR(client, lambda step: 1 / (1 + step))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(3):
+            assert [group["lr"] for group in twin.param_groups] == [0.5 / (1 + number)] * 2
+            for parameter in (dense, expert):
+                parameter.grad = torch.ones_like(parameter)
+            twin.step()
+            early.step()
+            late.step()
+    assert torch.equal(dense, expert[:2])
+    other = torch.optim.lr_scheduler.ConstantLR(twin, 0.5)  # one of the engine's: it has both
+    assert [group["lr"] for group in twin.param_groups] == other.get_last_lr()
+
+
+def test_what_a_step_counts_in_a_group_is_each_halfs_own() -> None:
+    class Counting(torch.optim.SGD):
+        """Keeps its number of steps in its groups, as DeepSpeed's FusedAdam does."""
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+                group["k"] += 1
+
+    dense, expert, _ = mixed()
+    client = Counting([{"params": [dense, expert], "k": 0}], lr=0.1)
+    twin: Any = split_optimizer(client, expert_of)
+    groups = list(twin.param_groups)
+    for _ in range(3):  # one group at a time, as DeepSpeed has it
+        for group in groups:
+            twin.param_groups = [group]
+            twin.step()
+    twin.param_groups = groups
+    assert [(group["step"], group["k"]) for group in groups] == [(3, 3), (3, 3)]
+
+
+def test_loaded_groups_follow_again() -> None:
+    *_, client = mixed()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(client, lambda step: 1 / (1 + step))
+    twin: Any = split_optimizer(client, expert_of)
+    twin.load_state_dict(twin.state_dict())
+    twin.step()
     scheduler.step()
-    plain = torch.optim.SGD([dense], lr=0.1)
-    assert len(plain.param_groups) == 1
-    assert "moe" not in plain.param_groups[0]
+    assert [group["lr"] for group in twin.param_groups] == [0.25, 0.25]
+    assert [group["moe"] for group in twin.param_groups if "moe" in group] == [True]
+
+
+def test_classes_of_torch_stay_as_they_are() -> None:
+    before = dict(vars(torch.optim.Optimizer))
+    import_deepspeed()
+    with ExitStack() as stack:
+        parts._enter(stack)
+        assert dict(vars(torch.optim.Optimizer)) == before
+    assert dict(vars(torch.optim.Optimizer)) == before
+    group = {"params": [torch.nn.Parameter(torch.ones(2))]}
+    assert torch.optim.SGD([group], lr=0.1).param_groups[0] is group

@@ -1,10 +1,4 @@
-"""Private parts of DeepSpeed: what has to follow when the partition of a ZeRO-3 parameter is changed.
-
-Used: ``free_param`` and ``ZeroParamStatus`` of ``runtime/zero/partition_parameters.py``; and, once there is
-an optimizer, ``set_local_hp_param`` of the ``_z3_optimizer`` that it leaves on each parameter (as
-``deepspeed.utils.safe_set_local_fp32_param`` does). At stages 1 and 2 ``_hp_mapping``, which the optimizer
-leaves on a parameter, and ``deepspeed.utils.safe_set_full_fp32_param``.
-"""
+"""Private parts of DeepSpeed: what has to follow when the partition of a ZeRO-3 parameter is changed."""
 
 from __future__ import annotations
 
@@ -13,8 +7,31 @@ from typing import Any
 
 import torch
 
-__all__ = ["partition_changed"]
+from zerostart.upstream.registry import Use
+from zerostart.upstream.versions import DEEPSPEED
 
+__all__ = ["TOUCHED", "partition_changed"]
+
+TOUCHED = (
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.runtime.zero.partition_parameters",
+        names=("free_param", "ZeroParamStatus"),
+        why="a gathered copy of a changed parameter is dropped, for a module to gather it again",
+    ),
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
+        names=("set_local_hp_param",),
+        why="its fp32 master follows",
+    ),
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.utils",
+        names=("safe_set_full_fp32_param",),
+        why="the same at stages 1 and 2",
+    ),
+)
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 

@@ -4,95 +4,137 @@ A parameter with ``allreduce=False`` and a ``group_name`` is an expert to DeepSp
 (``moe.utils.is_moe_param``): its gradient is summed over the ranks that hold the same experts, divided by all
 ranks, and its optimizer state partitioned over the former. That holds where the engine has seen layers of its
 own, and where the optimizer has parameter groups of experts alone, with ``moe=True`` and the name of their
-process groups. For parameters with our mark, and no others, these are replaced:
+process groups. For models with our mark on a parameter, and no others, these methods of ``DeepSpeedEngine``
+do otherwise:
 
-- ``DeepSpeedEngine._configure_optimizer``: the engine has experts for as long as it makes the optimizer;
-- ``torch.optim.Optimizer.add_param_group``: a group is split into experts and the rest, before a scheduler
-  has counted the groups;
-- ``DeepSpeedEngine.save_checkpoint`` and ``save_16bit_model``, which would write the experts of one rank as
-  if they were all: refused.
+- ``_configure_optimizer``: the engine has experts for as long as it makes the optimizer, and gets one whose
+  groups are of experts or of others alone (``deepspeed_split_groups``);
+- ``save_checkpoint`` and ``save_16bit_model``, which would write the experts of one rank as if they were
+  all: refused.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from zerostart.errors import EngineError, UnsupportedVersionError
+from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed_experts import ExpertGroups
+from zerostart.upstream.deepspeed_split_groups import split_groups, split_optimizer
+from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["mark_flat_expert"]
+__all__ = ["TOUCHED", "mark_flat_expert"]
 
 _ATTRIBUTE = "_zerostart_flat_expert"
-_METHODS = ("_configure_optimizer", "save_checkpoint", "save_16bit_model")
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_CONFIGURE = PatchPoint(
+    library=DEEPSPEED,
+    owner=_ENGINE,
+    names=("_configure_optimizer",),
+    attributes=("has_moe_layers",),
+    why="the engine has experts while it makes the optimizer, whose groups are of experts or of others alone",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_ENGINE}._configure_optimizer",
+            leads=("client_optimizer", "model_parameters"),
+            has=("configure_moe_param_groups(P)", "client_optimizer(P)", "self._configure_zero_optimizer(O)"),
+        ),
+        Shape(
+            f"{_ENGINE}._configure_zero_optimizer",
+            has=(
+                "Z(..., has_moe_layers=self.has_moe_layers, "
+                "expert_data_parallel_group=E if self.has_moe_layers else None)",
+            ),
+        ),
+    ),
+)
+_MARKS = PatchPoint(
+    library=DEEPSPEED,
+    owner=_OPTIMIZER,
+    writes=("allreduce", "group_name"),
+    why="a gradient is summed over the ranks that hold the same experts, and divided by all ranks",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "deepspeed.moe.utils:is_moe_param", has=("hasattr(param, 'allreduce') and not param.allreduce",)
+        ),
+        Shape(f"{_OPTIMIZER}.is_moe_group", has=("'moe' in group and group['moe']",)),
+        Shape(
+            f"{_OPTIMIZER}._configure_moe_settings",
+            has=("self.real_dp_process_group[I] = self.expert_dp_process_group[G['name']]",),
+        ),
+    ),
+)
+_SAVING = PatchPoint(
+    library=DEEPSPEED,
+    owner=_ENGINE,
+    names=("save_checkpoint", "save_16bit_model"),
+    why="they would write the experts of one rank as if they were all: refused",
+    lasts=Lasts.MODEL,
+)
+TOUCHED = (_CONFIGURE, _MARKS, _SAVING)
 
 
 def mark_flat_expert(parameter: Any, groups: ExpertGroups) -> None:
     """Have the optimizer state of ``parameter`` partitioned, and its gradient reduced, among its owners."""
-    _enter()
+    demand(TOUCHED, "Use zero_stage=3")
+    _held.hold(parameter)
     parameter.allreduce = False
     parameter.group_name = groups.name
     setattr(parameter, _ATTRIBUTE, True)
 
 
-def _ours(parameters: Iterable[Any]) -> list[Any]:
-    return [p for p in parameters if hasattr(p, _ATTRIBUTE)]
+def _expert_of(parameter: Any) -> str | None:
+    """The name of the process groups of an expert of ours; None for other parameters."""
+    return parameter.group_name if hasattr(parameter, _ATTRIBUTE) else None
 
 
-@functools.cache
-def _enter() -> None:
+def _ours(parameters: Iterable[Any]) -> bool:
+    return any(_expert_of(parameter) is not None for parameter in parameters)
+
+
+def _enter(stack: ExitStack) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    absent = [name for name in _METHODS if not hasattr(DeepSpeedEngine, name)]
-    if absent:
-        raise UnsupportedVersionError(
-            f"DeepSpeedEngine has no {', '.join(absent)}; zerostart knows DeepSpeed 0.19. Use zero_stage=3"
-        )
-    configure, add = DeepSpeedEngine._configure_optimizer, torch.optim.Optimizer.add_param_group
+    configure = DeepSpeedEngine._configure_optimizer
 
     @functools.wraps(configure)
-    def configure_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
         if self.has_moe_layers or not _ours(self.module.parameters()):
-            return configure(self, *args, **kwargs)
+            return configure(self, client_optimizer, model_parameters)
         self.has_moe_layers = True
         try:
-            return configure(self, *args, **kwargs)
+            return configure(self, *_split(client_optimizer, model_parameters))
         finally:
             self.has_moe_layers = False
 
-    @functools.wraps(add)
-    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        for part in _split(param_group):
-            add(self, part)
-
-    engine: Any = DeepSpeedEngine
-    engine._configure_optimizer = configure_optimizer
-    engine.save_checkpoint = _refusing(DeepSpeedEngine.save_checkpoint)
-    engine.save_16bit_model = _refusing(DeepSpeedEngine.save_16bit_model)
-    optimizer: Any = torch.optim.Optimizer
-    optimizer.add_param_group = add_param_group
+    stack.enter_context(replaced(_CONFIGURE, DeepSpeedEngine, "_configure_optimizer", configure_optimizer))
+    for name in _SAVING.names:
+        new = _refusing(getattr(DeepSpeedEngine, name))
+        stack.enter_context(replaced(_SAVING, DeepSpeedEngine, name, new))
 
 
-def _split(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The group without our experts, and a group of them."""
-    given = group.get("params")
-    if given is None or isinstance(given, (torch.Tensor, set)):
-        yield group  # A single tensor, or what torch refuses.
-        return
-    items = list(given)
-    tensors = [item[1] if isinstance(item, tuple) else item for item in items]
-    experts = [item for item, tensor in zip(items, tensors, strict=True) if hasattr(tensor, _ATTRIBUTE)]
-    if not experts:
-        yield {**group, "params": items}
-        return
-    first = experts[0][1] if isinstance(experts[0], tuple) else experts[0]
-    if len(experts) < len(items):
-        rest = [i for i, t in zip(items, tensors, strict=True) if not hasattr(t, _ATTRIBUTE)]
-        yield {**group, "params": rest}
-    yield {**group, "params": experts, "moe": True, "name": first.group_name}
+_held = Held(_enter)
+
+
+def _split(client: Any, parameters: Any) -> tuple[Any, Any]:
+    """The client's optimizer (or what makes it) and parameters, with experts in groups of their own."""
+    if isinstance(client, torch.optim.Optimizer):
+        return split_optimizer(client, _expert_of), parameters
+    if client is not None:
+        return (lambda given: split_optimizer(client(given), _expert_of)), parameters
+    # DeepSpeed makes the optimizer. It splits a list of parameters, and of groups only those with a name.
+    if parameters and isinstance(parameters[0], dict) and not any("moe" in group for group in parameters):
+        parameters = split_groups(parameters, _expert_of)
+    return client, parameters
 
 
 def _refusing(original: Any) -> Any:

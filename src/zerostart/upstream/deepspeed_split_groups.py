@@ -1,0 +1,148 @@
+"""Optimizers for DeepSpeed whose parameter groups are of experts alone or of others alone.
+
+DeepSpeed's ZeRO stage 2 partitions a group of experts over other ranks than the rest. A client's group with
+both becomes two there. The client's own optimizer keeps its groups as they are, dictionaries and their number
+included: what was made on them (a scheduler, a logger) goes on working, and reaches both halves.
+
+Used of ``torch.optim.Optimizer``: its attributes ``param_groups`` and ``state``, hooks of a single optimizer
+around ``step`` and after ``load_state_dict``, and two names on an instance that ``LRScheduler`` knows:
+``step``, which it wraps, and ``_opt_called``, which tells it that steps come before its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["split_groups", "split_optimizer"]
+
+#: The name of the process groups of an expert; None for other parameters.
+ExpertOf = Callable[[Any], str | None]
+
+#: What a group does not share with the one that it was split from.
+_OWN = frozenset({"params", "param_names", "moe", "name"})
+#: What lists one item for each parameter of a group.
+_LISTS = ("params", "param_names")
+
+
+class _Follower(dict[str, Any]):
+    """A group whose settings follow those of another, the ``leader``, when these are changed from outside.
+
+    What a step of the optimizer itself notes in its groups (such as a count of steps) is each one's own.
+    """
+
+    def __init__(self, leader: dict[str, Any], own: dict[str, Any]) -> None:
+        super().__init__({**leader, **own})
+        self._leader = leader
+        self._seen: dict[str, Any] = {}
+        self.settle()
+
+    def follow(self) -> None:
+        """Take what was changed in the leader since."""
+        for key, value in self._leader.items():
+            if key not in _OWN and not (key in self._seen and self._seen[key] is value):
+                super().__setitem__(key, value)
+        self.settle()
+
+    def settle(self) -> None:
+        """Regard the leader's settings as they are now as known."""
+        self._seen = dict(self._leader)
+
+    def __getitem__(self, key: str) -> Any:
+        self.follow()
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.follow()
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        self.follow()
+        return super().items()
+
+    def values(self) -> Any:
+        self.follow()
+        return super().values()
+
+
+def split_groups(groups: Sequence[dict[str, Any]], expert_of: ExpertOf) -> list[dict[str, Any]]:
+    """New groups in the place of ``groups``: of each the part without experts, and then its experts."""
+    found = []
+    for group in groups:
+        rest, experts = _halves(group, expert_of)
+        found += [{**group, **half} for half in (rest, experts) if half["params"]]
+    return found
+
+
+def split_optimizer(client: torch.optim.Optimizer, expert_of: ExpertOf) -> torch.optim.Optimizer:
+    """``client``, or an optimizer with its state and hooks that has a client's group with both as two.
+
+    Groups of experts alone are named as such in place.
+    """
+    groups: list[dict[str, Any]] = []
+    leaders: dict[int, int] = {}
+    for group in client.param_groups:
+        rest, experts = _halves(group, expert_of)
+        groups.append(group)
+        if rest["params"] and experts["params"]:
+            leaders[len(groups)] = len(groups) - 1
+            groups.append(_Follower(group, experts))
+            group.update(rest)
+        elif experts["params"]:
+            group.update(experts)
+    return _twin(client, groups, leaders) if leaders else client
+
+
+def _halves(group: dict[str, Any], expert_of: ExpertOf) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of a group differs in its part without experts, and in its experts."""
+    names = [expert_of(parameter) for parameter in group["params"]]
+    listed = [key for key in _LISTS if key in group]
+    rest = {key: [x for x, n in zip(group[key], names, strict=True) if n is None] for key in listed}
+    experts = {key: [x for x, n in zip(group[key], names, strict=True) if n is not None] for key in listed}
+    name = next((n for n in names if n is not None), None)
+    return rest, {**experts, "moe": True, "name": name}
+
+
+def _twin(
+    client: torch.optim.Optimizer, groups: list[dict[str, Any]], leaders: dict[int, int]
+) -> torch.optim.Optimizer:
+    """An optimizer of the client's class, with its state and hooks, and with ``groups``.
+
+    ``leaders`` has the number of the group that a group, by its number, was split from.
+    """
+    twin: Any = object.__new__(type(client))
+    vars(twin).update({name: value for name, value in vars(client).items() if name != "step"})
+    twin.param_groups = groups
+    owner: Any = client  # Held by the hooks: some optimizers free what they share with the twin at their end.
+
+    def before(*_: Any) -> None:
+        for group in followers():
+            group.follow()
+
+    def after(*_: Any) -> None:
+        owner._opt_called = True
+        for group in followers():
+            group.settle()
+
+    def loaded(optimizer: Any) -> None:
+        if optimizer is not twin:
+            return
+        for number, leader in leaders.items():
+            twin.param_groups[number] = _Follower(twin.param_groups[leader], twin.param_groups[number])
+        current[:] = twin.param_groups
+        owner.state = twin.state
+        owner.param_groups = [group for n, group in enumerate(twin.param_groups) if n not in leaders]
+
+    # A list of its own: DeepSpeed steps one group at a time, and sets ``param_groups`` to it meanwhile.
+    current = list(groups)
+
+    def followers() -> list[_Follower]:
+        return [group for group in current if isinstance(group, _Follower)]
+
+    twin.register_step_pre_hook(before)
+    twin.register_step_post_hook(after)
+    twin.register_load_state_dict_post_hook(loaded)
+    made: torch.optim.Optimizer = twin
+    return made
