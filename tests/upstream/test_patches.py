@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -64,6 +66,25 @@ def test_held_while_one_of_the_holders_lives() -> None:
     assert Something.name == "ours"
     held.close()
     assert Something.name == "class"
+
+
+def test_held_while_a_ticket_goes_round() -> None:
+    """A mark may outlive the parameter that it was made for, as an attribute of the next."""
+
+    def put(stack: ExitStack) -> None:
+        stack.enter_context(replaced(POINT, Something, "name", "ours"))
+
+    held = Held(put)
+    first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    first.mark = held.ticket()  # type: ignore[attr-defined]
+    assert held.ticket() is first.mark  # type: ignore[attr-defined]
+    second.__dict__.update(first.__dict__)
+    assert pickle.loads(pickle.dumps(second)).mark is None
+    assert copy.deepcopy(vars(second))["mark"] is held.ticket()
+    del first
+    assert Something.name == "ours"
+    del second
+    assert (Something.name, active()) == ("class", ())
 
 
 def test_what_cannot_be_put_leaves_nothing() -> None:

@@ -86,10 +86,9 @@ TOUCHED = (_CONFIGURE, _MARKS, _SAVING)
 def mark_flat_expert(parameter: Any, groups: ExpertGroups) -> None:
     """Have the optimizer state of ``parameter`` partitioned, and its gradient reduced, among its owners."""
     demand(TOUCHED, "Use zero_stage=3")
-    _held.hold(parameter)
     parameter.allreduce = False
     parameter.group_name = groups.name
-    setattr(parameter, _ATTRIBUTE, True)
+    setattr(parameter, _ATTRIBUTE, _held.ticket())
 
 
 def _expert_of(parameter: Any) -> str | None:

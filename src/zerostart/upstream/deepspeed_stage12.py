@@ -105,8 +105,7 @@ def known() -> bool:
 def mark(parameter: torch.Tensor, name: str, keeper: Keeper, first: int = 0) -> None:
     """Have the optimizer that gets ``parameter`` take the buffer in which it lies, while it lives."""
     if known():
-        _held.hold(parameter)
-        remark(parameter, Mark(name, keeper, None, first))
+        remark(parameter, Mark(name, keeper, None, first, _held.ticket()))
 
 
 def offer(parameter: torch.Tensor, reader: RunReader) -> None:

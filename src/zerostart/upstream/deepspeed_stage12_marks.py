@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from zerostart.upstream.patches import Ticket
+
 __all__ = ["Keeper", "Mark", "RunReader", "marked", "remark"]
 
 #: Fills 1-D tensors with runs of the row-major order of parameters: ``(name, first element, tensor)``.
@@ -49,7 +51,8 @@ class Mark:
     name: str
     keeper: Keeper
     reader: RunReader | None
-    first: int = 0
+    first: int
+    ticket: Ticket
 
     def __reduce__(self) -> Any:
         return _nothing, ()

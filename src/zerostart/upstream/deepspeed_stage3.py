@@ -30,7 +30,7 @@ from zerostart.errors import EngineError
 from zerostart.upstream import deepspeed_start as starting
 from zerostart.upstream.deepspeed import partition_available, require
 from zerostart.upstream.deepspeed_masters import follow, tell_changed
-from zerostart.upstream.patches import Held, note, replaced
+from zerostart.upstream.patches import Held, Ticket, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.versions import DEEPSPEED
 
@@ -135,7 +135,8 @@ class Mark:
 
     name: str
     reader: Reader | None
-    arrange: Arrange | None = None
+    arrange: Arrange | None
+    ticket: Ticket
 
 
 @functools.cache
@@ -151,8 +152,7 @@ def require_stage3() -> Any:
 def mark(parameter: torch.Tensor, name: str, reader: Reader | None, arrange: Arrange | None = None) -> None:
     """Have the optimizer that gets ``parameter`` take it by the rules of this module, while it lives."""
     require_stage3()
-    _held.hold(parameter)
-    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange))
+    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange, _held.ticket()))
 
 
 def _enter(stack: ExitStack) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from zerostart.upstream.registry import PatchPoint
 
-__all__ = ["Held", "active", "note", "replaced"]
+__all__ = ["Held", "Ticket", "active", "note", "replaced"]
 
 _lock = threading.RLock()
 _active: list[PatchPoint] = []
@@ -62,6 +62,16 @@ def _forget(point: PatchPoint) -> None:
         _active.remove(point)
 
 
+class Ticket:
+    """Keeps replacements in place while it is referred to; copies refer to the same one, pickles to none."""
+
+    def __deepcopy__(self, memo: Any) -> Ticket:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 class Held:
     """Replacements that are in place as long as one of those that asked for them is there.
 
@@ -72,15 +82,21 @@ class Held:
         self._put = put
         self._stack: ExitStack | None = None
         self._count = 0
+        self._ticket: weakref.ref[Ticket] | None = None
 
     def open(self) -> None:
         """Put them in place, or keep them there, until ``close`` is called as often."""
         with _lock:
-            if self._stack is None:
+            self._count += 1  # First: the end of another holder may be noticed at any time.
+            if self._stack is not None:
+                return
+            try:
                 with ExitStack() as stack:
                     self._put(stack)
                     self._stack = stack.pop_all()
-            self._count += 1
+            except BaseException:
+                self._count -= 1
+                raise
 
     def close(self) -> None:
         """Undo one ``open``."""
@@ -94,3 +110,16 @@ class Held:
         """Keep them in place while ``holder`` lives."""
         self.open()
         weakref.finalize(holder, self.close).atexit = False
+
+    def ticket(self) -> Ticket:
+        """What keeps them in place while something refers to it.
+
+        Such as a mark, which goes from one parameter to another with the attributes of the first.
+        """
+        with _lock:
+            found = None if self._ticket is None else self._ticket()
+            if found is None:
+                found = Ticket()
+                self.hold(found)
+                self._ticket = weakref.ref(found)
+            return found

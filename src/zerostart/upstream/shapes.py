@@ -16,7 +16,7 @@ import functools
 import importlib
 import inspect
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,15 +64,15 @@ class Shape:
             return "its source cannot be read"
         last = (0, 0)
         for line in self.has:
-            place = next((_place(n) for n in nodes if _place(n) >= last and _matches(line, n)), None)
+            place = next((place for place in _places(line, nodes) if place >= last), None)
             if place is None:
                 return f"`{line}` is missing" + (" in its place" if last > (0, 0) else "")
             last = place
         for line in self.once:
-            count = sum(_matches(line, node) for node in nodes)
+            count = sum(1 for _ in _places(line, nodes))
             if count != 1:
                 return f"`{line}` is there {count} times, not once"
-        surplus = [line for line in self.lacks if any(_matches(line, node) for node in nodes)]
+        surplus = [line for line in self.lacks if next(_places(line, nodes), None)]
         return f"`{surplus[0]}` is there" if surplus else ""
 
 
@@ -111,12 +111,25 @@ def _plain(path: str) -> str:
     return path.replace(":", ".")
 
 
-@functools.lru_cache(maxsize=64)
-def _nodes(function: Any) -> Sequence[ast.stmt | ast.expr]:
-    """Statements and expressions of the function's source, from its beginning to its end."""
-    tree = ast.parse(_whole(inspect.getsource(function)))
-    nodes = [_unannotated(node) for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr)]
-    return sorted(nodes, key=_place)
+#: Line and column.
+_Place = tuple[int, int]
+
+
+@functools.lru_cache(maxsize=16)
+def _nodes(function: Any) -> Mapping[type, Sequence[tuple[_Place, ast.AST]]]:
+    """Statements and expressions of the function's source by their kind, from its beginning to its end."""
+    found: dict[type, list[tuple[_Place, ast.AST]]] = {}
+    for node in ast.walk(ast.parse(_whole(inspect.getsource(function)))):
+        if isinstance(node, ast.stmt | ast.expr):
+            plain = _unannotated(node)
+            found.setdefault(type(plain), []).append(((node.lineno, node.col_offset), plain))
+    return {kind: sorted(nodes, key=lambda pair: pair[0]) for kind, nodes in found.items()}
+
+
+def _places(line: str, nodes: Mapping[type, Sequence[tuple[_Place, ast.AST]]]) -> Iterator[_Place]:
+    """Where ``line`` is."""
+    pattern = _pattern(line)
+    return (place for place, node in nodes.get(type(pattern), ()) if _same(pattern, node, {}))
 
 
 def _whole(source: str) -> str:
@@ -124,18 +137,10 @@ def _whole(source: str) -> str:
     return f"if True:\n{source}" if source[0].isspace() else source
 
 
-def _place(node: ast.stmt | ast.expr) -> tuple[int, int]:
-    return node.lineno, node.col_offset
-
-
 @functools.cache
 def _pattern(line: str) -> ast.AST:
     (statement,) = ast.parse(line).body
     return statement.value if isinstance(statement, ast.Expr) else statement
-
-
-def _matches(line: str, node: ast.AST) -> bool:
-    return _same(_pattern(line), node, {})
 
 
 def _same(pattern: Any, node: Any, letters: dict[str, str]) -> bool:
