@@ -65,10 +65,10 @@ def trainer_script(
     """The HF Trainer, as in transformers' examples; ``adopt`` is the line that is added, None for none."""
     os.environ.update(environment)
     if "FSDP_VERSION" in environment and adopt is None:
-        from zerostart.upstream.accelerate import Override
+        from zerostart.upstream.accelerate_preparing import Override
 
         # accelerate's own FSDP2, which without this it would not use on CPUs.
-        Override(lambda accelerator, model: False, lambda accelerator, model: None).install()
+        Override(lambda accelerator, model: False, lambda accelerator, model: None).open()
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     if adopt is not None:
@@ -126,9 +126,9 @@ def accelerate_script(
 
         zerostart.enable(**adopt)
     elif "FSDP_VERSION" in environment:
-        from zerostart.upstream.accelerate import Override
+        from zerostart.upstream.accelerate_preparing import Override
 
-        Override(lambda accelerator, model: False, lambda accelerator, model: None).install()
+        Override(lambda accelerator, model: False, lambda accelerator, model: None).open()
 
     def accelerated() -> Accelerator:
         if "FSDP_VERSION" in environment:

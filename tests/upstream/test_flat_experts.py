@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from zerostart.upstream import deepspeed_flat_experts as parts
+from zerostart.upstream.deepspeed import import_deepspeed
 from zerostart.upstream.deepspeed_split_groups import split_optimizer
 
 
@@ -129,7 +131,10 @@ def test_loaded_groups_follow_again() -> None:
 
 def test_classes_of_torch_stay_as_they_are() -> None:
     before = dict(vars(torch.optim.Optimizer))
-    parts._enter()
+    import_deepspeed()
+    with ExitStack() as stack:
+        parts._enter(stack)
+        assert dict(vars(torch.optim.Optimizer)) == before
     assert dict(vars(torch.optim.Optimizer)) == before
     group = {"params": [torch.nn.Parameter(torch.ones(2))]}
     assert torch.optim.SGD([group], lr=0.1).param_groups[0] is group

@@ -16,24 +16,7 @@ from zerostart.upstream import deepspeed as ds
 from zerostart.upstream import deepspeed_stage3 as ds3
 from zerostart.upstream import deepspeed_start as start
 from zerostart.upstream import torch as pt
-from zerostart.upstream import torch_fsdp2
 from zerostart.upstream import transformers as hf
-
-
-def test_installed_versions_are_known() -> None:
-    hf._check()
-    ds.require()
-    pt.require()
-    torch_fsdp2.require()
-
-
-def test_fsdp2_makes_a_shard_of_what_we_give_it() -> None:
-    """The arguments that ``torch_fsdp2`` passes; tests/adoption/test_resizing.py has what becomes of them."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    arguments = ["param", "module_info", "mesh_info", "post_forward_mesh_info", "device"]
-    arguments += ["shard_placement_fn", "mp_policy", "offload_policy"]
-    assert list(inspect.signature(FSDPParam).parameters) == arguments
 
 
 def test_an_unknown_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,30 +58,10 @@ def test_dtype_globs_mean_what_the_library_means(glob: str) -> None:
     assert isinstance(ours, re.Pattern)
 
 
-def test_the_zero3_optimizer_is_as_we_know_it() -> None:
-    """What the overrides build on: names, and the order in which the constructor calls them."""
-    stage3 = ds3.require_stage3()
-    constructor = inspect.getsource(stage3.__init__)
-    calls = (
-        "self.dtype = self.optimizer.param_groups[0]['params'][0].dtype",
-        "self._get_trainable_parameter_groups()",
-        "self._create_fp16_partitions_with_defragmentation(self.trainable_param_groups)",
-        "self._setup_for_real_optimizer()",
-    )
-    places = [constructor.find(call) for call in calls]
-    assert places == sorted(places)
-    assert -1 not in places
-    flattening = inspect.getsource(stage3._create_fp16_partitions_with_defragmentation)
-    assert "parameter_partitions = self._get_parameter_partitions()" in flattening
-    assert "self._set_fp16_partitioned_groups_flat()" in flattening
-    making = inspect.getsource(stage3._setup_for_real_optimizer)
-    assert making.find("self._create_fp32_partitions()") < making.find("self.initialize_optimizer_states()")
-
-
 def test_a_zero3_optimizer_without_a_method_of_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(ds3.require_stage3(), "offload_states")
     ds3.require_stage3.cache_clear()
-    with pytest.raises(UnsupportedVersionError, match="ZeRO-3 optimizer misses offload_states"):
+    with pytest.raises(UnsupportedVersionError, match="Stage3 misses offload_states"):
         ds3.require_stage3()
     ds3.require_stage3.cache_clear()
 
@@ -107,15 +70,18 @@ def test_parameters_without_our_mark_are_left_to_the_optimizer() -> None:
     """The one method that is replaced gives what it gave, and leaves the class of the optimizer alone."""
     optimizer = ds3.require_stage3()
     before = optimizer._get_trainable_parameter_groups
-    ds3.mark(torch.nn.Parameter(torch.zeros(1)), "elsewhere", None)
+    elsewhere = torch.nn.Parameter(torch.zeros(1))
+    ds3.mark(elsewhere, "elsewhere", None)
     wrapped = optimizer._get_trainable_parameter_groups
-    original = getattr(wrapped, "__wrapped__", before)
+    assert wrapped is not before
     plain = object.__new__(optimizer)
     parameters = [torch.nn.Parameter(torch.zeros(2, dtype=d)) for d in (torch.float32, torch.bfloat16)]
     plain.optimizer = SimpleNamespace(param_groups=[{"params": parameters, "lr": 1.0}])
     plain.dp_process_group = None
-    assert wrapped(plain) == original(plain)
+    assert wrapped(plain) == before(plain)
     assert type(plain) is optimizer
+    del elsewhere
+    assert optimizer._get_trainable_parameter_groups is before
 
 
 def test_an_unknown_start_of_the_zero3_optimizer_is_left_alone(
@@ -127,7 +93,7 @@ def test_an_unknown_start_of_the_zero3_optimizer_is_left_alone(
     start.known.cache_clear()
     assert not start.known()
     assert not start.known()
-    assert caplog.text.count("initialize_optimizer_states of its ZeRO-3 optimizer is not as") == 1
+    assert caplog.text.count("initialize_optimizer_states is not as it was") == 1
     start.known.cache_clear()
 
 

@@ -26,12 +26,12 @@ from zerostart.integrations.pretrained import Call, Settings
 from zerostart.integrations.resizing import resize_token_embeddings
 from zerostart.loading.record import loaded_models, record_of
 from zerostart.state.full_tensors import full_tensors
-from zerostart.upstream import accelerate as accelerate_parts
+from zerostart.upstream import accelerate_preparing as accelerate_parts
 from zerostart.upstream import diffusers_loading as diffusers_parts
 from zerostart.upstream import transformers_loading as loading_parts
 from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
 from zerostart.upstream.deepspeed_active import config_stage
-from zerostart.upstream.deepspeed_saving import replace_consolidation
+from zerostart.upstream.deepspeed_saving import Consolidation
 from zerostart.upstream.diffusers import is_diffusers
 
 __all__ = ["Settings", "disable", "enable", "enabled"]
@@ -47,12 +47,12 @@ _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def enable(settings: Settings) -> None:
     """Put ``settings`` in force until ``disable``; see ``zerostart.enable``."""
     _check(settings)
-    if not _stack:
-        _transformers.install()
-        _diffusers.install()
-        if not _accelerate.installed:
-            _accelerate.install()
-    _stack.append(settings)
+    with contextlib.ExitStack() as stack:
+        for override in _overrides:
+            override.open()
+            stack.callback(override.close)
+        _stack.append(settings)
+        stack.pop_all()
 
 
 def disable() -> None:
@@ -60,9 +60,8 @@ def disable() -> None:
     if not _stack:
         raise ConfigError("zerostart is not enabled; call zerostart.enable() before zerostart.disable()")
     _stack.pop()
-    if not _stack:
-        _transformers.remove()
-        _diffusers.remove()
+    for override in _overrides:
+        override.close()
 
 
 @contextlib.contextmanager
@@ -121,8 +120,9 @@ class _Noting(Call):
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
+        _accelerate.hold(model)  # It may be prepared long after the block in which it was loaded.
         if record_of(model).engine.wraps and self._settings.expert_parallel > 1:
-            replace_consolidation(_whole_state)
+            _consolidation.hold(model)
         return found
 
 
@@ -132,7 +132,7 @@ class _Watched(_Noting):
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
         if record_of(model).engine.units:
-            model.resize_token_embeddings = functools.partial(resize_token_embeddings, model)
+            loading_parts.resize_by(model, functools.partial(resize_token_embeddings, model))
         return found
 
 
@@ -242,22 +242,15 @@ def _refuse_whole(model: nn.Module, engine: str) -> None:
             )
 
 
-class _Accelerate(accelerate_parts.Override):
-    """Stays once it is installed: a model may be prepared long after the block in which it was loaded."""
-
-    installed = False
-
-    def install(self) -> None:
-        super().install()
-        self.installed = True
-
-
 def _left(model: nn.Module) -> None:
     """Note a model that transformers loaded by itself while ranks were there to share it."""
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         _whole.add(model)
+        _accelerate.hold(model)
 
 
 _transformers = loading_parts.Override(_choose, _left)
 _diffusers = diffusers_parts.Override(_choose, _left)
-_accelerate = _Accelerate(_sharded, _partitioned, _whole_of_flat)
+_accelerate = accelerate_parts.Override(_sharded, _partitioned, _whole_of_flat)
+_consolidation = Consolidation(_whole_state)
+_overrides = (_transformers, _diffusers, _accelerate)

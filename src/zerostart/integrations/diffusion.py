@@ -13,8 +13,8 @@ from zerostart.checkpoint.source import Files
 from zerostart.errors import ConfigError
 from zerostart.integrations.pretrained import Call
 from zerostart.models import Built
+from zerostart.upstream.served import Findings
 from zerostart.upstream.transformers import without_weights
-from zerostart.upstream.transformers_loading import Findings
 
 __all__ = ["DiffusionCall"]
 

@@ -20,7 +20,7 @@ from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.models import Built
 from zerostart.models.operator_log import OperatorLog
-from zerostart.upstream.transformers_loading import Findings
+from zerostart.upstream.served import Findings
 from zerostart.upstream.transformers_quantizers import dequantizer
 
 __all__ = ["Call", "Settings"]

@@ -24,7 +24,7 @@ from zerostart.errors import BuildError, ConfigError, WriteError
 from zerostart.models.noise import Noise
 from zerostart.models.shrink import scaled, tiny
 from zerostart.recipe.dtypes import spelling, torch_dtype
-from zerostart.upstream.transformers import dtype_plan, revert, tied_names, without_weights
+from zerostart.upstream.transformers import dtype_plan, ignorable_on_save, revert, tied_names, without_weights
 
 __all__ = ["Synthesised", "synthesise"]
 
@@ -227,7 +227,7 @@ def _plan(
 
 def _stored(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The meta tensors that save_pretrained would store: nothing tied, nothing that is not to be saved."""
-    left_out = set(tied_names(model)) | set(model._keys_to_ignore_on_save or ())
+    left_out = set(tied_names(model)) | set(ignorable_on_save(model))
     plan = dtype_plan(model, dtype)
     stored = {}
     for name, tensor in model.state_dict().items():

@@ -1,9 +1,4 @@
-"""Private parts of DeepSpeed: the ZeRO-3 parameter contract.
-
-Known for the versions in ``SUPPORTED`` (runtime/zero/partition_parameters.py). Used of it: ``zero.Init`` as
-an object, ``Init._convert_to_deepspeed_param``, ``free_param``, ``PartitionedParamStatus``, and the
-attributes that ``Init._partition_param`` sets on a parameter's partition.
-"""
+"""Private parts of DeepSpeed: the ZeRO-3 parameter contract (runtime/zero/partition_parameters.py)."""
 
 from __future__ import annotations
 
@@ -22,11 +17,11 @@ from torch import nn
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream import deepspeed_nvme as nvme
 from zerostart.upstream.deepspeed_nvme import check_swapping, swap_file, write_through
-from zerostart.upstream.versions import demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.versions import DEEPSPEED
 
 __all__ = [
-    "import_deepspeed",
-    "SUPPORTED",
+    "TOUCHED",
     "Home",
     "check_config",
     "check_quantising",
@@ -36,6 +31,7 @@ __all__ = [
     "converted_parameter",
     "give_partition",
     "home_of",
+    "import_deepspeed",
     "join_group",
     "join_hierarchical_groups",
     "parameter_device",
@@ -48,8 +44,80 @@ __all__ = [
     "write_through",
 ]
 
-#: First known and first unknown version.
-SUPPORTED = ((0, 19, 8), (0, 20))
+_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
+TOUCHED = (
+    Use(
+        library=DEEPSPEED,
+        owner=_INIT,
+        names=("_convert_to_deepspeed_param", "_enable_mem_efficient_linear", "param_id"),
+        attributes=(
+            "local_device",
+            "mem_efficient_linear",
+            "num_ranks_in_param_group",
+            "param_swapper",
+            "pin_memory",
+            "remote_device",
+        ),
+        why="an Init as an object, which converts parameters one by one",
+        shapes=(
+            Shape(f"{_INIT}._aligned_size", leads=("param",)),
+            Shape(f"{_INIT}._partition_world_size", leads=("param",)),
+            Shape(
+                f"{_INIT}._convert_to_deepspeed_param",
+                has=(
+                    "param.ds_status = ZeroParamStatus.AVAILABLE",
+                    "param.ds_shape = param.shape",
+                    "param.ds_numel = param.numel()",
+                    "param.ds_tensor = None",
+                    "param.ds_persist = True",
+                    "param.ds_zero_partition_rank = ...",
+                    "param.ds_zero_partition_world_size = ...",
+                ),
+            ),
+        ),
+    ),
+    PatchPoint(
+        library=DEEPSPEED,
+        owner=_INIT,
+        writes=("ds_tensor", "ds_numel_aligned"),
+        why="a parameter is given its partition without being made whole first",
+        lasts=Lasts.MODEL,
+        shapes=(
+            Shape(
+                f"{_INIT}._partition_param",
+                leads=("param",),
+                has=(
+                    "free_param(param)",
+                    "partition_size = tensor_size // self._partition_world_size(param)",
+                    "partitioned_tensor.requires_grad = False",
+                    "param.ds_tensor = partitioned_tensor",
+                    "param.ds_tensor.ds_numel = partition_size",
+                    "param.ds_tensor.status = PartitionedParamStatus.AVAILABLE",
+                    "param.ds_tensor.final_location = final_location",
+                    "param.ds_numel_aligned = tensor_size",
+                ),
+            ),
+        ),
+    ),
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.runtime.zero.partition_parameters",
+        names=("free_param", "PartitionedParamStatus"),
+        why="the placeholder of a parameter is freed, its partition said to be available",
+    ),
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.runtime.zero.partition_parameters",
+        names=("shutdown_init_context", "restore_init_context", "top_level_context"),
+        why="an open zero.Init is suspended while a model is built, by DeepSpeed's own functions for that",
+    ),
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.utils.groups",
+        names=("_create_zero_param_parallel_group", "_get_zero_param_intra_parallel_group"),
+        why="the groups of hierarchical partitions, which a process makes once",
+    ),
+)
 
 
 def import_deepspeed() -> Any:
@@ -70,18 +138,10 @@ def import_deepspeed() -> Any:
 @functools.cache
 def _partition_parameters() -> Any:
     """The module ``deepspeed.runtime.zero.partition_parameters``, checked for what is used of it."""
-    deepspeed = import_deepspeed()
+    import_deepspeed()
+    demand(TOUCHED)
     from deepspeed.runtime.zero import partition_parameters
 
-    demand(
-        deepspeed,
-        SUPPORTED,
-        (
-            (partition_parameters.Init, ("_convert_to_deepspeed_param", "_aligned_size", "param_id")),
-            (partition_parameters, ("free_param", "PartitionedParamStatus")),
-            (partition_parameters, ("shutdown_init_context", "restore_init_context")),
-        ),
-    )
     return partition_parameters
 
 

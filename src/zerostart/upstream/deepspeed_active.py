@@ -1,10 +1,8 @@
 """Private parts of DeepSpeed, transformers and accelerate: which ZeRO configuration is active, if any.
 
-Used: ``zero_init_context`` and ``top_level_context`` of ``deepspeed.runtime.zero.partition_parameters`` (an
-open ``zero.Init``); the configuration that
-``HfDeepSpeedConfig`` or ``TrainingArguments`` keep alive, by ``transformers.integrations.deepspeed``; and
-accelerate's ``DeepSpeedPlugin``, in its state or, before there is one, made of what ``accelerate launch`` has
-put into the environment.
+That is an open ``zero.Init``; the configuration that ``HfDeepSpeedConfig`` or ``TrainingArguments`` keep
+alive, by ``transformers.integrations.deepspeed``; and accelerate's ``DeepSpeedPlugin``, in its state or,
+before there is one, made of what ``accelerate launch`` has put into the environment.
 """
 
 from __future__ import annotations
@@ -17,22 +15,51 @@ from typing import Any
 
 import torch
 
-from zerostart.errors import UnsupportedVersionError
+from zerostart.upstream.registry import Shape, Use, demand
+from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, TRANSFORMERS
 
-__all__ = ["active_config", "config_stage", "open_init_dtype", "require"]
+__all__ = ["TOUCHED", "active_config", "config_stage", "open_init_dtype", "require"]
 
+TOUCHED = (
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.runtime.zero.partition_parameters",
+        names=("zero_init_context", "top_level_context"),
+        why="whether a zero.Init is open, and for which dtype",
+    ),
+    Use(
+        library=TRANSFORMERS,
+        owner="transformers.integrations.deepspeed",
+        names=("deepspeed_config",),
+        why="the DeepSpeed configuration that TrainingArguments or HfDeepSpeedConfig keep",
+        shapes=(
+            Shape(
+                "transformers.integrations.deepspeed:deepspeed_config",
+                has=("_hf_deepspeed_config_weak_ref()",),
+            ),
+        ),
+    ),
+    Use(
+        library=ACCELERATE,
+        owner="accelerate.state:AcceleratorState",
+        names=("_shared_state", "deepspeed_plugin"),
+        why="the DeepSpeed plugin of an Accelerator, if there is one",
+    ),
+    Use(
+        library=ACCELERATE,
+        owner="accelerate.utils:DeepSpeedPlugin",
+        names=("set_mixed_precision", "zero3_init_flag"),
+        attributes=("deepspeed_config",),
+        why="the plugin that an Accelerator will make of the launcher's environment",
+    ),
+)
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 
 @functools.cache
 def require() -> None:
     """Raise UnsupportedVersionError unless what this file looks at is there; imports DeepSpeed."""
-    from deepspeed.runtime.zero import partition_parameters
-
-    names = ("zero_init_context", "top_level_context")
-    absent = [name for name in names if not hasattr(partition_parameters, name)]
-    if absent:
-        raise UnsupportedVersionError(f"{_MODULE} misses {', '.join(absent)}; zerostart knows DeepSpeed 0.19")
+    demand(TOUCHED)
 
 
 def open_init_dtype() -> torch.dtype | None:

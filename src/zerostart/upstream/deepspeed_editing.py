@@ -1,12 +1,4 @@
-"""Private parts of DeepSpeed: the fp32 master of a parameter, and what else follows when that changes.
-
-Used, by stage: at 3 ``_z3_optimizer`` on a parameter, its ``grad_position``, ``get_param_id``,
-``_get_fp32_opt_state_partition``, ``_swappable_optimizer_subgroup`` and
-``_optimizer_states_and_gradient_swap_out`` (as ``set_local_hp_param`` uses them), ``ds_secondary_tensor`` (as
-``invalidate_secondary_tensor``), and ``free_param`` and ``ZeroParamStatus`` of
-``runtime/zero/partition_parameters.py``. At 1 and 2 what ``deepspeed_stage12_optimizers`` uses. At 0 the
-groups of ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``. ``offloaded_states`` of every optimizer.
-"""
+"""Private parts of DeepSpeed: the fp32 master of a parameter, and what else follows when that changes."""
 
 from __future__ import annotations
 
@@ -20,9 +12,30 @@ import torch
 from zerostart.errors import ConfigError, UnsupportedVersionError
 from zerostart.upstream.deepspeed_stage12 import marked
 from zerostart.upstream.deepspeed_stage12_optimizers import shares_of
+from zerostart.upstream.registry import Use
+from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["Master", "check_editable", "has_own_values", "master_of"]
+__all__ = ["TOUCHED", "Master", "check_editable", "has_own_values", "master_of"]
 
+TOUCHED = (
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.runtime.zero.partition_parameters",
+        names=("free_param", "ZeroParamStatus"),
+        why="a gathered copy of a changed parameter is dropped, for a module to gather it again",
+    ),
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
+        names=(
+            "get_param_id",
+            "_get_fp32_opt_state_partition",
+            "_swappable_optimizer_subgroup",
+            "_optimizer_states_and_gradient_swap_out",
+        ),
+        why="its fp32 master follows, in a swap file too, as set_local_hp_param has it",
+    ),
+)
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 #: ``(first, values)``: element ``i`` of the 1-D ``values`` is the master of element ``first + i`` of what

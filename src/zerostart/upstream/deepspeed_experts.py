@@ -1,10 +1,6 @@
 """Private parts of DeepSpeed: process groups of experts, and the marks that put a parameter in one.
 
-Used of it: ``utils.groups._create_expert_and_data_parallel``, ``_get_expert_parallel_group``,
-``_get_expert_parallel_group_dict`` and ``_get_expert_data_parallel_group``, and three attributes of a
-parameter: ``ds_zero_partition_process_group`` (``Init._convert_to_deepspeed_param`` partitions over it),
-``ds_zero_placement_family`` and ``ds_zero_partition_group_name`` (ZeRO-3 divides such gradients by the number
-of batches, and counts their norm over the expert group as well). DeepSpeed sets them for its AutoEP layers.
+DeepSpeed sets the same marks for its AutoEP layers.
 """
 
 from __future__ import annotations
@@ -13,27 +9,69 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import deepspeed as upstream
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["ExpertGroups", "mark_expert", "require_groups"]
+__all__ = ["TOUCHED", "ExpertGroups", "mark_expert", "require_groups"]
 
-_USED = (
-    "_create_expert_and_data_parallel",
-    "_get_expert_parallel_group",
-    "_get_expert_parallel_group_dict",
-    "_get_expert_data_parallel_group",
+_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
+_OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+TOUCHED = (
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.utils.groups",
+        names=(
+            "_create_expert_and_data_parallel",
+            "_get_expert_parallel_group",
+            "_get_expert_parallel_group_dict",
+            "_get_expert_data_parallel_group",
+        ),
+        why="DeepSpeed's own groups of ranks that share experts, made once for each size",
+        shapes=(
+            Shape(
+                "deepspeed.utils.groups:_create_expert_and_data_parallel",
+                leads=("expert_parallel_size_",),
+                has=("X = f'ep_size_{expert_parallel_size_}'",),
+            ),
+        ),
+    ),
+    PatchPoint(
+        library=DEEPSPEED,
+        owner=_INIT,
+        writes=("ds_zero_partition_process_group",),
+        why="a parameter of experts is partitioned among the ranks that have it",
+        lasts=Lasts.MODEL,
+        shapes=(
+            Shape(
+                f"{_INIT}._convert_to_deepspeed_param",
+                has=("getattr(param, 'ds_zero_partition_process_group', self.ds_process_group)",),
+            ),
+        ),
+    ),
+    PatchPoint(
+        library=DEEPSPEED,
+        owner=_OPTIMIZER,
+        writes=("ds_zero_placement_family", "ds_zero_partition_group_name"),
+        why="its gradient is divided by all ranks, and its norm counted over its group",
+        lasts=Lasts.MODEL,
+        shapes=(
+            Shape(
+                f"{_OPTIMIZER}._autoep_expert_parallel_group",
+                has=(
+                    "getattr(X, 'ds_zero_placement_family', 'replicated')",
+                    "getattr(X, 'ds_zero_partition_group_name', None)",
+                ),
+            ),
+        ),
+    ),
 )
 
 
 def require_groups() -> None:
     """Raise UnsupportedVersionError unless DeepSpeed has what is used of it."""
     upstream.require()
-    from deepspeed.utils import groups
-
-    absent = [name for name in _USED if not hasattr(groups, name)]
-    if absent:
-        raise UnsupportedVersionError(f"this DeepSpeed has no deepspeed.utils.groups.{', '.join(absent)}")
+    demand(TOUCHED)
 
 
 class ExpertGroups:

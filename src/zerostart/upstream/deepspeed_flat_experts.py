@@ -17,26 +17,78 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from zerostart.errors import EngineError, UnsupportedVersionError
+from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed_experts import ExpertGroups
 from zerostart.upstream.deepspeed_split_groups import split_groups, split_optimizer
+from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["mark_flat_expert"]
+__all__ = ["TOUCHED", "mark_flat_expert"]
 
 _ATTRIBUTE = "_zerostart_flat_expert"
-_METHODS = ("_configure_optimizer", "save_checkpoint", "save_16bit_model")
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_CONFIGURE = PatchPoint(
+    library=DEEPSPEED,
+    owner=_ENGINE,
+    names=("_configure_optimizer",),
+    attributes=("has_moe_layers",),
+    why="the engine has experts while it makes the optimizer, whose groups are of experts or of others alone",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_ENGINE}._configure_optimizer",
+            leads=("client_optimizer", "model_parameters"),
+            has=("configure_moe_param_groups(P)", "client_optimizer(P)", "self._configure_zero_optimizer(O)"),
+        ),
+        Shape(
+            f"{_ENGINE}._configure_zero_optimizer",
+            has=(
+                "Z(..., has_moe_layers=self.has_moe_layers, "
+                "expert_data_parallel_group=E if self.has_moe_layers else None)",
+            ),
+        ),
+    ),
+)
+_MARKS = PatchPoint(
+    library=DEEPSPEED,
+    owner=_OPTIMIZER,
+    writes=("allreduce", "group_name"),
+    why="a gradient is summed over the ranks that hold the same experts, and divided by all ranks",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "deepspeed.moe.utils:is_moe_param", has=("hasattr(param, 'allreduce') and not param.allreduce",)
+        ),
+        Shape(f"{_OPTIMIZER}.is_moe_group", has=("'moe' in group and group['moe']",)),
+        Shape(
+            f"{_OPTIMIZER}._configure_moe_settings",
+            has=("self.real_dp_process_group[I] = self.expert_dp_process_group[G['name']]",),
+        ),
+    ),
+)
+_SAVING = PatchPoint(
+    library=DEEPSPEED,
+    owner=_ENGINE,
+    names=("save_checkpoint", "save_16bit_model"),
+    why="they would write the experts of one rank as if they were all: refused",
+    lasts=Lasts.MODEL,
+)
+TOUCHED = (_CONFIGURE, _MARKS, _SAVING)
 
 
 def mark_flat_expert(parameter: Any, groups: ExpertGroups) -> None:
     """Have the optimizer state of ``parameter`` partitioned, and its gradient reduced, among its owners."""
-    _enter()
+    demand(TOUCHED, "Use zero_stage=3")
     parameter.allreduce = False
     parameter.group_name = groups.name
-    setattr(parameter, _ATTRIBUTE, True)
+    setattr(parameter, _ATTRIBUTE, _held.ticket())
 
 
 def _expert_of(parameter: Any) -> str | None:
@@ -48,15 +100,9 @@ def _ours(parameters: Iterable[Any]) -> bool:
     return any(_expert_of(parameter) is not None for parameter in parameters)
 
 
-@functools.cache
-def _enter() -> None:
+def _enter(stack: ExitStack) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    absent = [name for name in _METHODS if not hasattr(DeepSpeedEngine, name)]
-    if absent:
-        raise UnsupportedVersionError(
-            f"DeepSpeedEngine has no {', '.join(absent)}; zerostart knows DeepSpeed 0.19. Use zero_stage=3"
-        )
     configure = DeepSpeedEngine._configure_optimizer
 
     @functools.wraps(configure)
@@ -69,10 +115,13 @@ def _enter() -> None:
         finally:
             self.has_moe_layers = False
 
-    engine: Any = DeepSpeedEngine
-    engine._configure_optimizer = configure_optimizer
-    engine.save_checkpoint = _refusing(DeepSpeedEngine.save_checkpoint)
-    engine.save_16bit_model = _refusing(DeepSpeedEngine.save_16bit_model)
+    stack.enter_context(replaced(_CONFIGURE, DeepSpeedEngine, "_configure_optimizer", configure_optimizer))
+    for name in _SAVING.names:
+        new = _refusing(getattr(DeepSpeedEngine, name))
+        stack.enter_context(replaced(_SAVING, DeepSpeedEngine, name, new))
+
+
+_held = Held(_enter)
 
 
 def _split(client: Any, parameters: Any) -> tuple[Any, Any]:

@@ -1,9 +1,7 @@
 """Private parts of DeepSpeed: the swap files of ZeRO-3 parameters that live on NVMe.
 
-Known for the versions in ``upstream.deepspeed.SUPPORTED`` (swap_tensor/partitioned_param_swapper.py).
-Used of ``AsyncPartitionedParameterSwapper``: ``get_path``, ``_io_aligned_numel``, ``swappable_tensor``,
-``elements_per_buffer``, ``dtype``, ``param_id_to_numel``, ``invalid_buffer`` and ``synchronize_reads``. A
-file holds the partition and, up to the alignment of asynchronous input and output, padding.
+A file (swap_tensor/partitioned_param_swapper.py) holds the partition and, up to the alignment of asynchronous
+input and output, padding.
 """
 
 from __future__ import annotations
@@ -16,12 +14,72 @@ from typing import Any
 import torch
 
 from zerostart.errors import EngineError, WriteError
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["check_swapping", "current_partition", "leave_on_nvme", "swap_file", "swaps", "write_through"]
+__all__ = [
+    "TOUCHED",
+    "check_swapping",
+    "current_partition",
+    "leave_on_nvme",
+    "swap_file",
+    "swaps",
+    "write_through",
+]
+
+_SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
+TOUCHED = (
+    Use(
+        library=DEEPSPEED,
+        owner=_SWAPPER,
+        names=("synchronize_reads",),
+        attributes=("dtype", "elements_per_buffer", "invalid_buffer", "param_id_to_numel"),
+        why="where the swap file of a partition is, and how large",
+        shapes=(
+            Shape(
+                "deepspeed.runtime.swap_tensor.partitioned_param_swapper:"
+                "AsyncPartitionedParameterSwapper.get_path",
+                leads=("param",),
+                takes=("must_exist",),
+            ),
+            Shape(
+                "deepspeed.runtime.swap_tensor.partitioned_param_swapper:"
+                "AsyncPartitionedParameterSwapper._io_aligned_numel",
+                leads=("numel",),
+            ),
+            Shape(
+                "deepspeed.runtime.swap_tensor.partitioned_param_swapper:"
+                "AsyncPartitionedParameterSwapper.swappable_tensor",
+                takes=("numel",),
+            ),
+        ),
+    ),
+    PatchPoint(
+        library=DEEPSPEED,
+        owner=_SWAPPER,
+        writes=("status", "final_location", "data"),
+        why="of a partition that was written to its swap file: that it is there, and not in memory",
+        lasts=Lasts.MODEL,
+        shapes=(
+            Shape(
+                "deepspeed.runtime.swap_tensor.partitioned_param_swapper:"
+                "AsyncPartitionedParameterSwapper.remove_partition_and_release_buffers",
+                has=(
+                    "param.ds_tensor.data = self.invalid_buffer.data",
+                    "param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE",
+                ),
+            ),
+        ),
+    ),
+)
 
 
 def check_swapping() -> None:
-    """Raise EngineError unless DeepSpeed's asynchronous input and output can be built on this host."""
+    """Raise EngineError unless DeepSpeed's asynchronous input and output can be built on this host.
+
+    Raises UnsupportedVersionError where its swapping is not as this file knows it.
+    """
+    demand(TOUCHED)
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):

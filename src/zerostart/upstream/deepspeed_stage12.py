@@ -11,9 +11,9 @@ Three things are done otherwise for parameters that carry a mark of zerostart, a
   rounded parameters are then read from the checkpoint. Gradients that it makes to drop are left out.
 
 The way in is the constructors of both optimizers (``deepspeed_stage12_optimizers``) and of the engine, and
-that one method of it, replaced at the first load for these stages. Where a construction fails, the hooks that
-it left are removed, and the client's optimizer gets its parameters back.
-Known for the versions in ``zerostart.upstream.deepspeed.SUPPORTED``; others take the stock route.
+that one method of it, replaced as long as a marked parameter lives. Where a construction fails, the hooks
+that it left are removed, and the client's optimizer gets its parameters back. A DeepSpeed that is not as
+declared here takes the stock route.
 """
 
 from __future__ import annotations
@@ -23,107 +23,90 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from zerostart.upstream.deepspeed import SUPPORTED, import_deepspeed
+from zerostart.upstream.deepspeed import import_deepspeed
 from zerostart.upstream.deepspeed_stage12_alike import alike
-from zerostart.upstream.versions import misfit
+from zerostart.upstream.deepspeed_stage12_marks import Keeper, Mark, RunReader, marked, remark
+from zerostart.upstream.deepspeed_stage12_optimizers import TOUCHED as OPTIMIZERS
+from zerostart.upstream.deepspeed_stage12_optimizers import enter_constructors
+from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit
+from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["Keeper", "Mark", "RunReader", "known", "mark", "marked", "offer", "remark"]
+__all__ = ["TOUCHED", "Keeper", "Mark", "RunReader", "known", "mark", "marked", "offer", "remark"]
 
 logger = logging.getLogger("zerostart")
 
-#: Fills 1-D tensors with runs of the row-major order of parameters: ``(name, first element, tensor)``.
-#: Collective, with the same parameters in the same order; the runs are each rank's own.
-RunReader = Callable[[Sequence[tuple[str, int, torch.Tensor]]], None]
-
-_ATTRIBUTE = "_zerostart_flat"
-_OPTIMIZER = (
-    "flatten_dense_tensors_aligned",
-    "_update_model_bit16_weights",
-    "get_data_parallel_partitions",
-    "initialize_optimizer_states",
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_CONSTRUCTION = PatchPoint(
+    library=DEEPSPEED,
+    owner=_ENGINE,
+    names=("__init__",),
+    attributes=("dist_backend", "module_forward_pre_hook", "module_forward_post_hook"),
+    why="buffers that wait on the host are brought to the device first; it leaves no hooks where it fails",
+    lasts=Lasts.MODEL,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_ENGINE}.__init__",
+            takes=("model", "optimizer"),
+            has=(
+                "self.dist_backend = ...",
+                "self._configure_distributed_model(model)",
+                "self.module_forward_pre_hook = ...",
+                "self.module_forward_post_hook = ...",
+            ),
+        ),
+        Shape(f"{_ENGINE}.destroy"),
+        Shape(
+            f"{_ENGINE}._cast_module_mixed_precision",
+            has=("P.dtype in CASTABLE_DTYPES and P.dtype != D",),
+        ),
+    ),
 )
-_BF16_OPTIMIZER = ("_flatten_dense_tensors_aligned", "_update_storage_to_flattened_tensor")
-
-
-class Keeper(Protocol):
-    """What holds the flat buffers of one loaded model.
-
-    ``optimizer`` refers to DeepSpeed's optimizer of the model, once an engine has been made.
-    """
-
-    optimizer: weakref.ref[Any] | None
-
-    def bring(self) -> None:
-        """Move buffers that wait in host memory to the device; collective."""
-        ...
-
-    def adopt(
-        self,
-        groups: Sequence[Sequence[torch.Tensor]],
-        partitions: Sequence[int],
-        round_robin: bool,
-        aligned: bool,
-    ) -> list[torch.Tensor | None]:
-        """Of each group its flat buffer, with the parameters in it as the optimizer wants them; else None.
-
-        ``partitions`` is the number of ranks that share each group.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Mark:
-    """What a parameter tells the engine: its name, its keeper, and how its master is read, None if it is not.
-
-    ``first`` is the element of the row-major order of the unsharded parameter with which this rank's begins.
-    Pickles as None: it means nothing without the buffer.
-    """
-
-    name: str
-    keeper: Keeper
-    reader: RunReader | None
-    first: int = 0
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
+_BROADCAST = PatchPoint(
+    library=DEEPSPEED,
+    owner=_ENGINE,
+    names=("_broadcast_model",),
+    writes=("ds_optim_param",),
+    why="parameters that hold the same bits on all ranks are not sent: marked so for the time of the call",
+    lasts=Lasts.MODEL,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_ENGINE}._broadcast_model",
+            has=(
+                "hasattr(P, 'ds_optim_param')",
+                "is_moe_param(P)",
+                "dist.broadcast(..., group=self.expert_data_parallel_group[P.group_name])",
+                "dist.broadcast(..., group=self.seq_data_parallel_group)",
+            ),
+        ),
+    ),
+)
+TOUCHED = (_CONSTRUCTION, _BROADCAST)
 
 
 @functools.cache
 def known() -> bool:
     """Whether the installed DeepSpeed is as this module knows it; warns once if it is not."""
-    deepspeed = import_deepspeed()
-    from deepspeed.runtime import bf16_optimizer, engine
-    from deepspeed.runtime.zero import stage_1_and_2
-
-    wrong = misfit(
-        deepspeed,
-        SUPPORTED,
-        (
-            (stage_1_and_2.DeepSpeedZeroOptimizer, _OPTIMIZER),
-            (bf16_optimizer.BF16_Optimizer, _BF16_OPTIMIZER),
-            (engine.DeepSpeedEngine, ("_broadcast_model", "destroy")),
-        ),
-    )
+    import_deepspeed()
+    wrong = misfit((*TOUCHED, *OPTIMIZERS))
     if wrong:
         logger.warning("%s. deepspeed.initialize will flatten the parameters of stages 1 and 2 itself", wrong)
     return not wrong
 
 
 def mark(parameter: torch.Tensor, name: str, keeper: Keeper, first: int = 0) -> None:
-    """Have the optimizer that gets ``parameter`` take the buffer in which it lies."""
+    """Have the optimizer that gets ``parameter`` take the buffer in which it lies, while it lives."""
     if known():
-        _enter()
-        remark(parameter, Mark(name, keeper, None, first))
+        remark(parameter, Mark(name, keeper, None, first, _held.ticket()))
 
 
 def offer(parameter: torch.Tensor, reader: RunReader) -> None:
@@ -133,27 +116,10 @@ def offer(parameter: torch.Tensor, reader: RunReader) -> None:
         remark(parameter, replace(found, reader=reader))
 
 
-def remark(parameter: torch.Tensor, new: Mark) -> None:
-    """Change the mark of a parameter."""
-    setattr(parameter, _ATTRIBUTE, new)
-
-
-def marked(parameter: torch.Tensor) -> Mark | None:
-    """The mark of a parameter, if it has one."""
-    return getattr(parameter, _ATTRIBUTE, None)
-
-
-@functools.cache
-def _enter() -> None:
-    from deepspeed.runtime import bf16_optimizer
+def _enter(stack: ExitStack) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero import stage_1_and_2
 
-    from zerostart.upstream.deepspeed_stage12_optimizers import over_bf16, over_zero
-
-    zero, bf16 = stage_1_and_2.DeepSpeedZeroOptimizer, bf16_optimizer.BF16_Optimizer
-    zero.__init__ = over_zero(zero.__init__)
-    bf16.__init__ = over_bf16(bf16.__init__)
+    enter_constructors(stack)
     broadcast, construct = DeepSpeedEngine._broadcast_model, DeepSpeedEngine.__init__
     signature = inspect.signature(construct)
 
@@ -173,8 +139,11 @@ def _enter() -> None:
             for keeper in _keepers(given.get("model")):
                 keeper.optimizer = weakref.ref(self.optimizer)
 
-    DeepSpeedEngine._broadcast_model = broadcast_model
-    DeepSpeedEngine.__init__ = construct_engine
+    stack.enter_context(replaced(_BROADCAST, DeepSpeedEngine, "_broadcast_model", broadcast_model))
+    stack.enter_context(replaced(_CONSTRUCTION, DeepSpeedEngine, "__init__", construct_engine))
+
+
+_held = Held(_enter)
 
 
 def _keepers(model: object) -> list[Keeper]:

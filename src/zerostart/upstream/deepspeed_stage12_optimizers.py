@@ -1,7 +1,7 @@
 """Private parts of DeepSpeed's ZeRO stage 1 and 2 optimizers: their construction over our flat buffers.
 
-See ``zerostart.upstream.deepspeed_stage12``, which has the way in and the versions. The overrides live on the
-one object that is constructed, and end with its constructor, also when that fails.
+See ``zerostart.upstream.deepspeed_stage12``, which has the way in. The overrides live on the one object that
+is constructed, and end with its constructor, also when that fails.
 """
 
 from __future__ import annotations
@@ -14,30 +14,219 @@ import itertools
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
-from zerostart.upstream.deepspeed_stage12 import Keeper, RunReader, marked, remark
+from zerostart.upstream.deepspeed_masters import follow, tell_changed
+from zerostart.upstream.deepspeed_stage12_marks import Keeper, RunReader, marked, remark
+from zerostart.upstream.patches import replaced
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, Use
+from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["over_bf16", "over_zero", "shares_of"]
+__all__ = ["TOUCHED", "enter_constructors", "shares_of"]
 
 logger = logging.getLogger("zerostart")
 
-#: Elements that are compared at a time.
-_CHUNK = 1 << 20
+_ZERO_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
+_ZERO = PatchPoint(
+    library=DEEPSPEED,
+    owner=_ZERO_OPTIMIZER,
+    names=("__init__",),
+    attributes=(
+        "bit16_groups",
+        "cpu_offload",
+        "master_weights_and_grads_dtype",
+        "parallel_partitioned_bit16_groups",
+        "round_robin_bit16_groups",
+        "round_robin_bit16_offsets",
+        "single_partition_of_fp32_groups",
+    ),
+    why="the flat buffer of the load is taken as its own, and masters are read from the checkpoint",
+    lasts=Lasts.MODEL,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_ZERO_OPTIMIZER}.__init__",
+            takes=(
+                "init_optimizer",
+                "dp_process_group",
+                "round_robin_gradients",
+                "parameter_alignment",
+                "has_moe_layers",
+                "zenflow_config",
+            ),
+            has=(
+                "self.nccl_start_alignment_factor = 2",
+                "is_optimized_parameter(P)",
+                "self.bit16_groups.append(G)",
+                "A = 16 // math.gcd(16, E) if self.parameter_alignment else 1",
+                "self._round_robin_reorder(...)",
+                "self.flatten_dense_tensors_aligned(self.round_robin_bit16_groups[I], A, use_cpu_data=False, "
+                "param_padding=P)",
+                "self.bit16_groups_flat.append(F)",
+                "self._update_model_bit16_weights(I)",
+                "P = self.get_data_parallel_partitions(self.bit16_groups_flat[I], I)",
+                "self.parallel_partitioned_bit16_groups.append(P)",
+                "self.single_partition_of_fp32_groups.append(M)",
+                "self._grad_acc_hooks = []",
+                "self.initialize_optimizer_states()",
+            ),
+        ),
+    ),
+)
+_BFLOAT16 = PatchPoint(
+    library=DEEPSPEED,
+    owner=_BF16_OPTIMIZER,
+    names=("__init__",),
+    attributes=("bf16_groups", "fp32_groups_flat_partition"),
+    why="the same for stage 1 in bf16 with gradients in fp32",
+    lasts=Lasts.MODEL,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_BF16_OPTIMIZER}.__init__",
+            takes=("init_optimizer", "dp_process_group", "has_moe_layers"),
+        ),
+        Shape(
+            f"{_BF16_OPTIMIZER}._setup_for_real_optimizer",
+            has=(
+                "is_optimized_parameter(P)",
+                "self.bf16_groups.append(G)",
+                "self._flatten_dense_tensors_aligned(self.bf16_groups[I], A)",
+                "self._update_storage_to_flattened_tensor(..., tensor_list=self.bf16_groups[I])",
+                "self.fp32_groups_flat_partition.append(M)",
+                "self._grad_acc_hooks = []",
+            ),
+        ),
+    ),
+)
+_FLATTEN = PatchPoint(
+    library=DEEPSPEED,
+    owner=_ZERO_OPTIMIZER,
+    names=("flatten_dense_tensors_aligned",),
+    why="of the one optimizer: gives the buffer in which the parameters lie already",
+    lasts=Lasts.CONSTRUCTION,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_ZERO_OPTIMIZER}.flatten_dense_tensors_aligned",
+            leads=("tensor_list", "alignment"),
+            takes=("param_padding",),
+        ),
+    ),
+)
+_FLATTEN_BFLOAT16 = PatchPoint(
+    library=DEEPSPEED,
+    owner=_BF16_OPTIMIZER,
+    names=("_flatten_dense_tensors_aligned",),
+    why="of the one optimizer: the same",
+    lasts=Lasts.CONSTRUCTION,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_BF16_OPTIMIZER}._flatten_dense_tensors_aligned",
+            leads=("tensor_list", "alignment"),
+        ),
+    ),
+)
+_MEMORY = PatchPoint(
+    library=DEEPSPEED,
+    owner="deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
+    names=("available_memory",),
+    why="a group that is flat already needs no memory, and so does not go by way of the CPU",
+    lasts=Lasts.CONSTRUCTION,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_ZERO_OPTIMIZER}.__init__",
+            has=(
+                "self.bit16_groups.append(G)",
+                "M = A.available_memory() if A.is_available() else 0",
+                "F = A.is_available() and M >= N",
+                "self.flatten_dense_tensors_aligned(...)",
+            ),
+            once=("X.available_memory()",),
+        ),
+    ),
+)
+_MASTERS = PatchPoint(
+    library=DEEPSPEED,
+    owner=_ZERO_OPTIMIZER,
+    names=("__init__",),
+    why="run in a mode of torch in which a partition that becomes a master of another dtype is not cloned",
+    lasts=Lasts.CONSTRUCTION,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_ZERO_OPTIMIZER}.__init__",
+            has=(
+                "self.parallel_partitioned_bit16_groups.append(P)",
+                "M = self.parallel_partitioned_bit16_groups[I][R].detach().clone().to(device=self.device, "
+                "dtype=self.master_weights_and_grads_dtype)",
+                "self.single_partition_of_fp32_groups.append(M)",
+            ),
+            once=("X.clone(...)",),
+        ),
+    ),
+)
+_STATES = PatchPoint(
+    library=DEEPSPEED,
+    owner=_ZERO_OPTIMIZER,
+    names=("initialize_optimizer_states",),
+    why="of the one optimizer: gradients that it makes to drop them are left out",
+    lasts=Lasts.CONSTRUCTION,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_ZERO_OPTIMIZER}.initialize_optimizer_states",
+            has=(
+                "G = torch.zeros(...)",
+                "self.single_partition_of_fp32_groups[I].grad = ...",
+                "if isinstance(self.optimizer, torch.optim.Adagrad): ...",
+                "if not self.cpu_offload: ...",
+                "G.grad = None",
+            ),
+            lacks=("self.optimizer.step(...)",),
+        ),
+    ),
+)
+TOUCHED = (
+    _ZERO,
+    _BFLOAT16,
+    _FLATTEN,
+    _FLATTEN_BFLOAT16,
+    _MEMORY,
+    _MASTERS,
+    _STATES,
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.runtime.utils",
+        names=("is_optimized_parameter",),
+        why="which parameters of a group the optimizers take",
+    ),
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.utils.groups",
+        names=("_get_expert_data_parallel_group_dict",),
+        why="the ranks among which a group of experts is partitioned",
+    ),
+)
 
 
-def over_zero(original: Any) -> Any:
-    """The constructor of ``DeepSpeedZeroOptimizer``, for parameters with our mark too."""
-    return _constructor(original, _Zero)
+def enter_constructors(stack: ExitStack) -> None:
+    """Replace the constructors of both optimizers, for parameters with our mark, until ``stack`` ends."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-
-def over_bf16(original: Any) -> Any:
-    """The constructor of ``BF16_Optimizer``, for parameters with our mark too."""
-    return _constructor(original, _BF16)
+    for point, owner, kind in ((_ZERO, DeepSpeedZeroOptimizer, _Zero), (_BFLOAT16, BF16_Optimizer, _BF16)):
+        new = _constructor(owner.__init__, kind)
+        stack.enter_context(replaced(point, owner, "__init__", new))
 
 
 def _constructor(original: Any, kind: type[_Adoption]) -> Any:
@@ -63,7 +252,8 @@ def _constructor(original: Any, kind: type[_Adoption]) -> Any:
 class _Adoption(abc.ABC):
     """The construction of one optimizer over parameters of which some carry a mark."""
 
-    flatten: str
+    #: The method that flattens a group.
+    flatten: PatchPoint
 
     def __init__(self, optimizer: Any, arguments: dict[str, Any]) -> None:
         from deepspeed.runtime.utils import is_optimized_parameter
@@ -124,7 +314,8 @@ class _Adoption(abc.ABC):
     @contextlib.contextmanager
     def overrides(self) -> Iterator[None]:
         """Have the object take our buffers, for the time of its constructor."""
-        original = getattr(self.optimizer, self.flatten)
+        (name,) = self.flatten.names
+        original = getattr(self.optimizer, name)
 
         def flatten(tensors: Sequence[torch.Tensor], alignment: int, *args: Any, **kwargs: Any) -> Any:
             flat = self.current()
@@ -132,11 +323,8 @@ class _Adoption(abc.ABC):
                 return flat
             return original(tensors, alignment, *args, **kwargs)
 
-        setattr(self.optimizer, self.flatten, flatten)
-        try:
+        with replaced(self.flatten, self.optimizer, name, flatten):
             yield
-        finally:
-            self.optimizer.__dict__.pop(self.flatten, None)
 
     @contextlib.contextmanager
     def cleaned_up(self) -> Iterator[None]:
@@ -174,22 +362,15 @@ class _Adoption(abc.ABC):
             found = marked(parameter)
             assert found is not None, "it was marked above"
             remark(parameter, replace(found, reader=None))  # what is behind the reader can go
-            if _follow(share, parameter.detach().view(-1)[low : low + share.numel()]):
+            if follow(share, parameter.detach().view(-1)[low : low + share.numel()]):
                 changed.append(found.name)
-        if changed:
-            logger.info(
-                "%d parameters were changed between the load and the engine's start (%s%s): their fp32 "
-                "masters start from what they hold now",
-                len(changed),
-                ", ".join(changed[:3]),
-                ", ..." if len(changed) > 3 else "",
-            )
+        tell_changed(changed)
 
 
 class _Zero(_Adoption):
     """``DeepSpeedZeroOptimizer``."""
 
-    flatten = "flatten_dense_tensors_aligned"
+    flatten = _FLATTEN
 
     def rules(self) -> tuple[bool, bool]:
         return bool(self.arguments["round_robin_gradients"]), bool(self.arguments["parameter_alignment"])
@@ -208,40 +389,13 @@ class _Zero(_Adoption):
         def available_memory(*args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs) if self.current() is None else sys.maxsize
 
-        accelerator.available_memory = available_memory
-        try:
-            with super().overrides(), self._uncopied(), self._without_gradients():
-                yield
-        finally:
-            del accelerator.available_memory
-
-    @contextlib.contextmanager
-    def _uncopied(self) -> Iterator[None]:
-        """Make masters of another dtype from the partition itself.
-
-        The constructor takes ``partition.detach().clone().to(...)``, and the clone matters only where ``to``
-        returns it: it is half as big as the masters of bf16 parameters, and lives beside them.
-        """
-        original = self.optimizer.get_data_parallel_partitions
-        replaced: list[torch.Tensor] = []
-
-        def partitions(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-            found: list[torch.Tensor] = original(tensor, *args, **kwargs)
-            if tensor.dtype != self.optimizer.master_weights_and_grads_dtype:
-                for partition in found:
-                    partition.detach = functools.partial(  # type: ignore[method-assign, assignment]
-                        _Uncopied, partition
-                    )
-                replaced.extend(found)
-            return found
-
-        self.optimizer.get_data_parallel_partitions = partitions
-        try:
+        with (
+            replaced(_MEMORY, accelerator, "available_memory", available_memory),
+            super().overrides(),
+            _Uncopied(self.optimizer),
+            self._without_gradients(),
+        ):
             yield
-        finally:
-            self.optimizer.__dict__.pop("get_data_parallel_partitions", None)
-            for partition in replaced:
-                partition.__dict__.pop("detach", None)
 
     @contextlib.contextmanager
     def _without_gradients(self) -> Iterator[None]:
@@ -256,27 +410,38 @@ class _Zero(_Adoption):
             if optimizer.cpu_offload or isinstance(optimizer.optimizer, torch.optim.Adagrad):
                 original()
 
-        optimizer.initialize_optimizer_states = initialize
-        try:
+        with replaced(_STATES, optimizer, "initialize_optimizer_states", initialize):
             yield
-        finally:
-            optimizer.__dict__.pop("initialize_optimizer_states", None)
 
 
-class _Uncopied:
-    """What ``partition.detach()`` gives for the time of the constructor: its ``clone()`` copies nothing."""
+class _Uncopied(TorchFunctionMode):
+    """Inside, masters of another dtype are made of the partition itself.
 
-    def __init__(self, partition: torch.Tensor) -> None:
-        self._partition = partition
+    The constructor takes ``partition.detach().clone().to(...)``, and the clone matters only where ``to``
+    returns it: it is half as big as the masters of bf16 parameters, and lives beside them.
+    """
 
-    def clone(self) -> torch.Tensor:
-        return torch.Tensor.detach(self._partition)
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.clone and not kwargs and self._becomes_a_master(args[0]):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _becomes_a_master(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a partition of the group that the constructor is at."""
+        partitions = self._optimizer.__dict__.get("parallel_partitioned_bit16_groups") or [[]]
+        return tensor.dtype != self._optimizer.master_weights_and_grads_dtype and any(
+            tensor.data_ptr() == part.data_ptr() and tensor.shape == part.shape for part in partitions[-1]
+        )
 
 
 class _BF16(_Adoption):
     """``BF16_Optimizer``: stage 1 in bf16 with gradients accumulated in fp32."""
 
-    flatten = "_flatten_dense_tensors_aligned"
+    flatten = _FLATTEN_BFLOAT16
 
     def made(self) -> list[Any]:
         return list(self.optimizer.__dict__.get("bf16_groups", ()))
@@ -321,16 +486,3 @@ def _fits(
             return False
         end += tensor.numel() + pad
     return end + -end % alignment == flat.numel()
-
-
-def _follow(master: torch.Tensor, held: torch.Tensor) -> bool:
-    """Make a master that was read follow its parameter where that has been changed since; whether it was."""
-    found = False
-    for start in range(0, master.numel(), _CHUNK):
-        high = master[start : start + _CHUNK]
-        low = held[start : start + _CHUNK].to(high.device)
-        other = high.to(low.dtype) != low
-        if bool(other.any()):
-            high.copy_(torch.where(other, low.to(high.dtype), high))
-            found = True
-    return found

@@ -12,27 +12,29 @@ zerostart, and for no others:
 
 The way in is one method, ``_get_trainable_parameter_groups``, the first in which the constructor looks at the
 parameters. If one of them is marked, the optimizer becomes an instance of a subclass with our overrides.
-Known for the versions in ``zerostart.upstream.deepspeed.SUPPORTED``.
+The method is put back when no marked parameter is left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from zerostart.errors import EngineError, UnsupportedVersionError
+from zerostart.errors import EngineError
 from zerostart.upstream import deepspeed_start as starting
 from zerostart.upstream.deepspeed import partition_available, require
+from zerostart.upstream.deepspeed_masters import follow, tell_changed
+from zerostart.upstream.patches import Held, Ticket, note, replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["Arrange", "Mark", "Reader", "mark", "require_stage3"]
-
-logger = logging.getLogger("zerostart")
+__all__ = ["TOUCHED", "Arrange", "Mark", "Reader", "mark", "require_stage3"]
 
 #: Fills 1-D fp32 tensors with this rank's shares of parameters, by name. Collective, in the same order.
 Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
@@ -40,21 +42,90 @@ Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 Arrange = Callable[[Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], None]
 
 _ATTRIBUTE = "_zerostart_mark"
-_METHODS = (
-    "_get_trainable_parameter_groups",
-    "_get_parameter_partitions",
-    "_set_fp16_partitioned_groups_flat",
-    "_create_param_groups_fp16_flat_cpu_memory",
-    "_create_fp32_partitions",
-    "_swappable_optimizer_subgroup",
-    "_optimizer_states_and_gradient_swap_in",
-    "_optimizer_states_and_gradient_swap_out",
-    "initialize_optimizer_states",
-    "create_reduce_and_remove_grad_hooks",
-    "offload_states",
+_OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_ENTRY = PatchPoint(
+    library=DEEPSPEED,
+    owner=_OPTIMIZER,
+    names=("_get_trainable_parameter_groups",),
+    why="the first look at the parameters: with a marked one, the optimizer becomes one of our subclass",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_OPTIMIZER}.__init__",
+            has=(
+                "self.dtype = self.optimizer.param_groups[0]['params'][0].dtype",
+                "X = self._get_trainable_parameter_groups()",
+                "self._create_fp16_partitions_with_defragmentation(...)",
+                "self._setup_for_real_optimizer()",
+            ),
+        ),
+    ),
 )
-#: Elements that are compared at a time: some MiB of temporary memory.
-_CHUNK = 1 << 20
+_SUBCLASS = PatchPoint(
+    library=DEEPSPEED,
+    owner=_OPTIMIZER,
+    names=(
+        "_get_parameter_partitions",
+        "_set_fp16_partitioned_groups_flat",
+        "_create_param_groups_fp16_flat_cpu_memory",
+        "_create_fp32_partitions",
+        "initialize_optimizer_states",
+        "create_reduce_and_remove_grad_hooks",
+        "offload_states",
+    ),
+    attributes=(
+        "dtype",
+        "fp16_groups",
+        "fp16_partitioned_groups",
+        "fp16_partitioned_groups_flat",
+        "fp32_partitioned_groups_flat",
+        "lp_param_buffer",
+        "master_weights_and_grads_dtype",
+        "module",
+        "offload_optimizer",
+        "offload_param",
+        "param_groups_fp16_flat_cpu_memory",
+        "params_in_nvme_and_cpu",
+        "swap_optimizer",
+        "trainable_param_groups",
+    ),
+    why="overridden by our subclass: sub-groups of several dtypes, masters read from the checkpoint",
+    lasts=Lasts.OPTIMIZER,
+    shapes=(
+        Shape(
+            f"{_OPTIMIZER}._create_fp16_partitions_with_defragmentation",
+            has=(
+                "X = self._get_parameter_partitions()",
+                "self._set_fp16_partitioned_groups_flat()",
+                "self._create_param_groups_fp16_flat_cpu_memory()",
+            ),
+        ),
+        Shape(
+            f"{_OPTIMIZER}._setup_for_real_optimizer",
+            has=("self._create_fp32_partitions()", "self.initialize_optimizer_states()"),
+        ),
+    ),
+)
+TOUCHED = (
+    _ENTRY,
+    _SUBCLASS,
+    Use(
+        library=DEEPSPEED,
+        owner=_OPTIMIZER,
+        names=(
+            "_swappable_optimizer_subgroup",
+            "_optimizer_states_and_gradient_swap_in",
+            "_optimizer_states_and_gradient_swap_out",
+        ),
+        why="masters on NVMe are read a sub-group at a time, between these two",
+    ),
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper",
+        names=("swap_in", "remove_partition_and_release_buffers"),
+        why="a partition on NVMe is compared with its master in one of the swap buffers",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -64,35 +135,30 @@ class Mark:
 
     name: str
     reader: Reader | None
-    arrange: Arrange | None = None
+    arrange: Arrange | None
+    ticket: Ticket
 
 
 @functools.cache
 def require_stage3() -> Any:
     """The class of the ZeRO-3 optimizer; raises UnsupportedVersionError if it is not as we know it."""
     require()
-    import deepspeed
+    demand(TOUCHED)
     from deepspeed.runtime.zero import stage3
 
-    optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
-    absent = [name for name in _METHODS if not hasattr(optimizer, name)]
-    if absent:
-        raise UnsupportedVersionError(
-            f"DeepSpeed {deepspeed.__version__} is installed; its ZeRO-3 optimizer misses {', '.join(absent)}"
-        )
-    return optimizer
+    return stage3.DeepSpeedZeroOptimizer_Stage3
 
 
 def mark(parameter: torch.Tensor, name: str, reader: Reader | None, arrange: Arrange | None = None) -> None:
-    """Have the optimizer that gets ``parameter`` take it by the rules of this module."""
-    _enter()
-    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange))
+    """Have the optimizer that gets ``parameter`` take it by the rules of this module, while it lives."""
+    require_stage3()
+    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange, _held.ticket()))
 
 
-@functools.cache
-def _enter() -> None:
+def _enter(stack: ExitStack) -> None:
     optimizer = require_stage3()
-    original = optimizer._get_trainable_parameter_groups
+    (name,) = _ENTRY.names
+    original = getattr(optimizer, name)
 
     @functools.wraps(original)
     def get_groups(self: Any) -> Any:
@@ -100,11 +166,15 @@ def _enter() -> None:
         if any(hasattr(p, _ATTRIBUTE) for group in groups for p in group["params"]):
             base: Any = type(self)
             self.__class__ = _subclass(base)
+            note(_SUBCLASS, self)
             groups = self.split_by_dtype(groups)
             self.arrange_partitions(groups)
         return groups
 
-    optimizer._get_trainable_parameter_groups = get_groups
+    stack.enter_context(replaced(_ENTRY, optimizer, name, get_groups))
+
+
+_held = Held(_enter)
 
 
 @functools.cache
@@ -125,6 +195,7 @@ class _Overrides:
     swap_optimizer: bool
     zenflow: bool
     fp16_groups: list[list[Any]]
+    fp16_partitioned_groups: list[list[Any]]
     fp16_partitioned_groups_flat: list[torch.Tensor | None]
     fp32_partitioned_groups_flat: list[torch.Tensor]
     lp_param_buffer: torch.Tensor
@@ -212,7 +283,8 @@ class _Overrides:
 
     def initialize_optimizer_states(self) -> None:
         unread = starting.known() and not (self.swap_optimizer or self.zenflow)
-        with starting.Unread() if unread else contextlib.nullcontext():
+        largest = max(sum(p.ds_numel for p in group) for group in self.fp16_partitioned_groups)
+        with starting.Unread(largest) if unread else contextlib.nullcontext():
             super().initialize_optimizer_states()  # type: ignore[misc]
         # Masters on NVMe exist in memory a sub-group at a time, between these two calls, as in a step.
         for number in range(len(self.fp16_groups)):
@@ -252,33 +324,15 @@ class _Overrides:
             # Read once: what is behind the reader can go.
             setattr(parameter, _ATTRIBUTE, replace(getattr(parameter, _ATTRIBUTE), reader=None))
         changed = [_name(parameter) for parameter, share in pairs if _follow(share, parameter)]
-        if changed:
-            logger.info(
-                "%d parameters were changed between the load and the engine's start (%s%s): their fp32 "
-                "masters start from what they hold now",
-                len(changed),
-                ", ".join(changed[:3]),
-                ", ..." if len(changed) > 3 else "",
-            )
+        tell_changed(changed)
 
 
 def _follow(master: torch.Tensor, parameter: Any) -> bool:
-    """Make a master that was read follow its parameter where that has been changed since; whether it was.
-
-    Elsewhere the master rounds to what the parameter holds, which is how the parameter was made.
-    """
-    partition = parameter.ds_tensor
-    swapped = not partition_available(partition)
+    """``follow`` for the partition of ``parameter``, which may be on NVMe."""
+    swapped = not partition_available(parameter.ds_tensor)
     if swapped:
         parameter.nvme_swapper.swap_in([parameter], async_op=False)
-    found = False
-    for start in range(0, master.numel(), _CHUNK):
-        high = master[start : start + _CHUNK]
-        low = partition.data[start : start + _CHUNK].to(high.device)
-        other = high.to(low.dtype) != low
-        if bool(other.any()):
-            high.copy_(torch.where(other, low.to(high.dtype), high))
-            found = True
+    found = follow(master, parameter.ds_tensor.data)
     if swapped:
         parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
     return found

@@ -1,7 +1,6 @@
 """Private parts of DeepSpeed: memory that the ZeRO-3 optimizer's constructor takes beside what it keeps.
 
-Known for the versions in ``upstream.deepspeed.SUPPORTED`` (runtime/zero/stage3.py, runtime/zero/utils.py).
-Five parts of it are run with an eye on what they allocate:
+Five parts of it (runtime/zero/stage3.py, runtime/zero/utils.py) are run with an eye on what they allocate:
 
 - ``defragment`` copies the partitions into a new buffer on the host, and that one to the device. Partitions
   that lie next to each other already (``joined``) are such a buffer.
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -27,30 +25,97 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Converted", "Unread", "defragmenting", "joined", "known", "takes", "ungathered"]
+from zerostart.upstream.patches import replaced
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit
+from zerostart.upstream.versions import DEEPSPEED
+
+__all__ = ["TOUCHED", "Converted", "Unread", "defragmenting", "joined", "known", "takes", "ungathered"]
 
 logger = logging.getLogger("zerostart")
 
-#: What the overrides build on, by method, as its source says it.
-_LINES = {
-    "_create_fp16_partitions_with_defragmentation": (
-        "self.lp_param_buffer = defragment(parameter_partitions)",
-        "self._create_param_groups_fp16_flat_cpu_memory()",
+_OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_DEFRAGMENT = PatchPoint(
+    library=DEEPSPEED,
+    owner="deepspeed.runtime.zero.stage3",
+    names=("defragment",),
+    why="partitions that lie next to each other stay where they are",
+    lasts=Lasts.CALL,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_OPTIMIZER}._create_fp16_partitions_with_defragmentation",
+            has=(
+                "X = self._get_parameter_partitions()",
+                "self.lp_param_buffer = defragment(X)",
+                "self._create_param_groups_fp16_flat_cpu_memory()",
+            ),
+            once=("defragment(...)",),
+        ),
     ),
-    "_create_fp32_partitions": (
-        "converted = self.fp16_partitioned_groups_flat[i].to(self.device,",
-        "self.fp32_partitioned_groups_flat.append(converted.clone().detach())",
+)
+_CONVERTED = PatchPoint(
+    library=DEEPSPEED,
+    owner=_OPTIMIZER,
+    names=("_create_fp32_partitions",),
+    why="run in a mode of torch in which x.to(...).clone() makes one tensor, in pieces",
+    lasts=Lasts.CALL,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_OPTIMIZER}._create_fp32_partitions",
+            has=(
+                "X = self.fp16_partitioned_groups_flat[I].to(D, dtype=self.master_weights_and_grads_dtype)",
+                "self.fp32_partitioned_groups_flat.append(X.clone().detach())",
+                "X = self.fp16_partitioned_groups_flat[I].to(D, dtype=self.master_weights_and_grads_dtype)",
+                "self.fp32_partitioned_groups_flat.append(X.clone().detach())",
+            ),
+        ),
     ),
-    "initialize_optimizer_states": (
-        "gradient_buffer = torch.zeros(int(largest_numel), dtype=gradient_dtype, device=self.device)",
-        "self.fp32_partitioned_groups_flat[i].grad = gradient_buffer.narrow(0, 0, num_elements)",
+)
+_UNREAD = PatchPoint(
+    library=DEEPSPEED,
+    owner=_OPTIMIZER,
+    names=("initialize_optimizer_states",),
+    why="run in a mode of torch in which the gradients that nobody reads are one zero, seen many times",
+    lasts=Lasts.CALL,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_OPTIMIZER}.initialize_optimizer_states",
+            has=(
+                "N = max(...)",
+                "X = torch.zeros(int(N), dtype=D, device=self.device)",
+                "self.fp32_partitioned_groups_flat[I].grad = X.narrow(0, 0, N)",
+                "X.grad = None",
+            ),
+            once=("torch.zeros(int(N), ...)", "X.narrow(...)"),
+        ),
     ),
-    "create_reduce_and_remove_grad_hooks": (
-        "param.all_gather()\n",
-        "register_grad_hook(param, reduce_partition_and_remove_grads)",
-        "param.partition()\n",
+)
+_UNGATHERED = PatchPoint(
+    library=DEEPSPEED,
+    owner=_OPTIMIZER,
+    names=("create_reduce_and_remove_grad_hooks",),
+    writes=("all_gather", "partition"),
+    why="a parameter that only gets a hook is not gathered for that",
+    lasts=Lasts.CALL,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_OPTIMIZER}.create_reduce_and_remove_grad_hooks",
+            has=(
+                "param.all_gather()",
+                "register_grad_hook(param, reduce_partition_and_remove_grads)",
+                "param.partition()",
+            ),
+        ),
+        Shape(
+            "deepspeed.runtime.zero.stage3:register_grad_hook",
+            has=("X.register_post_accumulate_grad_hook(H)",),
+        ),
     ),
-}
+)
+TOUCHED = (_DEFRAGMENT, _CONVERTED, _UNREAD, _UNGATHERED)
 #: Elements that are converted at a time where a device does it for the host.
 _CHUNK = 1 << 22
 
@@ -58,33 +123,13 @@ _CHUNK = 1 << 22
 @functools.cache
 def known() -> bool:
     """Whether the optimizer's constructor does what is described above; warns once if it does not."""
-    import deepspeed
-    from deepspeed.runtime.zero import stage3
-
-    module: Any = stage3
-    optimizer = module.DeepSpeedZeroOptimizer_Stage3
-    strange = [] if hasattr(module, "defragment") else ["defragment"]
-    if "param.register_post_accumulate_grad_hook(hook)" not in _source(module, "register_grad_hook"):
-        strange.append("register_grad_hook")
-    for name, lines in _LINES.items():
-        source = _source(optimizer, name)
-        if not all(line in source for line in lines):
-            strange.append(name)
-    if strange:
+    wrong = misfit(TOUCHED)
+    if wrong:
         logger.warning(
-            "DeepSpeed %s: %s of its ZeRO-3 optimizer is not as zerostart knows it. deepspeed.initialize "
-            "runs as it is, and takes up to twice the memory that it keeps",
-            deepspeed.__version__,
-            ", ".join(strange),
+            "%s. deepspeed.initialize runs as it is at ZeRO-3, and takes up to twice what it keeps",
+            wrong,
         )
-    return not strange
-
-
-def _source(owner: Any, name: str) -> str:
-    try:
-        return inspect.getsource(getattr(owner, name))
-    except (AttributeError, OSError, TypeError):
-        return ""
+    return not wrong
 
 
 def takes(partition: torch.Tensor, offloaded: bool) -> bool:
@@ -131,11 +176,8 @@ def defragmenting() -> Iterator[None]:
         whole = joined(tensors)
         return original(tensors) if whole is None else whole
 
-    module.defragment = defragment
-    try:
+    with replaced(_DEFRAGMENT, module, "defragment", defragment):
         yield
-    finally:
-        module.defragment = original
 
 
 @contextlib.contextmanager
@@ -147,14 +189,11 @@ def ungathered(parameters: Sequence[Any]) -> Iterator[None]:
     spared = [
         p for p in parameters if p.ds_status.name == "NOT_AVAILABLE" and p.ds_zero_param_process_group is None
     ]
-    methods = [(p, p.all_gather, p.partition) for p in spared]
-    for parameter in spared:
-        parameter.all_gather = parameter.partition = _nothing
-    try:
+    with contextlib.ExitStack() as stack:
+        for parameter in spared:
+            for name in _UNGATHERED.writes:
+                stack.enter_context(replaced(_UNGATHERED, parameter, name, _nothing))
         yield
-    finally:
-        for parameter, all_gather, partition in methods:
-            parameter.all_gather, parameter.partition = all_gather, partition
 
 
 def _nothing() -> None:
@@ -185,14 +224,18 @@ class Converted(TorchFunctionMode):
 
 
 class Unread(TorchFunctionMode):
-    """Inside, the first ``torch.zeros(n)`` is one zero, seen n times: enough for what is never written."""
+    """Inside, ``torch.zeros(numel)`` is one zero, seen so many times: enough for what is never written.
 
-    def __init__(self) -> None:
+    Once, since of two tensors of one size the first is the buffer that is meant.
+    """
+
+    def __init__(self, numel: int) -> None:
         super().__init__()
+        self._numel = numel
         self._done = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.zeros and not self._done:
+        if func is torch.zeros and args == (self._numel,) and not self._done:
             self._done = True
             return torch.zeros(1, **(kwargs or {})).expand(*args)
         return func(*args, **(kwargs or {}))

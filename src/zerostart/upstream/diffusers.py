@@ -1,15 +1,9 @@
-"""Private parts of diffusers: its table of single-file converters, and how a model reads its weights.
-
-Known for the versions in ``SUPPORTED``. Used of it: ``SINGLE_FILE_LOADABLE_CLASSES`` of
-``loaders.single_file_model`` (class name to ``checkpoint_mapping_fn`` and ``default_subfolder``),
-``LDM_UNET_KEY`` and ``LDM_VAE_KEYS`` of ``loaders.single_file_utils`` (prefixes of a component's keys),
-``models.modeling_utils.ModelMixin`` by its name, and of a model ``_keep_in_fp32_modules``,
-``_keys_to_ignore_on_load_unexpected`` and ``_fix_state_dict_keys_on_load``.
-"""
+"""Private parts of diffusers: its table of single-file converters, and how a model reads its weights."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,10 +11,11 @@ import torch
 from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream.versions import demand
+from zerostart.upstream.registry import Shape, Use, demand
+from zerostart.upstream.versions import DIFFUSERS
 
 __all__ = [
-    "SUPPORTED",
+    "TOUCHED",
     "fix_names",
     "ignorable_unexpected",
     "is_diffusers",
@@ -30,33 +25,47 @@ __all__ = [
     "require",
 ]
 
-#: First known and first unknown version.
-SUPPORTED = ((0, 42), (0, 43))
+TOUCHED = (
+    Use(
+        library=DIFFUSERS,
+        owner="diffusers.loaders.single_file_model",
+        names=("SINGLE_FILE_LOADABLE_CLASSES",),
+        why="the converters of single files, by class name",
+    ),
+    Use(
+        library=DIFFUSERS,
+        owner="diffusers.loaders.single_file_utils",
+        names=("LDM_UNET_KEY", "LDM_VAE_KEYS"),
+        why="prefixes of a component's keys in a file with several",
+    ),
+    Use(
+        library=DIFFUSERS,
+        owner="diffusers.models.modeling_utils:ModelMixin",
+        names=("_keep_in_fp32_modules", "_keys_to_ignore_on_load_unexpected"),
+        why="what a model declares of its tensors",
+        shapes=(
+            Shape(
+                "diffusers.models.modeling_utils:ModelMixin._fix_state_dict_keys_on_load",
+                leads=("state_dict",),
+            ),
+        ),
+    ),
+)
 
 Converter = Callable[..., Mapping[str, torch.Tensor]]
-_MODEL = ("_keep_in_fp32_modules", "_keys_to_ignore_on_load_unexpected", "_fix_state_dict_keys_on_load")
 
 
 @functools.cache
 def require() -> None:
     """Raise UnsupportedVersionError unless everything that this file uses is there."""
     try:
-        import diffusers
-        from diffusers.loaders import single_file_model, single_file_utils
+        importlib.import_module("diffusers.loaders.single_file_model")
     except ImportError as error:
         raise UnsupportedVersionError(
             f"the model is one of diffusers, which cannot be imported ({error}); install it: "
             "pip install zerostart[diffusers]"
         ) from error
-    demand(
-        diffusers,
-        SUPPORTED,
-        (
-            (single_file_model, ("SINGLE_FILE_LOADABLE_CLASSES",)),
-            (single_file_utils, ("LDM_UNET_KEY", "LDM_VAE_KEYS")),
-            (diffusers.ModelMixin, _MODEL),
-        ),
-    )
+    demand(TOUCHED)
 
 
 def is_diffusers(model: object) -> bool:

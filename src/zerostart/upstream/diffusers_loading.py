@@ -1,8 +1,8 @@
 """Private parts of diffusers: the seams of ``from_pretrained`` at which zerostart takes over the weights.
 
-Known for the versions that ``upstream.diffusers`` supports. ``ModelMixin.from_pretrained`` finds the
-configuration and the files, builds the model, and afterwards names it and leaves it in evaluation mode; that
-stays as it is. Replaced while ``Override`` is installed, and only for calls that its ``choose`` wants served:
+``ModelMixin.from_pretrained`` finds the configuration and the files, builds the model, and afterwards names
+it and leaves it in evaluation mode; that stays as it is. Replaced while an ``Override`` is open, and only for
+calls that its ``choose`` wants served:
 
 - ``modeling_utils.ContextManagers``: the contexts in which the model is built, which become ours;
 - ``modeling_utils.load_state_dict``: the only file of a checkpoint is not read;
@@ -14,48 +14,90 @@ diffusers is not imported for this: the seams are replaced once it is.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from zerostart.errors import BuildError, UnsupportedVersionError
+from zerostart.errors import BuildError
 from zerostart.upstream.diffusers import require as require_version
 from zerostart.upstream.on_import import when_imported
-from zerostart.upstream.transformers_loading import Served, current_call, serving
+from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.served import Served, current_call, serving
+from zerostart.upstream.versions import DIFFUSERS
 
-__all__ = ["Override", "require"]
+__all__ = ["TOUCHED", "Override", "require"]
 
 _MODULE = "diffusers.models.modeling_utils"
-_SEAMS = ("ContextManagers", "load_state_dict", "ModelMixin")
-_LOAD_ARGUMENTS = (
-    "model",
-    "state_dict",
-    "resolved_model_file",
-    "pretrained_model_name_or_path",
-    "loaded_keys",
+_MIXIN = "diffusers.models.modeling_utils:ModelMixin"
+_ENTRY = PatchPoint(
+    library=DIFFUSERS,
+    owner=_MIXIN,
+    names=("from_pretrained",),
+    why="whether a call is to be served, and an error that tells the way out",
+    lasts=Lasts.BLOCK,
+    shapes=(
+        Shape(
+            f"{_MIXIN}.from_pretrained",
+            has=(
+                "cls._set_default_torch_dtype(torch_dtype)",
+                "with ContextManagers(init_contexts): ...",
+                "model = cls.from_config(config, ...)",
+                "state_dict = load_state_dict(resolved_model_file[0], ...)",
+                "cls._load_pretrained_model(...)",
+                "model.register_to_config(..., _name_or_path=N)",
+                "model.eval()",
+            ),
+        ),
+    ),
 )
+_LOADING = PatchPoint(
+    library=DIFFUSERS,
+    owner=_MIXIN,
+    names=("_load_pretrained_model",),
+    why="reads the weights; only its warnings are left",
+    lasts=Lasts.BLOCK,
+    shapes=(
+        Shape(
+            f"{_MIXIN}._load_pretrained_model",
+            leads=(
+                "model",
+                "state_dict",
+                "resolved_model_file",
+                "pretrained_model_name_or_path",
+                "loaded_keys",
+            ),
+        ),
+    ),
+)
+_BUILDING = PatchPoint(
+    library=DIFFUSERS,
+    owner="diffusers.models.modeling_utils",
+    names=("ContextManagers",),
+    why="the contexts in which the model is built, which become ours",
+    lasts=Lasts.BLOCK,
+)
+_READING = PatchPoint(
+    library=DIFFUSERS,
+    owner="diffusers.models.modeling_utils",
+    names=("load_state_dict",),
+    why="the only file of a checkpoint is not read",
+    lasts=Lasts.BLOCK,
+)
+TOUCHED = (_ENTRY, _LOADING, _BUILDING, _READING)
 
 
-def require(module: Any) -> None:
+def require() -> None:
     """Raise UnsupportedVersionError unless the seams are there and look as expected."""
     require_version()
-    absent = [name for name in _SEAMS if not hasattr(module, name)]
-    if not absent:
-        given = tuple(inspect.signature(module.ModelMixin._load_pretrained_model).parameters)
-        if given[: len(_LOAD_ARGUMENTS)] != _LOAD_ARGUMENTS:
-            absent = [f"_load_pretrained_model({', '.join(_LOAD_ARGUMENTS)})"]
-    if absent:
-        raise UnsupportedVersionError(
-            f"zerostart.enabled() knows the loading of diffusers 0.42; {_MODULE} misses {', '.join(absent)}. "
-            "Use zerostart.load"
-        )
+    demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
 
-class Override:
-    """Replaces the seams from ``install`` to ``remove``, or from the import of diffusers.
+class Override(Held):
+    """Replaces the seams while it is open, from the import of diffusers on.
 
     ``choose(class, keyword arguments)`` is asked at each call of ``from_pretrained``: None leaves the call to
     diffusers, and ``left(model)`` is told of what it gave.
@@ -64,40 +106,24 @@ class Override:
     def __init__(
         self, choose: Callable[[type, dict[str, Any]], Served | None], left: Callable[[Any], None]
     ) -> None:
+        super().__init__(self._enter)
         self._choose = choose
         self._left = left
-        self._kept: list[tuple[Any, str, Any]] = []
-        self._wanted = self._waiting = False
 
-    def install(self) -> None:
-        """Replace the seams, as soon as diffusers is imported."""
-        self._wanted = True
-        if not self._waiting:
-            self._waiting = True
-            when_imported(_MODULE, self._imported)
+    def _enter(self, stack: ExitStack) -> None:
+        later = stack.enter_context(ExitStack())
+        stack.callback(when_imported(_MODULE, functools.partial(self._imported, later)))
 
-    def remove(self) -> None:
-        """Put them back."""
-        self._wanted = False
-        for owner, name, original in self._kept:
-            setattr(owner, name, original)
-        self._waiting = self._waiting and not self._kept
-        self._kept = []
-
-    def _imported(self, module: ModuleType) -> None:
-        if not self._wanted:
-            self._waiting = False
-            return
-        require(module)
+    def _imported(self, stack: ExitStack, module: ModuleType) -> None:
+        require()
         mixin: Any = module.ModelMixin
-        self._replace(mixin, "from_pretrained", classmethod(self._from_pretrained(mixin)))
-        self._replace(mixin, "_load_pretrained_model", classmethod(_load_pretrained_model(mixin)))
-        self._replace(module, "ContextManagers", _contexts(module))
-        self._replace(module, "load_state_dict", _load_state_dict(module))
-
-    def _replace(self, owner: Any, name: str, new: Any) -> None:
-        self._kept.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, new)
+        for point, owner, new in (
+            (_ENTRY, mixin, classmethod(self._from_pretrained(mixin))),
+            (_LOADING, mixin, classmethod(_load_pretrained_model(mixin))),
+            (_BUILDING, module, _contexts(module)),
+            (_READING, module, _load_state_dict(module)),
+        ):
+            stack.enter_context(replaced(point, owner, point.names[0], new))
 
     def _from_pretrained(self, mixin: Any) -> Any:
         original = vars(mixin)["from_pretrained"].__func__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -13,12 +14,21 @@ from typing import Any
 __all__ = ["when_imported"]
 
 
-def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call ``then`` with the module ``name``: now, or once its import is done."""
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> Callable[[], None]:
+    """Call ``then`` with the module ``name``: now, or once its import is done.
+
+    What is returned gives the waiting up, if it still goes on.
+    """
     if name in sys.modules:
         then(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Finder(name, then))
+        return _nothing
+    finder = _Finder(name, then)
+    sys.meta_path.insert(0, finder)
+    return finder.leave
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -33,11 +43,16 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
+        self.leave()
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._then)
         return spec
+
+    def leave(self) -> None:
+        """Look no further."""
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
 
 
 class _Loader(importlib.abc.Loader):

@@ -1,11 +1,6 @@
 """Private parts of torch: FSDP2's references to local tensors, and an initialiser that skips meta tensors.
 
 Also the count of a storage's users, and what torch says of memory that a tensor does not have.
-
-Known for the versions in ``SUPPORTED``. Used of it: ``FSDPModule._apply``, which resets the references that
-the parameter groups keep, as it does after any ``Module.to``; ``DTensor._local_tensor``, ``DTensor._spec``
-and the constructor that takes the two; and ``nn.init._no_grad_trunc_normal_``, which samples by rejection,
-looks at values, and so does nothing on meta.
 """
 
 from __future__ import annotations
@@ -18,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerostart.upstream.versions import demand
+from zerostart.upstream.patches import replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.versions import TORCH
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "SUPPORTED",
+    "TOUCHED",
     "adopt_local_tensors",
     "asks_for_memory",
     "hide_padding",
@@ -34,24 +31,68 @@ __all__ = [
     "truncated_normal_goes_to",
 ]
 
-#: First known and first unknown version.
-SUPPORTED = ((2, 11), (2, 14))
+_TRUNCATED_NORMAL = PatchPoint(
+    library=TORCH,
+    owner="torch.nn.init",
+    names=("_no_grad_trunc_normal_",),
+    why="samples by rejection, looks at values, and so does nothing on meta: it is logged as it is called",
+    lasts=Lasts.LOAD,
+    shapes=(
+        Shape(
+            "torch.nn.init:_no_grad_trunc_normal_",
+            leads=("tensor", "mean", "std", "a", "b"),
+            takes=("generator",),
+        ),
+        Shape("torch.nn.init:trunc_normal_", has=("_no_grad_trunc_normal_(tensor, mean, std, a, b, ...)",)),
+    ),
+)
+TOUCHED = (
+    _TRUNCATED_NORMAL,
+    PatchPoint(
+        library=TORCH,
+        owner="torch.distributed.tensor:DTensor",
+        writes=("_local_tensor",),
+        why="a parameter's local tensor is narrowed to its rows without the padding, as FSDP2 does",
+        lasts=Lasts.MODEL,
+    ),
+    Use(
+        library=TORCH,
+        owner="torch.distributed.tensor:DTensor",
+        names=("_spec",),
+        why="a DTensor with the sharding of another, over a local tensor that lies on the host",
+        shapes=(
+            Shape(
+                "torch.distributed.fsdp._fully_shard._fsdp_common:_from_local_no_grad",
+                has=("DTensor(T, S, requires_grad=R)",),
+            ),
+        ),
+    ),
+    Use(
+        library=TORCH,
+        owner="torch.distributed.fsdp:FSDPModule",
+        names=("_apply",),
+        why="FSDP2's parameter groups look again at what the modules hold, as after any Module.to",
+        shapes=(Shape("torch.distributed.fsdp:FSDPModule._apply", has=("P.reset_sharded_param()",)),),
+    ),
+    Use(
+        library=TORCH,
+        owner="torch._C",
+        names=("_storage_Use_Count",),
+        why="whether somebody keeps a view of a buffer that is about to be rearranged",
+    ),
+    Use(
+        library=TORCH,
+        owner="torch.nn:Module",
+        attributes=("_parameters", "_buffers", "_non_persistent_buffers_set"),
+        why="a module's tensors are looked up and put back in its own tables",
+    ),
+)
 
 
 @functools.cache
 def require() -> None:
     """Raise UnsupportedVersionError unless everything that this file uses is there."""
-    from torch.distributed.fsdp import FSDPModule
-
-    demand(
-        torch,
-        SUPPORTED,
-        (
-            (FSDPModule, ("_apply",)),
-            (nn.init, ("_no_grad_trunc_normal_",)),
-            (torch._C, ("_storage_Use_Count",)),
-        ),
-    )
+    demand(TOUCHED)
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
@@ -114,8 +155,6 @@ def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[N
     require()
     module: Any = nn.init
     original = module._no_grad_trunc_normal_
-    module._no_grad_trunc_normal_ = functools.partial(handler, original)
-    try:
+    new = functools.partial(handler, original)
+    with replaced(_TRUNCATED_NORMAL, module, "_no_grad_trunc_normal_", new):
         yield
-    finally:
-        module._no_grad_trunc_normal_ = original

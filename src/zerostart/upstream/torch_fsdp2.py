@@ -1,11 +1,4 @@
-"""Private parts of torch's FSDP2: which unit keeps a parameter, and how it makes a shard of it.
-
-Known for the versions that ``torch.py`` beside it supports. Used: the state of an ``FSDPModule`` with its
-parameter groups (``_fsdp_param_groups``; in 2.11 one, ``_fsdp_param_group``) and ``_is_root``, which the
-first forward sets; of a group ``fsdp_params``, ``modules``, ``mp_policy`` and ``offload_policy``; its
-``FSDPParam``: the constructor, what it keeps of the arguments, ``_setattr_on_modules`` and
-``_post_load_hook_handle``; and ``_get_param_module_infos``.
-"""
+"""Private parts of torch's FSDP2: which unit keeps a parameter, and how it makes a shard of it."""
 
 from __future__ import annotations
 
@@ -20,26 +13,76 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zerostart.upstream.torch import SUPPORTED, over
-from zerostart.upstream.versions import demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.torch import over
+from zerostart.upstream.versions import TORCH
 
-__all__ = ["has_run", "require", "whole_for_a_while"]
+__all__ = ["TOUCHED", "has_run", "require", "whole_for_a_while"]
+
+
+_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+TOUCHED = (
+    Use(
+        library=TORCH,
+        owner="torch.distributed.fsdp:FSDPModule",
+        names=("_get_fsdp_state",),
+        why="the parameter groups of a unit",
+    ),
+    Use(
+        library=TORCH,
+        owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+        attributes=("_fsdp_param_group", "_is_root"),
+        why="whether a forward has been through a unit, which settles its parameters",
+    ),
+    PatchPoint(
+        library=TORCH,
+        owner="torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+        attributes=("modules", "mp_policy", "offload_policy"),
+        writes=("fsdp_params",),
+        why="parameters of embeddings that are resized leave their unit, and new ones join it",
+        lasts=Lasts.MODEL,
+    ),
+    Use(
+        library=TORCH,
+        owner=_PARAMETER,
+        names=("_init_sharded_param", "_setattr_on_modules"),
+        attributes=(
+            "_module_info",
+            "_post_load_hook_handle",
+            "device",
+            "fsdp_placement",
+            "mesh_info",
+            "post_forward_mesh_info",
+            "sharded_param",
+        ),
+        why="a shard is made of a whole parameter, with the settings of the one in whose place it is",
+        shapes=(
+            Shape(
+                f"{_PARAMETER}.__init__",
+                leads=(
+                    "param",
+                    "module_info",
+                    "mesh_info",
+                    "post_forward_mesh_info",
+                    "device",
+                    "shard_placement_fn",
+                    "mp_policy",
+                    "offload_policy",
+                ),
+            ),
+            Shape(
+                "torch.distributed.fsdp._fully_shard._fsdp_param_group:_get_param_module_infos",
+                leads=("params", "modules"),
+            ),
+        ),
+    ),
+)
 
 
 @functools.cache
 def require() -> None:
     """Raise UnsupportedVersionError unless everything that this file uses is there."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
-
-    demand(
-        torch,
-        SUPPORTED,
-        (
-            (FSDPModule, ("_get_fsdp_state",)),
-            (_fsdp_param.FSDPParam, ("_init_sharded_param", "_setattr_on_modules")),
-            (_fsdp_param_group, ("_get_param_module_infos",)),
-        ),
-    )
+    demand(TOUCHED)
 
 
 def has_run(model: nn.Module) -> bool:

@@ -1,10 +1,4 @@
-"""Private parts of torch: tensors without memory that tell the strides of one that has it.
-
-Known for the versions in ``upstream.torch.SUPPORTED``. Used of it: ``Tensor._make_wrapper_subclass``,
-``torch._C._set_throw_on_mutable_data_ptr``, which makes every access to the memory that such a tensor lacks
-an error, and the dispatch keys of the conjugate and negative bits, which are the same for a tensor and
-what wraps it. ``torch._C._DisableTorchDispatch`` has operators run past the modes and classes in Python.
-"""
+"""Private parts of torch: tensors without memory that tell the strides of one that has it."""
 
 from __future__ import annotations
 
@@ -15,26 +9,43 @@ from typing import Any, TypeVar
 
 import torch
 
-from zerostart.upstream.torch import SUPPORTED
-from zerostart.upstream.versions import demand
+from zerostart.upstream.registry import Use, demand
+from zerostart.upstream.versions import TORCH
 
-__all__ = ["make_wrapper", "resizable", "shares_storage", "without_dispatch"]
+__all__ = ["TOUCHED", "make_wrapper", "resizable", "shares_storage", "without_dispatch"]
 
+TOUCHED = (
+    Use(
+        library=TORCH,
+        owner="torch:Tensor",
+        names=("_make_wrapper_subclass",),
+        why="a tensor without memory that has the strides of one with it",
+    ),
+    Use(
+        library=TORCH,
+        owner="torch:_C",
+        names=("_set_throw_on_mutable_data_ptr",),
+        why="whatever asks for the memory that such a tensor lacks gets an error",
+    ),
+    Use(
+        library=TORCH,
+        owner="torch:_C",
+        names=("_dispatch_keys", "_additional_keys_to_prop_for_wrapper_tensors"),
+        why="the conjugate and negative bits are the same for a tensor and what wraps it",
+    ),
+    Use(
+        library=TORCH,
+        owner="torch:_C",
+        names=("_DisableTorchDispatch",),
+        why="operators run past the modes and classes in Python",
+    ),
+)
 T = TypeVar("T", bound=torch.Tensor)
 
 
 @functools.cache
 def _require() -> None:
-    """Raise UnsupportedVersionError unless everything that this file uses is there."""
-    bits = ("_dispatch_keys", "_additional_keys_to_prop_for_wrapper_tensors")
-    demand(
-        torch,
-        SUPPORTED,
-        (
-            (torch.Tensor, ("_make_wrapper_subclass",)),
-            (torch._C, ("_set_throw_on_mutable_data_ptr", "_DisableTorchDispatch", *bits)),
-        ),
-    )
+    demand(TOUCHED)
 
 
 def make_wrapper(

@@ -1,11 +1,4 @@
-"""Private parts of transformers: its loading core, and how it builds a model without weights.
-
-Known for the versions in ``SUPPORTED``. Used of it: ``core_model_loading`` (renaming, the converters, their
-reversal), ``conversion_mapping.get_model_conversion_mapping``, ``initialization.no_tie_weights`` and
-``meta_device_safe_creation_ops``, and of a model ``all_tied_weights_keys``, ``_get_dtype_plan``,
-``_keys_to_ignore_on_load_missing`` / ``_unexpected``, ``_weight_conversions``, ``_ep_plan``, ``_tp_plan``,
-``initialize_weights``, ``tie_weights`` and the mark ``_is_hf_initialized`` on tensors.
-"""
+"""Private parts of transformers: its loading core, and how it builds a model without weights."""
 
 from __future__ import annotations
 
@@ -18,12 +11,14 @@ from typing import Any
 
 import torch
 
-from zerostart.upstream.versions import demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.versions import TRANSFORMERS
 
 __all__ = [
-    "SUPPORTED",
+    "TOUCHED",
     "dtype_plan",
     "ignorable",
+    "ignorable_on_save",
     "initialise",
     "is_pretrained",
     "keep_conversions",
@@ -37,45 +32,88 @@ __all__ = [
     "without_weights",
 ]
 
-#: First known and first unknown version.
-SUPPORTED = ((5, 17), (5, 24))
-
-_CORE = (
-    "rename_source_key",
-    "dot_natural_key",
-    "revert_weight_conversion",
-    "WeightConverter",
-    "WeightRenaming",
-)
-_INITIALISATION = ("no_tie_weights", "meta_device_safe_creation_ops")
-_MODEL = (
-    "_get_dtype_plan",
-    "_ep_plan",
-    "_tp_plan",
-    "_keys_to_ignore_on_load_missing",
-    "_keys_to_ignore_on_load_unexpected",
-    "get_expanded_tied_weights_keys",
-    "initialize_weights",
-    "tie_weights",
+_MODEL = "transformers.modeling_utils:PreTrainedModel"
+TOUCHED = (
+    Use(
+        library=TRANSFORMERS,
+        owner="transformers.core_model_loading",
+        names=("rename_source_key", "dot_natural_key", "WeightConverter", "WeightRenaming"),
+        why="the conversions registered for a model, which are traced",
+        shapes=(
+            Shape(
+                "transformers.core_model_loading:revert_weight_conversion",
+                leads=("model", "state_dict"),
+            ),
+        ),
+    ),
+    Use(
+        library=TRANSFORMERS,
+        owner="transformers.conversion_mapping",
+        names=("get_model_conversion_mapping",),
+        why="which of them a model has",
+        shapes=(
+            Shape(
+                "transformers.conversion_mapping:get_model_conversion_mapping",
+                leads=("model", "key_mapping", "hf_quantizer"),
+            ),
+        ),
+    ),
+    Use(
+        library=TRANSFORMERS,
+        owner="transformers.initialization",
+        names=("no_tie_weights", "meta_device_safe_creation_ops"),
+        why="the library's own contexts for a model that is built on meta",
+    ),
+    Use(
+        library=TRANSFORMERS,
+        owner=_MODEL,
+        names=(
+            "_ep_plan",
+            "_tp_plan",
+            "_keys_to_ignore_on_load_missing",
+            "_keys_to_ignore_on_load_unexpected",
+            "_keys_to_ignore_on_save",
+            "get_expanded_tied_weights_keys",
+            "initialize_weights",
+        ),
+        attributes=("all_tied_weights_keys",),
+        why="what a model declares of its tensors, and its own initialiser",
+        shapes=(
+            Shape(f"{_MODEL}._get_dtype_plan", leads=("dtype",)),
+            Shape(
+                f"{_MODEL}.tie_weights",
+                takes=("missing_keys", "recompute_mapping"),
+            ),
+        ),
+    ),
+    PatchPoint(
+        library=TRANSFORMERS,
+        owner=_MODEL,
+        writes=("_is_hf_initialized", "_weight_conversions"),
+        why="which tensors are loaded, for the initialiser; what save_pretrained has to reverse",
+        lasts=Lasts.MODEL,
+        shapes=(
+            Shape(
+                "transformers.core_model_loading:revert_weight_conversion",
+                has=("getattr(model, '_weight_conversions', None)",),
+            ),
+        ),
+    ),
+    PatchPoint(
+        library=TRANSFORMERS,
+        owner="transformers.modeling_utils",
+        writes=("logger.level",),
+        why="its warning of a corrupt checkpoint while weights are tied: what is missing is told in full",
+        lasts=Lasts.CALL,
+        shapes=(Shape(f"{_MODEL}.tie_weights", has=("logger.warning(...)",)),),
+    ),
 )
 
 
 @functools.cache
 def _check() -> None:
     """Raise UnsupportedVersionError unless everything that this file uses is there."""
-    import transformers
-    from transformers import conversion_mapping, core_model_loading, initialization
-
-    demand(
-        transformers,
-        SUPPORTED,
-        (
-            (core_model_loading, _CORE),
-            (initialization, _INITIALISATION),
-            (conversion_mapping, ("get_model_conversion_mapping",)),
-            (transformers.PreTrainedModel, _MODEL),
-        ),
-    )
+    demand(TOUCHED)
 
 
 def is_pretrained(model: object) -> bool:
@@ -154,6 +192,11 @@ def ignorable(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if any(name.endswith("position_ids") for name in buffers):
         unexpected += (r"(^|\.)position_ids$",)
     return missing, unexpected
+
+
+def ignorable_on_save(model: Any) -> tuple[str, ...]:
+    """Names that the model itself leaves out of what it saves."""
+    return tuple(model._keys_to_ignore_on_save or ())
 
 
 def parallel_rules(model: Any, axis: str) -> dict[str, str]:

@@ -1,9 +1,8 @@
 """Private parts of transformers: the seams of ``from_pretrained`` at which zerostart takes over the weights.
 
-Known for the versions that ``upstream.transformers`` supports. ``PreTrainedModel.from_pretrained`` finds the
-configuration, the files, the dtype and the conversions, builds the model, and afterwards sees to the
-generation configuration, kernels and adapters; all of that stays as it is. Replaced while ``Override`` is
-installed, and only for calls that its ``choose`` wants served:
+``PreTrainedModel.from_pretrained`` finds the configuration, the files, the dtype and the conversions, builds
+the model, and afterwards sees to the generation configuration, kernels and adapters; all of that stays as it
+is. Replaced while an ``Override`` is open, and only for calls that its ``choose`` wants served:
 
 - ``get_init_context``: without ``zero.Init`` of a DeepSpeed configuration, and with a log of what is built;
 - ``_load_pretrained_model``: which reads and converts the weights;
@@ -14,85 +13,173 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 
-from zerostart.errors import BuildError, UnsupportedVersionError
-from zerostart.upstream.transformers import loading_core
+from zerostart.errors import BuildError
+from zerostart.upstream.patches import Held, note, replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.served import Served, current_call, serving
+from zerostart.upstream.versions import TRANSFORMERS
 
-__all__ = ["Findings", "Override", "Served", "current_call", "require", "serving"]
+__all__ = [
+    "TOUCHED",
+    "Override",
+    "require",
+    "resize_by",
+]
 
-_REPLACED = ("from_pretrained", "get_init_context", "_load_pretrained_model", "_finalize_model_loading")
-_LOAD_ARGUMENTS = ("model", "state_dict", "checkpoint_files", "load_config", "expected_keys")
-_CONFIG_FIELDS = ("device_map", "device_mesh", "hf_quantizer", "weight_mapping", "ignore_mismatched_sizes")
-
-
-class Served(Protocol):
-    """One call of ``from_pretrained`` whose weights zerostart loads."""
-
-    #: The model, once it has its weights.
-    model: Any
-    #: Keyword arguments with which the library goes on.
-    arguments: dict[str, Any]
-
-    @property
-    def setup(self) -> str:
-        """What the model is loaded for, in the words of transformers' own message of ZeRO-3."""
-        ...
-
-    def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[Any]]:
-        """The dtype to build in, and a context for building; ``dtype`` is the one that the call has found."""
-        ...
-
-    def load(self, model: Any, files: list[str] | None, state_dict: Any, config: Any) -> Findings:
-        """Give ``model`` (on meta) its weights; collective."""
-        ...
-
-    def together(self) -> AbstractContextManager[None]:
-        """A context for the whole call; may raise another error in the place of one that is raised inside."""
-        ...
-
-
-#: Missing and unexpected names, and (name, shape in the checkpoint, shape in the model) of mismatched ones.
-Findings = tuple[set[str], set[str], set[tuple[str, tuple[int, ...], tuple[int, ...]]]]
-
-_calls = threading.local()
+_MODEL = "transformers.modeling_utils:PreTrainedModel"
+_ENTRY = PatchPoint(
+    library=TRANSFORMERS,
+    owner=_MODEL,
+    names=("from_pretrained",),
+    why="whether a call is to be served, and an error that tells the way out",
+    lasts=Lasts.BLOCK,
+    shapes=(
+        Shape(
+            f"{_MODEL}.from_pretrained",
+            has=(
+                "_get_dtype(...)",
+                "cls.get_init_context(dtype, ...)",
+                "model = cls(config, ...)",
+                "get_model_conversion_mapping(model, key_mapping, hf_quantizer)",
+                "cls._load_pretrained_model(model, state_dict, checkpoint_files, load_config)",
+                "cls._finalize_model_loading(model, load_config, loading_info)",
+                "model.eval()",
+                "model.adjust_generation_fn(...)",
+                "model.load_adapter(...)",
+            ),
+        ),
+    ),
+)
+_BUILDING = PatchPoint(
+    library=TRANSFORMERS,
+    owner=_MODEL,
+    names=("get_init_context",),
+    why="the model is built without zero.Init, and with a log of what is built",
+    lasts=Lasts.BLOCK,
+    shapes=(
+        Shape(f"{_MODEL}.get_init_context", leads=("dtype",)),
+        Shape(
+            f"{_MODEL}._from_config",
+            has=("is_deepspeed_zero3_enabled() and not Q and not _is_ds_init_called",),
+        ),
+        Shape("transformers.modeling_utils:set_zero3_state", has=("_is_ds_init_called = True",)),
+    ),
+)
+_NO_ZERO3 = PatchPoint(
+    library=TRANSFORMERS,
+    owner="transformers.modeling_utils",
+    names=("is_deepspeed_zero3_enabled",),
+    why="the contexts for building are those without a DeepSpeed configuration",
+    lasts=Lasts.CALL,
+    shapes=(
+        Shape(
+            f"{_MODEL}.get_init_context",
+            has=("if is_deepspeed_zero3_enabled(): ...",),
+        ),
+    ),
+)
+_LOADING = PatchPoint(
+    library=TRANSFORMERS,
+    owner=_MODEL,
+    names=("_load_pretrained_model",),
+    why="reads and converts the weights",
+    lasts=Lasts.BLOCK,
+    shapes=(
+        Shape(
+            f"{_MODEL}._load_pretrained_model",
+            leads=("model", "state_dict", "checkpoint_files", "load_config", "expected_keys"),
+        ),
+    ),
+)
+_FINALIZING = PatchPoint(
+    library=TRANSFORMERS,
+    owner=_MODEL,
+    names=("_finalize_model_loading",),
+    why="initialises what is missing and ties; only its report is left",
+    lasts=Lasts.BLOCK,
+    shapes=(
+        Shape(
+            f"{_MODEL}._finalize_model_loading",
+            leads=("model", "load_config", "loading_info"),
+        ),
+        Shape(
+            "transformers.modeling_utils:log_state_dict_report",
+            takes=(
+                "model",
+                "pretrained_model_name_or_path",
+                "ignore_mismatched_sizes",
+                "loading_info",
+                "logger",
+            ),
+        ),
+    ),
+)
+_RESIZING = PatchPoint(
+    library=TRANSFORMERS,
+    owner=_MODEL,
+    names=("resize_token_embeddings",),
+    why="of the one model: embeddings that FSDP2 has sharded are whole while they are resized",
+    lasts=Lasts.MODEL,
+)
+TOUCHED = (
+    _ENTRY,
+    _BUILDING,
+    _NO_ZERO3,
+    _LOADING,
+    _FINALIZING,
+    _RESIZING,
+    Use(
+        library=TRANSFORMERS,
+        owner="transformers.modeling_utils:LoadStateDictConfig",
+        shapes=(
+            Shape(
+                "transformers.modeling_utils:LoadStateDictConfig",
+                takes=(
+                    "device_map",
+                    "device_mesh",
+                    "hf_quantizer",
+                    "weight_mapping",
+                    "ignore_mismatched_sizes",
+                    "pretrained_model_name_or_path",
+                ),
+            ),
+        ),
+        why="the settings of a call",
+    ),
+    Use(
+        library=TRANSFORMERS,
+        owner="transformers.utils.loading_report:LoadStateDictInfo",
+        shapes=(
+            Shape(
+                "transformers.utils.loading_report:LoadStateDictInfo",
+                takes=("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"),
+            ),
+        ),
+        why="what the library's own report is made of",
+    ),
+)
 
 
 @functools.cache
 def require() -> None:
     """Raise UnsupportedVersionError unless the seams are there and look as expected."""
-    loading_core()
-    import transformers
-    from transformers import modeling_utils
-    from transformers.utils import loading_report
-
-    model = transformers.PreTrainedModel
-    absent = [f"PreTrainedModel.{name}" for name in _REPLACED if name not in vars(model)]
-    if not absent:
-        given = tuple(inspect.signature(model._load_pretrained_model).parameters)
-        if given[: len(_LOAD_ARGUMENTS)] != _LOAD_ARGUMENTS:
-            absent.append(f"_load_pretrained_model({', '.join(_LOAD_ARGUMENTS)})")
-        fields = modeling_utils.LoadStateDictConfig.__dataclass_fields__
-        absent += [f"LoadStateDictConfig.{name}" for name in _CONFIG_FIELDS if name not in fields]
-    names = ("is_deepspeed_zero3_enabled", "set_zero3_state", "log_state_dict_report", "logger")
-    absent += [f"modeling_utils.{name}" for name in names if not hasattr(modeling_utils, name)]
-    if not hasattr(loading_report, "LoadStateDictInfo"):
-        absent.append("loading_report.LoadStateDictInfo")
-    if absent:
-        raise UnsupportedVersionError(
-            f"zerostart.enabled() knows the loading of transformers 5.23; {transformers.__version__} is "
-            f"installed, and misses {', '.join(absent)}. Use zerostart.load"
-        )
+    demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
 
-class Override:
-    """Replaces the seams from ``install`` to ``remove``.
+def resize_by(model: Any, function: Callable[..., Any]) -> None:
+    """Have ``model.resize_token_embeddings`` call ``function``, as long as the model lives."""
+    model.resize_token_embeddings = function
+    note(_RESIZING, model)
+
+
+class Override(Held):
+    """Replaces the seams while it is open.
 
     ``choose(class, keyword arguments)`` is asked at each call of ``from_pretrained``: None leaves the call to
     transformers, and ``left(model)`` is told of what it gave.
@@ -101,33 +188,26 @@ class Override:
     def __init__(
         self, choose: Callable[[type, dict[str, Any]], Served | None], left: Callable[[Any], None]
     ) -> None:
+        super().__init__(self._enter)
         self._choose = choose
         self._left = left
-        self._kept: dict[str, Any] = {}
 
-    def install(self) -> None:
-        """Replace the methods of ``PreTrainedModel``."""
+    def _enter(self, stack: ExitStack) -> None:
         require()
         import transformers
 
         model: Any = transformers.PreTrainedModel
-        self._kept = {name: vars(model)[name] for name in _REPLACED}
-        model.from_pretrained = self._from_pretrained()
-        model.get_init_context = self._get_init_context()
-        model._load_pretrained_model = self._load_pretrained_model()
-        model._finalize_model_loading = self._finalize_model_loading()
+        seams = {
+            _ENTRY: self._from_pretrained,
+            _BUILDING: _get_init_context,
+            _LOADING: _load_pretrained_model,
+            _FINALIZING: _finalize_model_loading,
+        }
+        for point, make in seams.items():
+            (name,) = point.names
+            stack.enter_context(replaced(point, model, name, make(vars(model)[name].__func__)))
 
-    def remove(self) -> None:
-        """Put the methods back."""
-        import transformers
-
-        for name, original in self._kept.items():
-            setattr(transformers.PreTrainedModel, name, original)
-        self._kept = {}
-
-    def _from_pretrained(self) -> Any:
-        original = self._kept["from_pretrained"].__func__
-
+    def _from_pretrained(self, original: Any) -> Any:
         @functools.wraps(original)
         def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
             if (outer := current_call()) is not None and outer.model is None:
@@ -145,97 +225,72 @@ class Override:
 
         return classmethod(from_pretrained)
 
-    def _get_init_context(self) -> Any:
-        original = self._kept["get_init_context"].__func__
 
-        @functools.wraps(original)
-        def get_init_context(cls: type, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-            served = current_call()
-            if served is None or served.model is not None:
-                return original(cls, dtype, *args, **kwargs)
-            from transformers import modeling_utils
+def _get_init_context(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_init_context(cls: type, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        served = current_call()
+        if served is None or served.model is not None:
+            return original(cls, dtype, *args, **kwargs)
+        from transformers import modeling_utils
 
-            chosen, context = served.building(dtype)
-            modeling_utils.logger.info(f"Detected {served.setup}: zerostart loads the weights in shards")
-            with _no_zero3(modeling_utils):
-                contexts = original(cls, chosen, *args, **kwargs)
-            # What the constructor builds by from_config must not be partitioned either.
-            return [*contexts, modeling_utils.set_zero3_state(), context]
+        chosen, context = served.building(dtype)
+        modeling_utils.logger.info(f"Detected {served.setup}: zerostart loads the weights in shards")
+        with _no_zero3(modeling_utils):
+            contexts = original(cls, chosen, *args, **kwargs)
+        # What the constructor builds by from_config must not be partitioned either.
+        return [*contexts, modeling_utils.set_zero3_state(), context]
 
-        return classmethod(get_init_context)
-
-    def _load_pretrained_model(self) -> Any:
-        original = self._kept["_load_pretrained_model"].__func__
-
-        @functools.wraps(original)
-        def load(
-            model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
-        ) -> Any:
-            served = current_call()
-            if served is None or served.model is not None:  # The latter: an adapter for the loaded model.
-                return original(model, state_dict, checkpoint_files, load_config, expected_keys)
-            from transformers.utils.loading_report import LoadStateDictInfo
-
-            missing, unexpected, mismatched = served.load(model, checkpoint_files, state_dict, load_config)
-            served.model = model
-            info = {
-                "missing_keys": missing,
-                "unexpected_keys": unexpected,
-                "mismatched_keys": mismatched,
-                "error_msgs": [],
-                "conversion_errors": {},
-            }
-            rest = set(LoadStateDictInfo.__dataclass_fields__) - set(info)
-            return LoadStateDictInfo(**info, **{name: set() for name in rest}), None
-
-        return staticmethod(load)
-
-    def _finalize_model_loading(self) -> Any:
-        original = self._kept["_finalize_model_loading"].__func__
-
-        @functools.wraps(original)
-        def finalize(model: Any, load_config: Any, loading_info: Any) -> Any:
-            served = current_call()
-            if served is None or served.model is not model:
-                return original(model, load_config, loading_info)
-            from transformers import modeling_utils
-
-            modeling_utils.log_state_dict_report(
-                model=model,
-                pretrained_model_name_or_path=load_config.pretrained_model_name_or_path,
-                ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
-                loading_info=loading_info,
-                logger=modeling_utils.logger,
-            )
-            return loading_info
-
-        return staticmethod(finalize)
+    return classmethod(get_init_context)
 
 
-def current_call() -> Served | None:
-    """The call that this thread is in."""
-    stack = getattr(_calls, "stack", None)
-    return stack[-1] if stack else None
+def _load_pretrained_model(original: Any) -> Any:
+    @functools.wraps(original)
+    def load(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+    ) -> Any:
+        served = current_call()
+        if served is None or served.model is not None:  # The latter: an adapter for the loaded model.
+            return original(model, state_dict, checkpoint_files, load_config, expected_keys)
+        from transformers.utils.loading_report import LoadStateDictInfo
+
+        missing, unexpected, mismatched = served.load(model, checkpoint_files, state_dict, load_config)
+        served.model = model
+        info = {
+            "missing_keys": missing,
+            "unexpected_keys": unexpected,
+            "mismatched_keys": mismatched,
+            "error_msgs": [],
+            "conversion_errors": {},
+        }
+        rest = set(LoadStateDictInfo.__dataclass_fields__) - set(info)
+        return LoadStateDictInfo(**info, **{name: set() for name in rest}), None
+
+    return staticmethod(load)
 
 
-@contextlib.contextmanager
-def serving(served: Served) -> Iterator[None]:
-    """Inside, ``served`` is the call that this thread is in."""
-    if not hasattr(_calls, "stack"):
-        _calls.stack = []
-    _calls.stack.append(served)
-    try:
-        yield
-    finally:
-        _calls.stack.pop()
+def _finalize_model_loading(original: Any) -> Any:
+    @functools.wraps(original)
+    def finalize(model: Any, load_config: Any, loading_info: Any) -> Any:
+        served = current_call()
+        if served is None or served.model is not model:
+            return original(model, load_config, loading_info)
+        from transformers import modeling_utils
+
+        modeling_utils.log_state_dict_report(
+            model=model,
+            pretrained_model_name_or_path=load_config.pretrained_model_name_or_path,
+            ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
+            loading_info=loading_info,
+            logger=modeling_utils.logger,
+        )
+        return loading_info
+
+    return staticmethod(finalize)
 
 
 @contextlib.contextmanager
 def _no_zero3(modeling_utils: Any) -> Iterator[None]:
     """Inside, the module sees no DeepSpeed configuration."""
-    original = modeling_utils.is_deepspeed_zero3_enabled
-    modeling_utils.is_deepspeed_zero3_enabled = lambda: False
-    try:
+    with replaced(_NO_ZERO3, modeling_utils, "is_deepspeed_zero3_enabled", lambda: False):
         yield
-    finally:
-        modeling_utils.is_deepspeed_zero3_enabled = original

@@ -1,11 +1,4 @@
-"""Private parts of transformers: its quantizers, used to dequantise a checkpoint while it is read.
-
-Known for the versions that ``upstream.transformers`` supports. Used of it:
-``quantizers.auto.AutoHfQuantizer``; of a quantizer ``quantization_config.dequantize``,
-``get_weight_conversions``, ``update_weight_conversions``, ``preprocess_model`` and
-``remove_quantization_config``; of the conversions that it gives ``operations``, of those ``hf_quantizer``;
-and ``integrations.finegrained_fp8.Fp8Dequantize._dequantize_one``.
-"""
+"""Private parts of transformers: its quantizers, used to dequantise a checkpoint while it is read."""
 
 from __future__ import annotations
 
@@ -15,15 +8,56 @@ from typing import Any
 import torch
 
 from zerostart.errors import BuildError
+from zerostart.upstream.patches import note
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.versions import TRANSFORMERS
 
-__all__ = ["dequantizer", "prepare"]
+__all__ = ["TOUCHED", "dequantizer", "prepare"]
+
+_BLOCKS = PatchPoint(
+    library=TRANSFORMERS,
+    owner="transformers.quantizers.base:HfQuantizer",
+    names=("update_weight_conversions",),
+    why="of the one quantizer: the fp8 dequantisation that it gives takes blocks, too, that an edge cuts off",
+    lasts=Lasts.LOAD,
+    shapes=(
+        Shape(
+            "transformers.integrations.finegrained_fp8:Fp8Dequantize._dequantize_one",
+            leads=("quantized", "scales"),
+            takes=("output_dtype",),
+        ),
+    ),
+)
+TOUCHED = (
+    _BLOCKS,
+    PatchPoint(
+        library=TRANSFORMERS,
+        owner="transformers.quantizers.base:HfQuantizer",
+        attributes=("quantization_config",),
+        writes=("quantization_config.dequantize",),
+        why="its weights are to be dequantised while they are read",
+        lasts=Lasts.LOAD,
+    ),
+    Use(
+        library=TRANSFORMERS,
+        owner="transformers.quantizers.base:HfQuantizer",
+        names=("get_weight_conversions", "remove_quantization_config"),
+        why="the operations that dequantise, which are run on what a rank reads",
+        shapes=(
+            Shape("transformers.quantizers.base:HfQuantizer.preprocess_model", takes=("model", "dtype")),
+            Shape("transformers.quantizers.auto:AutoHfQuantizer.from_config", leads=("quantization_config",)),
+        ),
+    ),
+)
 
 
 def dequantizer(quantization: Mapping[str, Any], source: str) -> Any:
     """The library's quantizer for a ``quantization_config`` (of the checkpoint ``source``), dequantising.
 
-    Raises BuildError for a method that the library cannot dequantise while it loads.
+    Raises BuildError for a method that the library cannot dequantise while it loads, UnsupportedVersionError
+    for a library whose quantizers zerostart does not know.
     """
+    demand(TOUCHED)
     from transformers.quantizers.auto import AutoHfQuantizer
 
     method = quantization.get("quant_method", "unknown")
@@ -66,6 +100,7 @@ def _mend_blocks(quantizer: Any, block: tuple[int, int]) -> None:
         return conversions
 
     quantizer.update_weight_conversions = mended
+    note(_BLOCKS, quantizer)
 
 
 def prepare(quantizer: Any, model: Any, dtype: torch.dtype) -> None:

@@ -1,9 +1,4 @@
-"""Private parts of transformers: the forwards of its tensor-parallel styles.
-
-Used of it: the registry ``ALL_PARALLEL_STYLES`` of ``transformers.distributed.parallel_utils`` (in 5.17 of
-``transformers.distributed.tensor_parallel``) and each style's ``install_forward(module, mesh)``, which
-replaces ``module.forward``; ``mla_kv_a_proj`` looks for ``module.config``.
-"""
+"""Private parts of transformers: the forwards of its tensor-parallel styles."""
 
 from __future__ import annotations
 
@@ -12,35 +7,47 @@ from typing import Any
 
 from torch import nn
 
-from zerostart.errors import UnsupportedVersionError
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.versions import TRANSFORMERS
 
-__all__ = ["require", "run_in_style"]
+__all__ = ["TOUCHED", "require", "run_in_style"]
+
+TOUCHED = (
+    Use(
+        library=TRANSFORMERS,
+        owner="transformers.distributed.tensor_parallel",
+        names=("ALL_PARALLEL_STYLES",),
+        why="the registry of styles",
+    ),
+    PatchPoint(
+        library=TRANSFORMERS,
+        owner="transformers.distributed.tensor_parallel:TensorParallelLayer",
+        writes=("forward", "config"),
+        why="a module whose parameters are cut runs by the library's own forward for its style",
+        lasts=Lasts.MODEL,
+        shapes=(
+            Shape(
+                "transformers.distributed.tensor_parallel:TensorParallelLayer.install_forward",
+                leads=("module",),
+            ),
+        ),
+    ),
+)
+_REMEDY = "tensor_parallel needs a transformers whose styles zerostart knows; use tensor_parallel=1"
 
 
 @functools.cache
-def _styles() -> Any:
-    """The registry, filled."""
-    import transformers
-    from transformers.distributed import tensor_parallel
-
-    try:
-        from transformers.distributed import parallel_utils
-    except ImportError:
-        parallel_utils = tensor_parallel
-    styles: Any = getattr(parallel_utils, "ALL_PARALLEL_STYLES", None)
-    if not hasattr(getattr(tensor_parallel, "TensorParallelLayer", None), "install_forward"):
-        styles = None
-    if styles is None:
-        raise UnsupportedVersionError(
-            "tensor_parallel needs a transformers whose styles zerostart knows, such as 5.23; "
-            f"{transformers.__version__} is installed"
-        )
-    return styles
-
-
 def require() -> None:
     """Raise UnsupportedVersionError unless the styles are there."""
-    _styles()
+    demand(TOUCHED, _REMEDY)
+
+
+def _styles() -> Any:
+    """The registry, filled."""
+    require()
+    from transformers.distributed import tensor_parallel
+
+    return tensor_parallel.ALL_PARALLEL_STYLES
 
 
 def run_in_style(model: Any, module: nn.Module, style: str, mesh: Any) -> None:

@@ -1,43 +1,53 @@
-"""Whether a library is as a file of this room knows it: its version, and the parts that are used of it."""
+"""The libraries that zerostart works with below their public surface, and the versions that it knows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from types import ModuleType
+import importlib.metadata
+from dataclasses import dataclass
 
 from packaging.version import Version
 
-from zerostart.errors import UnsupportedVersionError
-
-__all__ = ["Known", "demand", "misfit"]
-
-#: First known and first unknown version.
-Known = tuple[tuple[int, ...], tuple[int, ...]]
+__all__ = ["ACCELERATE", "DEEPSPEED", "DIFFUSERS", "LIBRARIES", "TORCH", "TRANSFORMERS", "Library"]
 
 
-def misfit(library: ModuleType, known: Known, parts: Iterable[tuple[object, Iterable[str]]]) -> str:
-    """What is wrong with ``library``, in words; empty if nothing is.
+@dataclass(frozen=True)
+class Library:
+    """A package, its first known version, and the first that is not known."""
 
-    ``parts`` are modules or classes, and names that each must have.
-    """
-    absent = [
-        f"{getattr(owner, '__name__', owner)}.{name}"
-        for owner, names in parts
-        for name in names
-        if not hasattr(owner, name)
-    ]
-    # Not compared as versions: a pre-release of a known version is known.
-    if known[0] <= Version(library.__version__).release < known[1] and not absent:
-        return ""
-    low, high = (".".join(map(str, version)) for version in known)
-    return (
-        f"{library.__name__} {library.__version__} is installed; zerostart knows versions from {low} to "
-        f"before {high}" + (f", and misses {', '.join(absent)}" if absent else "")
-    )
+    name: str
+    first: tuple[int, ...]
+    before: tuple[int, ...]
+    #: What a user installs to have it, if zerostart itself does not need it.
+    extra: str | None = None
+
+    @property
+    def range(self) -> str:
+        """The known versions in words."""
+        first, before = (".".join(map(str, version)) for version in (self.first, self.before))
+        return f"from {first} to before {before}"
+
+    @property
+    def specifier(self) -> str:
+        """The known versions as a requirement has them."""
+        first, before = (".".join(map(str, version)) for version in (self.first, self.before))
+        return f">={first},<{before}"
+
+    def installed(self) -> str | None:
+        """The installed version by the package's metadata, None if there is none; imports nothing."""
+        try:
+            return importlib.metadata.version(self.name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def knows(self, version: str) -> bool:
+        """Whether ``version`` is a known one; a pre-release of a known version is."""
+        return self.first <= Version(version).release < self.before
 
 
-def demand(library: ModuleType, known: Known, parts: Iterable[tuple[object, Iterable[str]]]) -> None:
-    """Raise UnsupportedVersionError unless ``library`` is known and has ``parts``."""
-    wrong = misfit(library, known, parts)
-    if wrong:
-        raise UnsupportedVersionError(wrong)
+TORCH = Library("torch", (2, 11), (2, 14))
+TRANSFORMERS = Library("transformers", (5, 17), (5, 24))
+ACCELERATE = Library("accelerate", (1, 12), (1, 16))
+DEEPSPEED = Library("deepspeed", (0, 19, 8), (0, 20), extra="deepspeed")
+DIFFUSERS = Library("diffusers", (0, 42), (0, 43), extra="diffusers")
+
+LIBRARIES = (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, DIFFUSERS)

@@ -1,0 +1,196 @@
+"""``zerostart env``: what is installed, which versions are known, and what of other libraries is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from zerostart.upstream.registry import Touched
+
+__all__ = ["command"]
+
+#: Beside the libraries that the registry knows versions of: what users combine zerostart with.
+_OTHERS = ("huggingface-hub", "safetensors", "numpy", "peft", "trl", "datasets")
+_MORE = "All names: --json; the reasons: docs/upstream.md; whether they fit: --check."
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Import the libraries and compare their code with what is known; exit 1 if it differs.",
+        ),
+    ] = False,
+) -> None:
+    """Show versions, devices, and what zerostart replaces of other libraries, and for how long."""
+    found = _found(check)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        _print(found)
+    if any(patch["misfit"] for patch in found["patches"]):
+        raise typer.Exit(1)
+
+
+def _found(check: bool) -> dict[str, Any]:
+    """The document of ``--json``; plain values, read without importing what is described unless ``check``."""
+    from zerostart.upstream.registry import touched
+    from zerostart.upstream.versions import LIBRARIES
+
+    installed = {library.name: library.installed() for library in LIBRARIES}
+    patches = []
+    for file, points in touched().items():
+        for point in points:
+            testable = check and installed[point.library.name] is not None
+            patches.append({**_patch(file, point), "misfit": _misfit(point) if testable else None})
+    return {
+        "installed": {"zerostart": _version("zerostart"), **installed}
+        | {name: _version(name) for name in _OTHERS},
+        "supported": {
+            library.name: {
+                "range": library.specifier,
+                "known": None if (version := installed[library.name]) is None else library.knows(version),
+                "extra": library.extra,
+            }
+            for library in LIBRARIES
+        },
+        "patches": patches,
+        "devices": _devices(check),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _patch(file: str, point: Touched) -> dict[str, Any]:
+    from zerostart.upstream.registry import PatchPoint
+
+    override = point if isinstance(point, PatchPoint) else None
+    kind = "used" if override is None else "replaced" if override.names else "written"
+    return {
+        "library": point.library.name,
+        "owner": point.place,
+        "names": list(point.names),
+        "attributes": list(point.attributes),
+        "writes": [] if override is None else list(override.writes),
+        "kind": kind,
+        "why": point.why,
+        "lasts": None if override is None else str(override.lasts),
+        "otherwise": "refused" if override is None else str(override.otherwise),
+        "file": f"zerostart/upstream/{file}.py",
+        "checks": [shape.of.replace(":", ".") for shape in point.shapes],
+    }
+
+
+def _misfit(point: Touched) -> str:
+    """What the installed library has otherwise than declared; empty for nothing."""
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed says there what it found.
+        try:
+            if point.library.name == "deepspeed":
+                from zerostart.upstream.deepspeed import import_deepspeed
+
+                import_deepspeed()
+            importlib.import_module(point.library.name)
+            return point.misfit()
+        except Exception as error:  # An import may fail with anything; it is what is asked for.
+            return f"{point.library.name} cannot be imported: {error}"
+
+
+def _devices(check: bool) -> dict[str, Any]:
+    """Cores, bytes of memory that can be had, names of accelerators, and how many of them torch can use."""
+    from zerostart.distributed.machine import available_memory, cores
+
+    usable = None
+    if check:
+        import torch
+
+        usable = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return {
+        "cores": cores(),
+        "available_memory_bytes": available_memory(),
+        "accelerators": [_model(gpu) for gpu in sorted(_GPUS.glob("*/information"))],
+        "usable": usable,
+    }
+
+
+def _model(information: Path) -> str:
+    """The name in a file of NVIDIA's driver."""
+    lines = information.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model:")), "unknown")
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    devices = found["devices"]
+    accelerators = ", ".join(devices["accelerators"]) or "no NVIDIA driver"
+    if devices["usable"] is not None:
+        accelerators += f" (torch can use {devices['usable']})"
+    memory = f"{devices['available_memory_bytes'] / 1e9:.1f} GB of memory left"
+    console.print(Text(f"Python {found['python']}, {found['platform']}"))
+    console.print(Text(f"{devices['cores']:g} cores, {memory}, {accelerators}"))
+    console.print(_libraries(found))
+    console.print(_touched(found["patches"]))
+    used = sum(patch["kind"] == "used" for patch in found["patches"])
+    console.print(Text(f"Besides, private parts are read or called at {used} places. {_MORE}"))
+    for patch in found["patches"]:
+        if patch["misfit"]:
+            console.print(Text(f"{patch['file']}: {patch['misfit']} ({patch['otherwise']})", style="red"))
+
+
+def _libraries(found: dict[str, Any]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("installed", "", "known", "", box=None, padding=(0, 2, 0, 0))
+    table.add_row("zerostart", found["installed"]["zerostart"])
+    for name, supported in found["supported"].items():
+        version = found["installed"][name]
+        remark = "" if supported["known"] else "not a version that zerostart knows"
+        if version is None:
+            remark = f"pip install 'zerostart[{supported['extra']}]'" if supported["extra"] else "missing"
+        table.add_row(name, version or "-", supported["range"], Text(remark))
+    for name in _OTHERS:
+        if found["installed"][name]:
+            table.add_row(name, found["installed"][name])
+    return table
+
+
+def _touched(patches: list[dict[str, Any]]) -> Table:
+    """What is replaced or written, one row for each library and duration."""
+    from rich.table import Table
+    from rich.text import Text
+
+    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for patch in patches:
+        if patch["kind"] != "used":
+            owners = rows.setdefault((patch["library"], patch["lasts"]), {})
+            names = owners.setdefault(patch["owner"].rpartition(".")[2], [])
+            names += [name for name in (*patch["names"], *patch["writes"]) if name not in names]
+    table = Table("touched", "for", "replaced or written", box=None, padding=(0, 2, 0, 0))
+    for (library, lasts), owners in sorted(rows.items()):
+        cells = (f"{o}.{n[0]}" if len(n) == 1 else f"{o} ({len(n)} names)" for o, n in sorted(owners.items()))
+        table.add_row(library, lasts, Text(", ".join(cells), overflow="fold"))
+    return table

@@ -1,0 +1,248 @@
+"""Private parts of accelerate: how it prepares a model, where the model is sharded already.
+
+On hosts without an accelerator accelerate has no backend for ranks of DeepSpeed or FSDP, so that each would
+train by itself, and where it is told ``cpu=True``, it wraps models in DDP. Where the launcher asks for
+DeepSpeed or FSDP2, the ranks use gloo there, and the state says what was asked for, so that scripts can be
+rehearsed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from zerostart.upstream.accelerate import SHARDED, is_set, remember, require
+from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.shapes import found
+from zerostart.upstream.versions import ACCELERATE, TRANSFORMERS
+
+__all__ = ["TOUCHED", "Override"]
+
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
+_PLUGIN = "accelerate.utils.dataclasses:FullyShardedDataParallelPlugin"
+_ACCELERATOR_STATE = "accelerate.state:AcceleratorState"
+_PREPARE_FSDP2 = PatchPoint(
+    library=ACCELERATE,
+    owner="accelerate.accelerator",
+    names=("fsdp2_prepare_model",),
+    why="a model that is sharded already is left as it is",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape("accelerate.accelerator:fsdp2_prepare_model", leads=("accelerator", "model")),
+        Shape(
+            f"{_ACCELERATOR}._prepare_fsdp2",
+            has=("self.state.fsdp_plugin.set_auto_wrap_policy(M)", "fsdp2_prepare_model(self, M)"),
+        ),
+    ),
+)
+_PREPARE_DEEPSPEED = PatchPoint(
+    library=ACCELERATE,
+    owner=_ACCELERATOR,
+    names=("_prepare_deepspeed",),
+    why="a model that was loaded for another stage or engine is refused",
+    lasts=Lasts.MODEL,
+)
+_STATE_DICT = PatchPoint(
+    library=ACCELERATE,
+    owner=_ACCELERATOR,
+    names=("get_state_dict",),
+    why="experts that several ranks share are put together before they are saved",
+    lasts=Lasts.MODEL,
+    shapes=(Shape(f"{_ACCELERATOR}.get_state_dict", leads=("model", "unwrap")),),
+)
+_WRAPPING = PatchPoint(
+    library=ACCELERATE,
+    owner=_PLUGIN,
+    names=("set_auto_wrap_policy",),
+    why="finds classes by their names, which fully_shard changes",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_PLUGIN}.set_auto_wrap_policy",
+            leads=("model",),
+            has=("get_module_class_from_name(model, N)",),
+        ),
+    ),
+)
+_BACKEND = PatchPoint(
+    library=ACCELERATE,
+    owner="accelerate.state:PartialState",
+    names=("_prepare_backend",),
+    why="ranks of DeepSpeed or FSDP2 on hosts without an accelerator get a backend, gloo",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape("accelerate.state:PartialState.__init__", has=("self._prepare_backend(...)",)),
+        Shape("accelerate.state:PartialState._prepare_backend", has=("(backend, distributed_type)",)),
+    ),
+)
+_STATE = PatchPoint(
+    library=ACCELERATE,
+    owner=_ACCELERATOR_STATE,
+    names=("__init__",),
+    writes=("distributed_type", "fsdp_plugin"),
+    why="there the state says FSDP, which was asked for, and not DDP on CPUs",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_ACCELERATOR_STATE}.__init__",
+            takes=("fsdp_plugin",),
+            lacks=("DistributedType.MULTI_CPU",),
+        ),
+    ),
+)
+_ARGUMENTS = PatchPoint(
+    library=TRANSFORMERS,
+    owner="transformers.training_args:TrainingArguments",
+    names=("_process_fsdp_args",),
+    why="arguments are remembered while they live, since a Trainer makes its Accelerator after the model",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "transformers.training_args:TrainingArguments.__post_init__",
+            has=("self.fsdp_plugin_args = self._process_fsdp_args()",),
+        ),
+    ),
+)
+TOUCHED = (
+    _PREPARE_FSDP2,
+    _PREPARE_DEEPSPEED,
+    _STATE_DICT,
+    _WRAPPING,
+    _BACKEND,
+    _STATE,
+    _ARGUMENTS,
+)
+
+
+class Override(Held):
+    """Replaces the functions above while it is open.
+
+    ``sharded(accelerator, model)`` is asked for a model to prepare for FSDP2: True where it is ready as it
+    is. ``partitioned(accelerator, model)`` sees each module that is prepared for DeepSpeed. ``whole(model)``
+    gives the state dict of a model that accelerate would save in part (None on other ranks than 0), and
+    NotImplemented for others. All may raise.
+    """
+
+    def __init__(
+        self,
+        sharded: Callable[[Any, Any], bool],
+        partitioned: Callable[[Any, Any], None],
+        whole: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(self._enter)
+        self._sharded = sharded
+        self._partitioned = partitioned
+        self._whole = whole
+
+    def _enter(self, stack: ExitStack) -> None:
+        require()
+        demand(TOUCHED)
+        functions = {
+            _PREPARE_FSDP2: self._fsdp2_prepare_model,
+            _PREPARE_DEEPSPEED: self._prepare_deepspeed,
+            _STATE_DICT: self._get_state_dict,
+            _WRAPPING: _finds_sharded_classes,
+            _BACKEND: _has_a_backend_everywhere,
+            _STATE: _knows_fsdp2_everywhere,
+            _ARGUMENTS: _remembers_fsdp,
+        }
+        for point, make in functions.items():
+            (name,) = point.names
+            owner = found(point.owner)
+            original = vars(owner)[name]
+            new = functools.wraps(original)(make(original))
+            stack.enter_context(replaced(point, owner, name, new))
+
+    def _fsdp2_prepare_model(self, original: Any) -> Any:
+        def fsdp2_prepare_model(accelerator: Any, model: Any) -> Any:
+            return model if self._sharded(accelerator, model) else original(accelerator, model)
+
+        return fsdp2_prepare_model
+
+    def _prepare_deepspeed(self, original: Any) -> Any:
+        def prepare_deepspeed(accelerator: Any, *args: Any) -> Any:
+            from torch import nn
+
+            for item in args:
+                if isinstance(item, nn.Module):
+                    self._partitioned(accelerator, item)
+            return original(accelerator, *args)
+
+        return prepare_deepspeed
+
+    def _get_state_dict(self, original: Any) -> Any:
+        def get_state_dict(accelerator: Any, model: Any, unwrap: bool = True) -> Any:
+            found = NotImplemented
+            if self._whole is not None:
+                found = self._whole(accelerator.unwrap_model(model))
+            return original(accelerator, model, unwrap) if found is NotImplemented else found
+
+        return get_state_dict
+
+
+def _finds_sharded_classes(original: Any) -> Any:
+    def set_auto_wrap_policy(plugin: Any, model: Any) -> None:
+        names = plugin.transformer_cls_names_to_wrap
+        there = {type(module).__name__ for module in model.modules()}
+        wanted = names if names is not None else list(getattr(model, "_no_split_modules", None) or ())
+        # fully_shard makes of a class Layer a class FSDPLayer. The names are looked up once more, when
+        # accelerate wraps them for activation checkpointing.
+        plain = [name.removeprefix(SHARDED) for name in wanted]
+        plugin.transformer_cls_names_to_wrap = [
+            SHARDED + name if SHARDED + name in there else name for name in plain
+        ]
+        original(plugin, model)
+
+    return set_auto_wrap_policy
+
+
+def _has_a_backend_everywhere(original: Any) -> Any:
+    def prepare_backend(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        from accelerate.utils import DistributedType
+
+        backend, kind = original(state, *args, **kwargs)
+        if backend is not None or int(os.environ.get("LOCAL_RANK", "-1")) == -1:
+            return backend, kind
+        if is_set("ACCELERATE_USE_DEEPSPEED"):
+            return "gloo", kind
+        if is_set("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") == "2":
+            return "gloo", DistributedType.MULTI_CPU
+        return backend, kind
+
+    return prepare_backend
+
+
+def _knows_fsdp2_everywhere(original: Any) -> Any:
+    def init(state: Any, *args: Any, **kwargs: Any) -> None:
+        original(state, *args, **kwargs)
+        from accelerate.state import PartialState
+        from accelerate.utils import DistributedType
+
+        plugin = kwargs.get("fsdp_plugin")
+        if (
+            plugin is not None
+            and plugin.fsdp_version == 2
+            and state.distributed_type == DistributedType.MULTI_CPU
+        ):
+            # The state is read from there again whenever it is looked at.
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            state.distributed_type = DistributedType.FSDP
+            if state._mixed_precision != "no":
+                plugin.set_mixed_precision(state._mixed_precision)
+            state.fsdp_plugin = plugin
+
+    return init
+
+
+def _remembers_fsdp(original: Any) -> Any:
+    def process(arguments: Any) -> Any:
+        result = original(arguments)
+        if result is not None:
+            remember(arguments)
+        return result
+
+    return process

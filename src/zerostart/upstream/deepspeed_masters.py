@@ -1,0 +1,43 @@
+"""fp32 masters that were read from a checkpoint, and parameters that were changed since they were loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["follow", "tell_changed"]
+
+logger = logging.getLogger("zerostart")
+
+#: Elements that are compared at a time: some MiB of temporary memory.
+_CHUNK = 1 << 20
+
+
+def follow(master: torch.Tensor, held: torch.Tensor) -> bool:
+    """Make a master follow what its parameter holds, where that has been changed since; whether it was.
+
+    Both are 1-D and of one size. Elsewhere the master rounds to what is held, which is how that was made.
+    """
+    found = False
+    for start in range(0, master.numel(), _CHUNK):
+        high = master[start : start + _CHUNK]
+        low = held[start : start + _CHUNK].to(high.device)
+        other = high.to(low.dtype) != low
+        if bool(other.any()):
+            high.copy_(torch.where(other, low.to(high.dtype), high))
+            found = True
+    return found
+
+
+def tell_changed(names: Sequence[str]) -> None:
+    """Log the parameters whose masters do not start from the checkpoint."""
+    if names:
+        logger.info(
+            "%d parameters were changed between the load and the engine's start (%s%s): their fp32 "
+            "masters start from what they hold now",
+            len(names),
+            ", ".join(names[:3]),
+            ", ..." if len(names) > 3 else "",
+        )

@@ -1,0 +1,125 @@
+"""Putting something in the place of a name of another library, for a time, with a list of what is in place.
+
+Nothing of another library is replaced but by :func:`replaced`, which ends with its block, or by a
+:class:`Held`, which ends with the last of what asked for it. :func:`active` tells what is in place now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from zerostart.upstream.registry import PatchPoint
+
+__all__ = ["Held", "Ticket", "active", "note", "replaced"]
+
+_lock = threading.RLock()
+_active: list[PatchPoint] = []
+_ABSENT = object()
+
+
+def active() -> tuple[PatchPoint, ...]:
+    """What of other libraries is replaced in this process at this moment, each point once."""
+    with _lock:
+        return tuple(dict.fromkeys(_active))
+
+
+@contextlib.contextmanager
+def replaced(point: PatchPoint, owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Inside, ``owner.name`` is ``new``: of a module, a class, or a single object.
+
+    What somebody else has put over ours by the end stays.
+    """
+    before = vars(owner).get(name, _ABSENT)
+    with _lock:
+        setattr(owner, name, new)
+        _active.append(point)
+    try:
+        yield
+    finally:
+        with _lock:
+            _active.remove(point)
+            if vars(owner).get(name, _ABSENT) is new:
+                if before is _ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, before)
+
+
+def note(point: PatchPoint, target: object) -> None:
+    """Have ``point`` listed for as long as ``target``, an object that is changed for good, lives."""
+    with _lock:
+        _active.append(point)
+    weakref.finalize(target, _forget, point).atexit = False
+
+
+def _forget(point: PatchPoint) -> None:
+    with _lock:
+        _active.remove(point)
+
+
+class Ticket:
+    """Keeps replacements in place while it is referred to; copies refer to the same one, pickles to none."""
+
+    def __deepcopy__(self, memo: Any) -> Ticket:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class Held:
+    """Replacements that are in place as long as one of those that asked for them is there.
+
+    ``put(stack)`` enters them (:func:`replaced`) on the stack that ends them.
+    """
+
+    def __init__(self, put: Callable[[ExitStack], None]) -> None:
+        self._put = put
+        self._stack: ExitStack | None = None
+        self._count = 0
+        self._ticket: weakref.ref[Ticket] | None = None
+
+    def open(self) -> None:
+        """Put them in place, or keep them there, until ``close`` is called as often."""
+        with _lock:
+            self._count += 1  # First: the end of another holder may be noticed at any time.
+            if self._stack is not None:
+                return
+            try:
+                with ExitStack() as stack:
+                    self._put(stack)
+                    self._stack = stack.pop_all()
+            except BaseException:
+                self._count -= 1
+                raise
+
+    def close(self) -> None:
+        """Undo one ``open``."""
+        with _lock:
+            self._count -= 1
+            if self._count == 0 and self._stack is not None:
+                stack, self._stack = self._stack, None
+                stack.close()
+
+    def hold(self, holder: object) -> None:
+        """Keep them in place while ``holder`` lives."""
+        self.open()
+        weakref.finalize(holder, self.close).atexit = False
+
+    def ticket(self) -> Ticket:
+        """What keeps them in place while something refers to it.
+
+        Such as a mark, which goes from one parameter to another with the attributes of the first.
+        """
+        with _lock:
+            found = None if self._ticket is None else self._ticket()
+            if found is None:
+                found = Ticket()
+                self.hold(found)
+                self._ticket = weakref.ref(found)
+            return found

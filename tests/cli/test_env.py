@@ -1,0 +1,128 @@
+"""``zerostart env``, run as a user runs it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zerostart.cli import env, main
+
+HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "diffusers")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["env", *arguments])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code, out, _ = run(capsys, "--json", *arguments)
+    assert code == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys)
+    assert list(found) == ["installed", "supported", "patches", "devices", "python", "platform"]
+    for name in (*HEAVY, "zerostart", "peft"):
+        assert found["installed"][name] == importlib.metadata.version(name)
+    assert found["installed"]["trl"] is None or isinstance(found["installed"]["trl"], str)
+    assert found["supported"]["torch"] == {"range": ">=2.11,<2.14", "known": True, "extra": None}
+    assert found["supported"]["deepspeed"]["extra"] == "deepspeed"
+    assert found["python"] == platform.python_version()
+    assert set(found["devices"]) == {"cores", "available_memory_bytes", "accelerators", "usable"}
+    assert found["devices"]["usable"] is None
+    keys = {"library", "owner", "names", "attributes", "writes", "kind", "why", "lasts", "otherwise"}
+    for patch in found["patches"]:
+        assert set(patch) == {*keys, "file", "checks", "misfit"}
+        assert (patch["lasts"] is None) == (patch["kind"] == "used")
+        assert patch["misfit"] is None
+    replaced = {
+        (p["library"], name) for p in found["patches"] if p["kind"] == "replaced" for name in p["names"]
+    }
+    assert ("deepspeed", "_broadcast_model") in replaced
+    assert ("transformers", "from_pretrained") in replaced
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)], ids=["plain", "json"])
+def test_nothing_heavy_is_imported(arguments: tuple[str, ...]) -> None:
+    """Which is what makes it quick; and one screen of a terminal of 80 columns holds it."""
+    code = (
+        "import sys\nfrom zerostart.cli import main\n"
+        f"try:\n    main(['env', *{arguments!r}])\nfinally:\n"
+        f"    print(sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)"
+    )
+    environment = os.environ | {"COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+    if not arguments:
+        lines = done.stdout.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert len(lines) <= 50
+        text = " ".join(done.stdout.split())
+        assert f"torch {importlib.metadata.version('torch')} >=2.11,<2.14" in text
+        assert "transformers zerostart.enabled() PreTrainedModel (4 names)" in text
+        assert "init._no_grad_trunc_normal_" in text
+
+
+def test_what_is_absent_or_unknown_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "diffusers":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "9.9.0" if name == "transformers" else real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(capsys)
+    assert code == 0
+    text = " ".join(out.split())
+    assert "diffusers - >=0.42,<0.43 pip install 'zerostart[diffusers]'" in text
+    assert "transformers 9.9.0 >=5.17,<5.24 not a version that zerostart knows" in text
+    found = document(capsys)
+    assert found["supported"]["diffusers"]["known"] is None
+    assert found["supported"]["transformers"]["known"] is False
+    assert found["supported"]["torch"]["known"] is True
+
+
+def test_check_compares_the_libraries(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = document(capsys, "--check")
+    assert {patch["misfit"] for patch in found["patches"]} == {""}
+    accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    assert found["devices"]["usable"] == accelerators
+    monkeypatch.setattr(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor: tensor)
+    code, out, _ = run(capsys, "--check")
+    assert code == 1
+    text = " ".join(out.split())
+    assert "zerostart/upstream/torch.py: torch.nn.init._no_grad_trunc_normal_ is not as it was" in text
+    assert "it takes (tensor), not (tensor, mean, std, a, b, ...) (refused)" in text
+
+
+def test_accelerators_are_those_of_the_driver(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The form of the files is that of NVIDIA's Linux driver (its README, "The /proc interface")."""
+    for number, text in enumerate(("Model: \t\t NVIDIA H200\nIRQ:   \t\t 47\n", "IRQ: \t 1\n")):
+        folder = tmp_path / f"0000:0{number}:00.0"
+        folder.mkdir()
+        (folder / "information").write_text(text)
+    monkeypatch.setattr(env, "_GPUS", tmp_path)
+    assert document(capsys)["devices"]["accelerators"] == ["NVIDIA H200", "unknown"]
+    assert "NVIDIA H200, unknown" in run(capsys)[1]

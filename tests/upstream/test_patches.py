@@ -1,0 +1,203 @@
+"""What is replaced of other libraries is put back: after a load, an engine, a block, and after errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import zerostart
+from ranks import run_ranks
+from tiny import TinyCheckpoints
+from zerostart.upstream.patches import Held, active, note, replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, touched
+from zerostart.upstream.versions import TORCH
+
+POINT = PatchPoint(library=TORCH, owner="somewhere", names=("name",), why="a test", lasts=Lasts.CALL)
+
+
+class Something:
+    name = "class"
+
+
+def test_what_was_there_comes_back() -> None:
+    module = SimpleNamespace(name="module")
+    thing = Something()
+    with replaced(POINT, module, "name", "ours"), replaced(POINT, thing, "name", "ours"):
+        assert (module.name, thing.name) == ("ours", "ours")
+        assert active() == (POINT,)
+    assert (module.name, thing.name, vars(thing)) == ("module", "class", {})
+    with pytest.raises(KeyError), replaced(POINT, Something, "name", "ours"):
+        raise KeyError
+    assert Something.name == "class"
+    assert active() == ()
+
+
+def test_what_somebody_has_put_over_ours_stays() -> None:
+    with replaced(POINT, Something, "name", "ours"):
+        Something.name = "theirs"
+    assert Something.name == "theirs"
+    Something.name = "class"
+
+
+def test_held_while_one_of_the_holders_lives() -> None:
+    def put(stack: ExitStack) -> None:
+        stack.enter_context(replaced(POINT, Something, "name", "ours"))
+
+    held = Held(put)
+    one, two = Something(), Something()
+    held.hold(one)
+    held.hold(two)
+    held.open()
+    del one
+    held.close()
+    assert (Something.name, active()) == ("ours", (POINT,))
+    del two
+    assert (Something.name, active()) == ("class", ())
+    held.open()
+    assert Something.name == "ours"
+    held.close()
+    assert Something.name == "class"
+
+
+def test_held_while_a_ticket_goes_round() -> None:
+    """A mark may outlive the parameter that it was made for, as an attribute of the next."""
+
+    def put(stack: ExitStack) -> None:
+        stack.enter_context(replaced(POINT, Something, "name", "ours"))
+
+    held = Held(put)
+    first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    first.mark = held.ticket()  # type: ignore[attr-defined]
+    assert held.ticket() is first.mark  # type: ignore[attr-defined]
+    second.__dict__.update(first.__dict__)
+    assert pickle.loads(pickle.dumps(second)).mark is None
+    assert copy.deepcopy(vars(second))["mark"] is held.ticket()
+    del first
+    assert Something.name == "ours"
+    del second
+    assert (Something.name, active()) == ("class", ())
+
+
+def test_what_cannot_be_put_leaves_nothing() -> None:
+    def put(stack: ExitStack) -> None:
+        stack.enter_context(replaced(POINT, Something, "name", "ours"))
+        raise OSError("no room")
+
+    held = Held(put)
+    for _ in range(2):
+        with pytest.raises(OSError, match="no room"):
+            held.open()
+        assert (Something.name, active()) == ("class", ())
+
+
+def test_an_object_that_is_changed_for_good_is_listed_while_it_lives() -> None:
+    thing = Something()
+    note(POINT, thing)
+    assert active() == (POINT,)
+    del thing
+    assert active() == ()
+
+
+def originals() -> dict[tuple[str, str], Any]:
+    """What is now at every place where something may be replaced."""
+    from zerostart.upstream.shapes import found
+
+    return {
+        (point.owner, name): vars(found(point.owner)).get(name)
+        for points in touched().values()
+        for point in points
+        if isinstance(point, PatchPoint)
+        for name in point.names
+    }
+
+
+def names_of(points: tuple[PatchPoint, ...]) -> set[str]:
+    return {name for point in points for name in point.names}
+
+
+def engine_of(model: Any, stage: int) -> Any:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+    }
+    optimizer = torch.optim.AdamW(model.parameters())
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def through_an_engine(path: Path, stage: int) -> tuple[list[set[str]], bool]:
+    """What is replaced after the load, after the engine's start, and when both are gone."""
+    from zerostart.upstream.deepspeed import import_deepspeed
+
+    import_deepspeed()
+    before = originals()
+    model = zerostart.load(path, zero_stage=stage, progress=False)
+    found = [names_of(active())]
+    engine = engine_of(model, stage)
+    found.append(names_of(active()))
+    engine.destroy()
+    del model, engine
+    if stage == 3:
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+        FWD_MODULE_STACK.clear()  # DeepSpeed keeps the last ZeRO-3 model alive there.
+    gc.collect()
+    found.append(names_of(active()))
+    return found, originals() == before
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nothing_is_left_of_a_model_and_its_engine(stage: int, checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3", torch.bfloat16)
+    (((loaded, started, gone), same),) = run_ranks(through_an_engine, 1, path, stage)
+    if stage == 3:
+        assert loaded == {"_get_trainable_parameter_groups"}
+        assert started > loaded
+    else:
+        assert loaded == started == {"__init__", "_broadcast_model"}
+    assert gone == set()
+    assert same
+
+
+def through_a_block(path: Path) -> tuple[list[set[str]], bool, int]:
+    """What is replaced inside ``enabled``, after it with a model and without, and what waits for imports."""
+    from transformers import AutoModelForCausalLM
+
+    waiting = len(sys.meta_path)
+    before = originals()
+    found = []
+    with zerostart.enabled(engine="fsdp2"):
+        with zerostart.enabled():
+            found.append(names_of(active()))
+        model = AutoModelForCausalLM.from_pretrained(path)
+    found.append(names_of(active()))
+    del model
+    gc.collect()
+    found.append(names_of(active()))
+    with pytest.raises(KeyError), zerostart.enabled():
+        raise KeyError
+    found.append(names_of(active()))
+    return found, originals() == before, len(sys.meta_path) - waiting
+
+
+def test_nothing_is_left_of_a_block(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3", torch.bfloat16)
+    ((found, same, waiting),) = run_ranks(through_a_block, 1, path)
+    inside, kept, gone, failed = found
+    assert {"from_pretrained", "get_init_context", "_prepare_deepspeed"} <= inside
+    assert "from_pretrained" not in kept
+    assert {"fsdp2_prepare_model", "resize_token_embeddings"} <= kept
+    assert gone == failed == set()
+    assert same
+    assert waiting == 0
