@@ -16,7 +16,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["split_groups", "split_optimizer"]
+from zerostart.upstream.registry import Lasts, PatchPoint
+from zerostart.upstream.versions import TORCH
+
+__all__ = ["TOUCHED", "split_groups", "split_optimizer"]
+
+TOUCHED = (
+    PatchPoint(
+        library=TORCH,
+        owner="torch.optim:Optimizer",
+        writes=("step", "_opt_called"),
+        why="of the client's one optimizer: its schedulers see the steps of the one that the engine has",
+        lasts=Lasts.OPTIMIZER,
+    ),
+)
 
 #: The name of the process groups of an expert; None for other parameters.
 ExpertOf = Callable[[Any], str | None]

@@ -1,9 +1,7 @@
 """Private parts of torch and DeepSpeed: operations that are compiled at first use, and the lock of that.
 
 torch keeps other processes off a build by a file ``lock`` in its folder (torch.utils.file_baton), which
-outlives a builder that is killed: every later process then waits for it without end. Used of torch:
-``cpp_extension._get_build_directory``; of DeepSpeed: ``OpBuilder.load``, ``_loaded_ops``, ``name``, and
-``installed_ops``.
+outlives a builder that is killed: every later process then waits for it without end.
 
 A build here takes a lock of its own first, which the system gives back when its holder ends. Who has that one
 and finds torch's lock knows whose it is: a build's that was killed, if such a build left its mark; else some
@@ -25,10 +23,28 @@ from types import FrameType
 from typing import Any
 
 from zerostart.errors import EngineError
+from zerostart.upstream.registry import Use, demand
+from zerostart.upstream.versions import DEEPSPEED, TORCH
 
-__all__ = ["built", "load_operations"]
+__all__ = ["TOUCHED", "built", "load_operations"]
 
 logger = logging.getLogger("zerostart")
+
+TOUCHED = (
+    Use(
+        library=TORCH,
+        owner="torch.utils.cpp_extension",
+        names=("_get_build_directory",),
+        why="the folder in which an operation is compiled, with the lock of whoever does",
+    ),
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.ops.op_builder.builder:OpBuilder",
+        names=("load", "_loaded_ops"),
+        attributes=("name",),
+        why="operations are compiled before ranks meet in the engine, and with a word of it",
+    ),
+)
 
 #: Seconds after which a person is told what is waited for.
 SILENCE = 2.0
@@ -49,6 +65,7 @@ def load_operations(names: tuple[str, ...], told: bool) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import installed_ops
 
+    demand(TOUCHED)
     for name in names:
         builder: Any = get_accelerator().create_op_builder(name)
         if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
