@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 from zerostart.geometry.boxes import Box
@@ -49,7 +48,10 @@ class Copy:
 def merge_runs(copies: Iterable[Copy]) -> list[Copy]:
     """Join unbroken runs that continue each other on both sides; sorted by source and address."""
     out: list[Copy] = []
-    for copy in sorted(copies, key=lambda c: (str(c.source), c.start)):
+    found = list(copies)
+    if len(found) > 1:
+        found.sort(key=lambda c: (str(c.source), c.start))
+    for copy in found:
         last = out[-1] if out else None
         if (
             last is not None
@@ -69,24 +71,26 @@ def copies_between(piece: Piece, box: Box, to: int, strides: Sequence[int]) -> I
 
     The destination of the box's element ``origin + index`` is ``to + sum(index * strides)``.
     """
-    parts = []
-    for d, axis in enumerate(piece.axes):
-        low = max(piece.origin[d], box.origin[d])
-        high = min(piece.origin[d] + extent(axis), box.origin[d] + box.extent[d])
+    # Address in the source, address in the destination, loops: of each combination of the axes' parts.
+    found: list[tuple[int, int, list[Loop]]] = [(piece.offset, to, [])]
+    for axis, origin, box_origin, box_extent, stride in zip(
+        piece.axes, piece.origin, box.origin, box.extent, strides, strict=True
+    ):
+        low = max(origin, box_origin)
+        high = min(origin + extent(axis), box_origin + box_extent)
         if low >= high:
             return
-        here = low - piece.origin[d]
-        base = low - box.origin[d]
-        parts.append(
-            [
-                (offset, (base + position) * strides[d], _with_destination(digits, strides[d]))
-                for position, offset, digits in cut(axis, here, high - piece.origin[d])
-            ]
-        )
-    for combination in product(*parts):
-        start = piece.offset + sum(part[0] for part in combination)
-        target = to + sum(part[1] for part in combination)
-        loops = [loop for part in combination for loop in part[2]]
+        base = low - box_origin
+        parts = [
+            (offset, (base + position) * stride, _with_destination(digits, stride))
+            for position, offset, digits in cut(axis, low - origin, high - origin)
+        ]
+        found = [
+            (start + offset, target + place, [*loops, *inner])
+            for start, target, loops in found
+            for offset, place, inner in parts
+        ]
+    for start, target, loops in found:
         yield from _per_tensor(piece, start, target, loops)
 
 
@@ -106,9 +110,10 @@ def _per_tensor(piece: Piece, start: int, to: int, loops: list[Loop]) -> Iterato
     """Resolve the loops that step over the tensors of a run; what is left stays inside one tensor."""
     across = [loop for loop in loops if loop[1] >= piece.unit]
     within = _merge([loop for loop in loops if loop[1] < piece.unit])
-    for indices in product(*(range(size) for size, _, _ in across)):
-        address = start + sum(i * loop[1] for i, loop in zip(indices, across, strict=True))
-        target = to + sum(i * loop[2] for i, loop in zip(indices, across, strict=True))
+    places = [(start, to)]
+    for size, source, destination in across:
+        places = [(at + i * source, go + i * destination) for at, go in places for i in range(size)]
+    for address, target in places:
         number, inside = divmod(address, piece.unit)
         yield Copy(piece.source[number], inside, target, within)
 

@@ -8,8 +8,6 @@ no single stride can say, has two or three. This is what keeps a conversion to a
 
 from __future__ import annotations
 
-from math import prod
-
 __all__ = ["Digit", "Digits", "cut", "extent", "simplify", "split_at"]
 
 Digit = tuple[int, int]
@@ -18,7 +16,10 @@ Digits = tuple[Digit, ...]
 
 def extent(digits: Digits) -> int:
     """Number of elements of the axis."""
-    return prod(size for size, _ in digits)
+    count = 1
+    for size, _ in digits:
+        count *= size
+    return count
 
 
 def simplify(digits: Digits, unit: int | None = None) -> Digits:

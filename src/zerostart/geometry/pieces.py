@@ -2,6 +2,10 @@
 
 A tensor that a conversion produced is a tuple of pieces that tile it. The functions here are the index
 side of the tensor operations that only move elements; each takes pieces and gives pieces.
+
+Two things keep them few, and their number is what planning costs: an axis is digits and not one stride
+(``digits``), so that a permutation of rows or a transposed reshape stays one piece; and a piece may draw on a
+run of tensors, so that a stack of experts is one.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ class Piece:
 
     ``source`` is a run of equally sized tensors, one after the other in one address space; ``unit`` is the
     number of addresses of each, from its first element to its last. Addresses and strides are in elements.
+    So address ``a`` is element ``a % unit`` of tensor ``a // unit``. A stride of ``unit`` or more steps from
+    tensor to tensor; nothing else tells the two kinds of step apart, so no smaller one is merged with it.
     """
 
     origin: tuple[int, ...]
@@ -60,17 +66,19 @@ class Piece:
 
 def whole(source: Hashable, shape: Sequence[int], strides: Sequence[int] | None = None) -> tuple[Piece, ...]:
     """A source tensor of ``shape`` as it is stored: row-major, or with ``strides`` (elements)."""
-    if prod(shape) == 0:
-        return ()
-    axes, unit = _stored_axes(tuple(shape), tuple(row_major_strides(shape) if strides is None else strides))
-    return (Piece((0,) * len(axes), axes, (source,), unit, 0),)
+    stored = _stored(tuple(shape), None if strides is None else tuple(strides))
+    return () if stored is None else (Piece(stored.origin, stored.axes, (source,), stored.unit, 0),)
 
 
 @lru_cache(maxsize=4096)
-def _stored_axes(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[Digits, ...], int]:
-    """Axes and unit of a stored tensor; a checkpoint has thousands of tensors of a few shapes."""
-    axes = tuple(simplify(((size, stride),)) for size, stride in zip(shape, strides, strict=True))
-    return axes, 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+def _stored(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Piece | None:
+    """The piece of a stored tensor, of no source; a checkpoint has thousands of tensors of a few shapes."""
+    if prod(shape) == 0:
+        return None
+    steps = row_major_strides(shape) if strides is None else strides
+    axes = tuple(simplify(((size, stride),)) for size, stride in zip(shape, steps, strict=True))
+    unit = 1 + sum((size - 1) * stride for size, stride in zip(shape, steps, strict=True))
+    return Piece((0,) * len(shape), axes, (), unit, 0)
 
 
 def crop(pieces: Sequence[Piece], dim: int, start: int, stop: int, step: int = 1) -> tuple[Piece, ...]:
@@ -78,7 +86,7 @@ def crop(pieces: Sequence[Piece], dim: int, start: int, stop: int, step: int = 1
     out: list[Piece] = []
     for p in pieces:
         low, size = p.origin[dim], extent(p.axes[dim])
-        # The first index kept that lies inside this piece.
+        # The first index kept that lies inside this piece, which with a step need not be the piece's first.
         skip = max(0, -(-(low - start) // step))
         first = start + skip * step
         if first >= min(stop, low + size):
@@ -109,6 +117,7 @@ def broadcast(pieces: Sequence[Piece], shape: Sequence[int], target: Sequence[in
     out = []
     for p in pieces:
         axes = list(p.axes)
+        # A grown dimension has size 1, so that every piece covers all of it, from index 0.
         for d in grown:
             axes[d] = simplify(((target[d], 0),))
         out.append(replace(p, axes=tuple(axes)))
@@ -140,7 +149,7 @@ def shift(pieces: Sequence[Piece], dim: int, by: int) -> tuple[Piece, ...]:
 
 
 def concatenate(parts: Sequence[tuple[Sequence[Piece], int]], dim: int) -> tuple[Piece, ...]:
-    """Join ``(pieces, size along dim)`` parts along ``dim``."""
+    """Join ``(pieces, size along dim)`` parts along ``dim``; a part without elements still takes its size."""
     out: list[Piece] = []
     at = 0
     for pieces, size in parts:
@@ -174,7 +183,9 @@ def _alike(p: Piece, q: Piece) -> bool:
 def join_runs(pieces: Sequence[Piece], dim: int) -> tuple[Piece, ...]:
     """Merge neighbours along ``dim`` that differ only in the source tensor into one piece over a run.
 
-    This is what makes a stack of experts one entry, however many experts there are.
+    This is what makes a stack of experts one entry, however many experts there are. Only neighbours in the
+    order of ``pieces`` are tried: parts come in the order in which they lie, and to look further would make
+    what was joined depend on what lies beside it.
     """
     runs: list[list[Piece]] = []
     for p in pieces:
@@ -189,6 +200,8 @@ def _continues(run: list[Piece], p: Piece, dim: int) -> bool:
     """Whether ``p`` is the next tensor of the run: same geometry, one step further along ``dim``."""
     first = run[0]
     step = extent(first.axes[dim])
+    # Of one tensor each, taken from the same place in it: then the number of the tensor alone tells them
+    # apart, and is one more digit above those of ``dim``, with the unit for its stride.
     return (
         len(first.source) == 1
         and len(p.source) == 1
@@ -228,7 +241,10 @@ def reshape(pieces: Sequence[Piece], shape: Sequence[int], target: Sequence[int]
 
 
 def _groups(shape: Sequence[int], target: Sequence[int]) -> list[tuple[range, range]]:
-    """Match runs of old and new dimensions with equal products, as a view does."""
+    """Match runs of old and new dimensions with equal products, as a view does.
+
+    What lies in different groups is independent: (6, 4) to (2, 3, 4) splits the 6 and leaves the 4 alone.
+    """
     groups: list[tuple[range, range]] = []
     i = j = 0
     while i < len(shape) or j < len(target):
@@ -243,6 +259,7 @@ def _groups(shape: Sequence[int], target: Sequence[int]) -> list[tuple[range, ra
                 old, i = old * shape[i], i + 1
             else:
                 new, j = new * target[j], j + 1
+        # Ones at the end of one side have nothing to match on the other, and go with the last group.
         while i < len(shape) and shape[i] == 1 and j == len(target):
             i += 1
         while j < len(target) and target[j] == 1 and i == len(shape):
@@ -283,7 +300,12 @@ def _reshape_piece(
 
 
 def _merge(origin: list[int], axes: list[Digits], sizes: list[int]) -> list[tuple[int, int, Digits]]:
-    """A box of several dimensions as ``(start, offset, digits)`` runs of their joint row-major order."""
+    """A box of several dimensions as ``(start, offset, digits)`` runs of their joint row-major order.
+
+    From the innermost dimension outwards. A run is of indices that follow each other, whatever addresses they
+    have: where a dimension is covered whole, the one above it only adds digits; where it is not, each row of
+    the one above is a run of its own.
+    """
     if not sizes:
         return [(0, 0, ())]
     parts = [(origin[-1], 0, axes[-1])]
@@ -296,6 +318,7 @@ def _merge(origin: list[int], axes: list[Digits], sizes: list[int]) -> list[tupl
             _, offset, digits = parts[0]
             parts = [(start * below, offset, (*axis, *digits))]
         elif extent(axis) == 1:
+            # A single row moves what is there to its place, and its address is in the piece's offset already.
             parts = [(start * below + at, offset, digits) for at, offset, digits in parts]
         else:
             rows = [(i, cut(axis, i, i + 1)[0][1]) for i in range(extent(axis))]
@@ -313,7 +336,11 @@ def _merge(origin: list[int], axes: list[Digits], sizes: list[int]) -> list[tupl
 def _split(
     start: int, offset: int, digits: Digits, sizes: list[int]
 ) -> list[tuple[tuple[int, ...], int, tuple[Digits, ...]]]:
-    """A run of a row-major order as boxes over dimensions of ``sizes``."""
+    """A run of a row-major order as boxes over dimensions of ``sizes``: ``(origin, offset, axes)`` of each.
+
+    One dimension is split off at a time. A head row, whole rows and a tail row are apart, since a box has the
+    same columns in each of its rows.
+    """
     if not sizes:
         return [((), offset, ())]
     if len(sizes) == 1:
@@ -327,11 +354,13 @@ def _split(
             row, column = divmod(here, below)
             halves = split_at(part, below) if extent(part) >= below and column == 0 else None
             if halves is not None:
+                # Digits that fall apart at the row's end: all rows alike, in one box.
                 for inner_origin, inner_offset, inner_axes in _split(0, 0, halves[1], sizes[1:]):
                     out.append(
                         ((row, *inner_origin), offset + part_offset + inner_offset, (halves[0], *inner_axes))
                     )
             elif column + extent(part) <= below:
+                # Within one row, whose dimension then has a single index and no digit.
                 for inner_origin, inner_offset, inner_axes in _split(column, 0, part, sizes[1:]):
                     out.append(((row, *inner_origin), offset + part_offset + inner_offset, ((), *inner_axes)))
             else:

@@ -2,6 +2,10 @@
 
 A section is a tensor of its own, with the boxes of the parameter that make it up. Sections nest (experts,
 then columns), and a layout of the local tensor becomes a layout of the parameter: ``section.holds(layout)``.
+
+Engines shard the local tensor and know of no other; checkpoints have the parameter. So an engine's layout is
+stated for the local tensor, and carried back through the section, before it meets a recipe: there is one kind
+of layout for all that reads and writes.
 """
 
 from __future__ import annotations
@@ -19,19 +23,27 @@ __all__ = ["Section", "chunk", "entire", "packed"]
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A local tensor of ``shape``: each of ``boxes`` is a box of the parameter and its origin in it."""
+    """A local tensor of ``shape``: each of ``boxes`` is a box of the parameter and its origin in it.
+
+    Several boxes, where a fused parameter (gate and up, or query, key and value) is cut part by part: each
+    rank has its share of every part, and they lie together in its tensor. ``whole`` is the parameter's shape.
+    """
 
     whole: tuple[int, ...]
     shape: tuple[int, ...]
     boxes: tuple[tuple[Box, tuple[int, ...]], ...]
 
     def holds(self, layout: Layout) -> Layout:
-        """``layout`` of the local tensor, as a layout of the parameter."""
+        """``layout`` of the local tensor, as a layout of the parameter.
+
+        Raises ValueError for one of a tensor of another shape.
+        """
         if layout.shape != self.shape:
             raise ValueError(f"a layout of {layout.shape} within a section of shape {self.shape}")
         placed = []
         for inner in layout.boxes:
             for origin, start, extent in self._meeting(inner.box):
+                # The storage stays where it is: the part begins as far in it as it does in the inner box.
                 moved = sum(
                     (s - o) * t for s, o, t in zip(start, inner.box.origin, inner.strides, strict=True)
                 )
@@ -39,7 +51,10 @@ class Section:
         return Layout(self.whole, layout.numel, layout.owned, tuple(placed))
 
     def section(self, inner: Section) -> Section:
-        """A section of the local tensor, as a section of the parameter."""
+        """A section of the local tensor, as a section of the parameter.
+
+        Raises ValueError for one of a tensor of another shape.
+        """
         if inner.whole != self.shape:
             raise ValueError(f"a section of {inner.whole} within a section of shape {self.shape}")
         boxes = []
@@ -63,7 +78,7 @@ class Section:
 
 
 def entire(shape: Sequence[int]) -> Section:
-    """The whole parameter."""
+    """The whole parameter; one without dimensions too, which ``_of_ranges`` has no dimension to cut for."""
     return _of_ranges(shape, 0, [(0, shape[0])]) if shape else Section((), (), ((Box((), ()), ()),))
 
 
@@ -75,12 +90,14 @@ def chunk(shape: Sequence[int], dim: int, rank: int, size: int) -> Section:
 def packed(shape: Sequence[int], dim: int, parts: Sequence[int], rank: int, size: int) -> Section:
     """``dim`` holds fused parts of sizes ``parts``; each is chunked by itself, and a rank's are fused again.
 
-    Equal parts that divide evenly are DTensor's ``_StridedShard(dim, split_factor=len(parts))``.
+    Equal parts that divide evenly are DTensor's ``_StridedShard(dim, split_factor=len(parts))``. Raises
+    ValueError where the parts do not add up to the dimension.
     """
     if sum(parts) != shape[dim]:
         raise ValueError(f"parts of {tuple(parts)} do not add up to the {shape[dim]} of dimension {dim}")
     ranges = []
     for first, length in zip(accumulate(parts, initial=0), parts, strict=False):
+        # Chunks as ``torch.chunk`` makes them: all of the length of the first, so that the last may be empty.
         step = -(-length // size)
         low, high = min(rank * step, length), min((rank + 1) * step, length)
         ranges.append((first + low, first + high))
@@ -95,6 +112,7 @@ def _of_ranges(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]
     for low, high in ranges:
         place = (0,) * dim + (at,) + (0,) * len(tail)
         box = Box((0,) * dim + (low,) + (0,) * len(tail), (*head, high - low, *tail))
+        # A rank that has nothing of the parameter has no boxes, by which it is known.
         if prod(box.extent):
             boxes.append((box, place))
         at += high - low

@@ -9,6 +9,7 @@ element by element is run in chunks, so that not even one whole parameter needs 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,15 +34,14 @@ class Op:
     kwargs: dict[str, Any]
     result: Any
 
-    @property
+    @functools.cached_property
     def writes(self) -> list[torch.Tensor]:
         """Meta tensors that the call made or changed."""
-        made = [t for t in tree_leaves(self.result) if _is_meta(t)]
+        made = _meta_tensors(self.result)
         if self.opaque:
             return [*made, self.args[0]]
-        for argument, value in zip(self.func._schema.arguments, self.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                made += [t for t in tree_leaves(value) if _is_meta(t)]
+        for place in _written_arguments(self.func):
+            made += _meta_tensors(self.args[place : place + 1])
         return made
 
     @property
@@ -64,18 +64,19 @@ class Op:
         whole = target.is_contiguous() and target.numel() * target.itemsize == size
         return storage_key(target) if _is_meta(target) and whole else None
 
-    @property
+    @functools.cached_property
     def reads(self) -> list[torch.Tensor]:
         """Meta tensors among the arguments."""
-        return [t for t in tree_leaves((self.args, self.kwargs)) if _is_meta(t)]
+        return _meta_tensors((self.args, *self.kwargs.values()))
 
     @property
     def is_view(self) -> bool:
         """Whether the result only looks at an argument's storage, and nothing is computed."""
-        results = [t for t in tree_leaves(self.result) if isinstance(t, torch.Tensor)]
-        mutable = any(a.alias_info is not None and a.alias_info.is_write for a in self.func._schema.arguments)
+        results = _tensors(self.result)
+        if not results or _written_arguments(self.func):
+            return False
         given = {storage_key(t) for t in self.reads}
-        return not mutable and bool(results) and all(_is_meta(t) and storage_key(t) in given for t in results)
+        return all(_is_meta(t) and storage_key(t) in given for t in results)
 
 
 aten = torch.ops.aten
@@ -88,6 +89,30 @@ _OVERWRITING = {
     aten.zero_.default,
     aten.copy_.default,
 }
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[int, ...]:
+    """Places of the arguments that an operator writes into."""
+    return tuple(
+        place
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Tensors among the arguments or results of an operator, which are in lists and tuples at most.
+
+    Called for every operator of a model's construction, where a general walk would be most of the cost.
+    """
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _meta_tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in _tensors(value) if t.device.type == "meta"]
 
 
 def _is_meta(value: Any) -> bool:
@@ -117,15 +142,13 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func == _IS_META:
             return False
-        building = torch.get_default_device().type == "meta"
-        constant = func in (torch.tensor, torch.as_tensor, torch.from_numpy)
-        if building and constant and kwargs.get("device") is None:
-            if func is not torch.from_numpy:
-                kwargs["device"] = "cpu"
-            value = func(*args, **kwargs)
+        constant = func in (torch.tensor, torch.as_tensor, torch.from_numpy) and kwargs.get("device") is None
+        if constant and torch.get_default_device().type == "meta":
+            on_host = {} if func is torch.from_numpy else {"device": "cpu"}
+            value = func(*args, **kwargs | on_host)
             return value if value.device.type == "meta" else value.to("meta")
         return func(*args, **kwargs)
 
@@ -163,15 +186,17 @@ class OperatorLog(TorchDispatchMode):
         """Run the operator on meta and note it, if a meta tensor comes out of it or is changed by it."""
         kwargs = kwargs or {}
         given = (args, kwargs)
-        if any(_is_meta(t) for t in tree_leaves(given)):
-            given = tree_map(_snapshot, given)  # before the call, which may change them
+        # What looks at a tensor in here is no part of the construction, and nothing for function modes.
+        with torch._C.DisableTorchFunction():
+            changing = bool(_written_arguments(func)) and bool(_meta_tensors((args, *kwargs.values())))
+            if changing:
+                given = tree_map(_snapshot, given)  # before the call
         result = func(*args, **kwargs)
-        if not any(_is_meta(t) for t in tree_leaves((given, result))):
-            return result
-        kept_args, kept_kwargs = tree_map(_snapshot, given)
-        op = Op(func, kept_args, kept_kwargs, tree_map(_snapshot, result))
-        if op.writes and not op.is_view:
-            self.ops.append(op)
+        with torch._C.DisableTorchFunction():
+            op = Op(func, given[0], given[1], result)
+            if op.writes and not op.is_view:
+                kept_args, kept_kwargs = given if changing else tree_map(_snapshot, given)
+                self.ops.append(Op(func, kept_args, kept_kwargs, tree_map(_snapshot, result)))
         return result
 
     def values(self, wanted: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
