@@ -15,11 +15,13 @@ from zerostart.engines.base import Engine, MasterReader, ShardMaker
 from zerostart.engines.deepspeed import memory3, memory12
 from zerostart.engines.deepspeed.costs import ZeroCosts
 from zerostart.engines.deepspeed.settings import ZeroSettings, check_stage, configured_dtype, flat_rules
+from zerostart.engines.deepspeed.training import HOST_BACKEND, KEPT, accelerate_setup, training_config
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.flat_memory import after_load as after_load_whole
 from zerostart.engines.memory import Held, Moment, Optimizer, Target
 from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
 from zerostart.engines.shard import Shard
+from zerostart.engines.training import AccelerateSetup, TrainingJob
 from zerostart.layout import Layout, Mesh, Parallelism, flat_partition
 
 __all__ = ["DeepSpeed", "FlatBuffers", "ZeroThree"]
@@ -36,6 +38,9 @@ class DeepSpeed(Engine):
     name = "deepspeed"
     stages = (0, 1, 2, 3)
     wraps = True
+    precisions = tuple(KEPT)
+    launched_by = "ACCELERATE_USE_DEEPSPEED"
+    host_backend = HOST_BACKEND
 
     @classmethod
     def of(
@@ -48,6 +53,11 @@ class DeepSpeed(Engine):
     def titled(cls, zero_stage: int) -> str:
         """DeepSpeed's stage, in words."""
         return f"DeepSpeed ZeRO-{zero_stage}"
+
+    @classmethod
+    def configured_stage(cls, config: Mapping[str, Any]) -> int | None:
+        """See ``Engine``."""
+        return ZeroSettings.of(config).stage
 
     @cached_property
     def settings(self) -> ZeroSettings:
@@ -91,6 +101,18 @@ class DeepSpeed(Engine):
     def given_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
         """See ``Engine``."""
         return self.settings.ep_plan, self.settings.tp_plan, self.settings.tensor_parallel
+
+    def kept_dtype(self, mixed_precision: str) -> torch.dtype | None:
+        """See ``Engine``; the masters are copies of its own."""
+        return KEPT[mixed_precision]
+
+    def training_config(self, job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
+        """See ``Engine``."""
+        return training_config(self.zero_stage, job, given)
+
+    def accelerate(self, mixed_precision: str) -> AccelerateSetup:
+        """See ``Engine``."""
+        return accelerate_setup(mixed_precision, self.config or {})
 
     def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
         """See ``Engine``: the bucket, the states on the host, a higher stage, parameters on the host."""
