@@ -2,6 +2,7 @@
 
 import pytest
 
+import extending.rows  # noqa: F401  # registers itself
 from zerostart.errors import ConfigError
 from zerostart.training.config import load_config, parse_config
 from zerostart.training.engine_config import engine_config
@@ -38,7 +39,7 @@ def test_defaults_overrides_and_yaml_spellings(path):
         ("train.steps=many", "train.steps: .*integer.*'many'"),
         ("model.source=", "model.source: .*string"),
         ("task.name=lm", "task.name: .*'causal-lm' or 'masked-lm'"),
-        ("engine.name=ddp", "engine: .*'ddp' is unknown; choose one of deepspeed, fsdp2$"),
+        ("engine.name=ddp", "engine: .*'ddp' is unknown; choose one of deepspeed, fsdp2[^{]*$"),
         ("engine.zero_stage=4", "engine: zero_stage=4 is not available on deepspeed"),
         ("train.steps", "an override is KEY=VALUE"),
         ("train.steps.more=1", "train.steps.more=1.*steps is a value"),
@@ -98,3 +99,12 @@ def test_fsdp2_config(path):
     assert (settings["wrap"], settings["mp_policy"].param_dtype) == (["Block"], torch.bfloat16)
     with pytest.raises(ConfigError, match=r"engine.config.mesh is unknown for fsdp2"):
         engine_config(load_config(path, ["engine.name=fsdp2", "engine.config={mesh: 1}"]), 2, None)
+
+
+def test_an_engine_of_somebody_else(path):
+    config = load_config(path, ["engine.name=rows", "engine.config={depth: 2}", "model.dtype=bfloat16"])
+    assert engine_config(config, 2, None) == {"depth": 2}
+    assert config.dtype == "bfloat16"
+    assert load_config(path, ["engine.name=rows", "train.mixed_precision=bf16"]).dtype == "float32"
+    with pytest.raises(ConfigError, match="zero_stage=2 is not available on rows"):
+        load_config(path, ["engine.name=rows", "engine.zero_stage=2"])

@@ -107,6 +107,11 @@ class Engine(abc.ABC):
         return f"{cls.name} ZeRO-{zero_stage}"
 
     @classmethod
+    def shares_at(cls, zero_stage: int) -> bool:
+        """Whether ranks share anything of a model at a stage: its weights, gradients or optimizer states."""
+        return zero_stage > 0
+
+    @classmethod
     def configured_stage(cls, config: Mapping[str, Any]) -> int | None:
         """The ZeRO stage that a configuration itself asks for, None where it says nothing of it."""
         return None

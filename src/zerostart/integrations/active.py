@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from zerostart.engines import Engine, check_choice, titled
+from zerostart.engines import Engine, check_choice, family_of, titled
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh
 from zerostart.upstream.accelerate import FSDP2Plugin, fsdp2_plugin
-from zerostart.upstream.deepspeed_active import active_config, open_init_dtype, sharding_stage
+from zerostart.upstream.deepspeed_active import active_config, config_stage, open_init_dtype
 
 __all__ = ["Active", "find_active", "fsdp2_config"]
 
@@ -69,8 +69,8 @@ def find_active(model: type) -> Active | None:
     """
     opened = open_init_dtype()
     config = active_config()
-    stage = sharding_stage(config)
-    if config is not None and stage is not None:
+    stage = config_stage(config)
+    if config is not None and family_of("deepspeed").shares_at(stage):
         return Active.of("deepspeed", stage, config, opened)
     if opened is not None:
         return Active.of("deepspeed", 3, {}, opened)

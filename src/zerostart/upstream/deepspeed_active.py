@@ -19,7 +19,7 @@ import torch
 
 from zerostart.errors import UnsupportedVersionError
 
-__all__ = ["active_config", "config_stage", "open_init_dtype", "require", "sharding_stage"]
+__all__ = ["active_config", "config_stage", "open_init_dtype", "require"]
 
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
@@ -63,12 +63,6 @@ def config_stage(config: Mapping[str, Any] | None) -> int:
     """The ZeRO stage that a configuration asks for, 0 where it asks for none."""
     stage = ((config or {}).get("zero_optimization") or {}).get("stage", 0)
     return stage if isinstance(stage, int) else 0
-
-
-def sharding_stage(config: Mapping[str, Any] | None) -> int | None:
-    """The ZeRO stage, where a configuration asks for one at which ranks share anything."""
-    stage = config_stage(config)
-    return stage if stage in (1, 2, 3) else None
 
 
 def _wanted(plugin: Any) -> bool:
