@@ -2,9 +2,10 @@
 
 import pytest
 
+import extending.rows  # noqa: F401  # registers itself
 from zerostart.errors import ConfigError
 from zerostart.training.config import load_config, parse_config
-from zerostart.training.engine_config import deepspeed_config, engine_config
+from zerostart.training.engine_config import engine_config
 
 YAML = """
 model: {source: somewhere}
@@ -38,7 +39,8 @@ def test_defaults_overrides_and_yaml_spellings(path):
         ("train.steps=many", "train.steps: .*integer.*'many'"),
         ("model.source=", "model.source: .*string"),
         ("task.name=lm", "task.name: .*'causal-lm' or 'masked-lm'"),
-        ("engine.name=ddp", "engine.name: .*'deepspeed' or 'fsdp2'"),
+        ("engine.name=ddp", "engine: .*'ddp' is unknown; choose one of deepspeed, fsdp2[^{]*$"),
+        ("engine.zero_stage=4", "engine: zero_stage=4 is not available on deepspeed"),
         ("train.steps", "an override is KEY=VALUE"),
         ("train.steps.more=1", "train.steps.more=1.*steps is a value"),
         ("train.steps=[", "train.steps=.*not valid YAML"),
@@ -59,7 +61,7 @@ def test_missing_file_section_and_key(tmp_path):
 
 def test_fp16_is_for_deepspeed(path):
     assert load_config(path, ["train.mixed_precision=fp16"]).dtype == "float16"
-    with pytest.raises(ConfigError, match=r"fp16 needs engine.name deepspeed"):
+    with pytest.raises(ConfigError, match=r"fp16 is not available with engine.name fsdp2; use no or bf16"):
         load_config(path, ["train.mixed_precision=fp16", "engine.name=fsdp2"])
 
 
@@ -68,7 +70,7 @@ def test_deepspeed_config_is_complete_and_auto_is_filled(path):
         "{train_batch_size: auto, zero_optimization: {stage3_prefetch_bucket_size: auto, sub_group_size: 5}}"
     )
     config = load_config(path, ["train.batch_size=2", "train.accumulation=3", f"engine.config={zero}"])
-    filled = deepspeed_config(config, world_size=4, hidden_size=100)
+    filled = engine_config(config, world_size=4, hidden_size=100)
     assert filled["train_batch_size"] == 24
     assert filled["train_micro_batch_size_per_gpu"] == 2
     assert filled["gradient_clipping"] == 1.0
@@ -97,3 +99,12 @@ def test_fsdp2_config(path):
     assert (settings["wrap"], settings["mp_policy"].param_dtype) == (["Block"], torch.bfloat16)
     with pytest.raises(ConfigError, match=r"engine.config.mesh is unknown for fsdp2"):
         engine_config(load_config(path, ["engine.name=fsdp2", "engine.config={mesh: 1}"]), 2, None)
+
+
+def test_an_engine_of_somebody_else(path):
+    config = load_config(path, ["engine.name=rows", "engine.config={depth: 2}", "model.dtype=bfloat16"])
+    assert engine_config(config, 2, None) == {"depth": 2}
+    assert config.dtype == "bfloat16"
+    assert load_config(path, ["engine.name=rows", "train.mixed_precision=bf16"]).dtype == "float32"
+    with pytest.raises(ConfigError, match="zero_stage=2 is not available on rows"):
+        load_config(path, ["engine.name=rows", "engine.zero_stage=2"])

@@ -74,7 +74,7 @@ def first_step(values):
             gradients[name.removeprefix("module.")] = whole_gradient(parameter)
 
     def looked_at(session, *arguments):
-        if not session.engine_steps:
+        if not session.engine.wraps:
             look(session.model)
         return update(session, *arguments)
 

@@ -7,7 +7,14 @@ import contextlib
 from zerostart.engines.base import Engine, MasterReader, ShardMaker
 from zerostart.engines.names import plain_name
 from zerostart.engines.placements import DEVICE, HOST, RANKS_OF_A_MACHINE, STORAGE, Placements
-from zerostart.engines.registry import check_choice, engine_names, register_engine, resolve_engine, titled
+from zerostart.engines.registry import (
+    check_choice,
+    engine_names,
+    family_of,
+    register_engine,
+    resolve_engine,
+    titled,
+)
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 
@@ -25,6 +32,7 @@ __all__ = [
     "check_choice",
     "contexts_aside",
     "engine_names",
+    "family_of",
     "plain_name",
     "register_engine",
     "resolve_engine",

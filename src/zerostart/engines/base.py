@@ -21,6 +21,7 @@ from zerostart.engines.placed import PlacedShards
 from zerostart.engines.placements import Placements
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
+from zerostart.engines.training import AccelerateSetup, TrainingJob
 from zerostart.layout import Mesh, Parallelism
 from zerostart.models import Alias
 
@@ -78,8 +79,15 @@ class Engine(abc.ABC):
     whole: ClassVar[bool] = False
     #: Whether modules are units of ``fully_shard``, with DTensors as parameters.
     units: ClassVar[bool] = False
-    #: Whether the engine makes masters and an optimizer of its own, and writes consolidated weights itself.
+    #: Whether the engine makes masters and an optimizer of its own, clips and steps itself, and writes
+    #: consolidated weights itself.
     wraps: ClassVar[bool] = False
+    #: The mixed precisions, as accelerate names them, in which it trains.
+    precisions: ClassVar[tuple[str, ...]] = ("no", "bf16")
+    #: The environment variable with which accelerate's launcher sets up this very engine, None for none.
+    launched_by: ClassVar[str | None] = None
+    #: The backend that accelerate must be told on hosts without an accelerator; None: ``cpu=True`` will do.
+    host_backend: ClassVar[str | None] = None
 
     zero_stage: int
     config: Mapping[str, Any] | None
@@ -97,6 +105,16 @@ class Engine(abc.ABC):
     def titled(cls, zero_stage: int) -> str:
         """The engine at a stage, in words."""
         return f"{cls.name} ZeRO-{zero_stage}"
+
+    @classmethod
+    def shares_at(cls, zero_stage: int) -> bool:
+        """Whether ranks share anything of a model at a stage: its weights, gradients or optimizer states."""
+        return zero_stage > 0
+
+    @classmethod
+    def configured_stage(cls, config: Mapping[str, Any]) -> int | None:
+        """The ZeRO stage that a configuration itself asks for, None where it says nothing of it."""
+        return None
 
     @property
     def title(self) -> str:
@@ -197,6 +215,31 @@ class Engine(abc.ABC):
         """The shards of a live model as they are now, by parameter name, aliases included.
 
         What is not there is whole on every rank.
+        """
+
+    # --- What a training run asks.
+
+    def kept_dtype(self, mixed_precision: str) -> torch.dtype | None:
+        """The one dtype in which the model is held under a mixed precision; None: any, float32 at best."""
+        return None
+
+    def training_config(self, job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The complete ``engine_config`` of a training run; ``given`` is ``engine.config`` of its YAML file.
+
+        Raises ConfigError for what contradicts the job.
+        """
+        return dict(given)
+
+    def accelerate(self, mixed_precision: str) -> AccelerateSetup:
+        """How accelerate is set up for a model that this engine, with its configuration, has sharded."""
+        return AccelerateSetup(
+            {"mixed_precision": mixed_precision, "cpu": not torch.accelerator.is_available()}
+        )
+
+    def begin_batch(self, model: nn.Module, last: bool) -> None:  # noqa: B027
+        """Called before the forward of each batch whose gradients are accumulated for one step.
+
+        ``last`` is true for the one before the optimizer's step: for each, where nothing is accumulated.
         """
 
     # --- What a forecast asks.

@@ -12,7 +12,7 @@ from zerostart.engines.base import Engine
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh
 
-__all__ = ["check_choice", "engine_names", "register_engine", "resolve_engine", "titled"]
+__all__ = ["check_choice", "engine_names", "family_of", "register_engine", "resolve_engine", "titled"]
 
 #: Entry points of other packages: a name, and the subclass of ``Engine``.
 GROUP = "zerostart.engines"
@@ -40,8 +40,8 @@ def engine_names() -> list[str]:
     return list(dict.fromkeys((*_OWN, *_registered, *_installed())))
 
 
-def check_choice(name: str, zero_stage: int) -> type[Engine]:
-    """The family of engines of that name. Raises ConfigError for a name or a stage that is not known."""
+def family_of(name: str) -> type[Engine]:
+    """The family of engines of that name. Raises ConfigError for one that is not known."""
     if name in _OWN:
         module, attribute = _OWN[name]
         family: type[Engine] = getattr(importlib.import_module(module), attribute)
@@ -51,6 +51,12 @@ def check_choice(name: str, zero_stage: int) -> type[Engine]:
         family = _installed()[name].load()
     else:
         raise ConfigError(f"engine={name!r} is unknown; choose one of {', '.join(engine_names())}")
+    return family
+
+
+def check_choice(name: str, zero_stage: int) -> type[Engine]:
+    """The family of engines of that name. Raises ConfigError for a name or a stage that is not known."""
+    family = family_of(name)
     if zero_stage not in family.stages:
         stages = ", ".join(map(str, family.stages))
         raise ConfigError(f"zero_stage={zero_stage} is not available on {name} in this version; use {stages}")

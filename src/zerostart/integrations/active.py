@@ -9,16 +9,13 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from zerostart.engines import check_choice, titled
+from zerostart.engines import Engine, check_choice, family_of, titled
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh
 from zerostart.upstream.accelerate import FSDP2Plugin, fsdp2_plugin
 from zerostart.upstream.deepspeed_active import active_config, config_stage, open_init_dtype
 
-__all__ = ["STAGES", "Active", "find_active", "fsdp2_config"]
-
-#: ZeRO stages whose configuration makes ``from_pretrained`` a sharded load.
-STAGES = (1, 2, 3)
+__all__ = ["Active", "find_active", "fsdp2_config"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,11 @@ class Active:
         return replace(self, zero_stage=stage, building=self.dtype if builds is not None else None)
 
     @property
+    def family(self) -> type[Engine]:
+        """The engine's class, at any stage."""
+        return check_choice(self.engine, self.zero_stage)
+
+    @property
     def title(self) -> str:
         """What is active, in words."""
         return titled(self.engine, self.zero_stage)
@@ -68,7 +70,7 @@ def find_active(model: type) -> Active | None:
     opened = open_init_dtype()
     config = active_config()
     stage = config_stage(config)
-    if config is not None and stage in STAGES:
+    if config is not None and family_of("deepspeed").shares_at(stage):
         return Active.of("deepspeed", stage, config, opened)
     if opened is not None:
         return Active.of("deepspeed", 3, {}, opened)

@@ -96,7 +96,7 @@ def _choose(kind: type, arguments: dict[str, Any]) -> Call | None:
                 "the Accelerator before the model, or name it: enabled(engine=...)"
             )
         return None
-    join_ranks(active.engine)
+    join_ranks(active.family.host_backend)
     call: Call = (_WatchedDiffusion if is_diffusers(kind) else _Watched)(settings, active, arguments)
     call.check()
     return call
@@ -108,9 +108,10 @@ def _resolved(settings: Settings, kind: type) -> Active | None:
     if settings.engine is None:
         return found
     if settings.engine_config is not None or found is None or found.engine != settings.engine:
-        config = dict(settings.engine_config or {})
-        configured = config_stage(config) if "stage" in (config.get("zero_optimization") or {}) else 3
-        stage = configured if settings.zero_stage is None else settings.zero_stage
+        config, stage = dict(settings.engine_config or {}), settings.zero_stage
+        if stage is None:
+            configured = engines.family_of(settings.engine).configured_stage(config)
+            stage = 3 if configured is None else configured
         return Active.asked(settings.engine, stage, config)
     return found if settings.zero_stage is None else found.at(settings.zero_stage)
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from zerostart.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zerostart.engines import Engine
 
 __all__ = [
     "DataConfig",
@@ -102,12 +105,24 @@ class EngineConfig(_Section):
     sizes, clipping, stage and precision are filled in and ``auto`` means just that; for FSDP2,
     ``reshard_after_forward``, ``replicate`` (the number of replicas) and ``wrap`` (names of the module
     classes to shard as units). ``zero_stage`` 0 keeps the model whole on every rank: with ``fsdp2`` that is
-    DistributedDataParallel.
+    DistributedDataParallel. An engine that another package has registered is known by its name, too.
     """
 
-    name: Literal["deepspeed", "fsdp2"] = "deepspeed"
-    zero_stage: Literal[0, 1, 2, 3] = 3
+    name: str = "deepspeed"
+    zero_stage: int = 3
     config: dict[str, Any] | str = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _known(self) -> EngineConfig:
+        self.chosen()
+        return self
+
+    def chosen(self) -> Engine:
+        """The engine at its stage, not configured yet; raises :class:`ConfigError` for an unknown one."""
+        from zerostart.engines import check_choice
+        from zerostart.layout import Mesh
+
+        return check_choice(self.name, self.zero_stage).of(self.zero_stage, None, Mesh(1), None)
 
 
 class TrainingConfig(_Section):
@@ -171,24 +186,30 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _compatible(self) -> TrainConfig:
-        if self.engine.name == "fsdp2" and self.train.mixed_precision == "fp16":
-            raise ValueError("train.mixed_precision fp16 needs engine.name deepspeed; use bf16 with fsdp2")
-        kept = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.train.mixed_precision]
-        if self.engine.name == "deepspeed" and self.model.dtype not in (None, kept):
+        engine, precision = self.engine.chosen(), self.train.mixed_precision
+        if precision not in engine.precisions:
             raise ValueError(
-                f"model.dtype {self.model.dtype} contradicts train.mixed_precision "
-                f"{self.train.mixed_precision}: DeepSpeed keeps the model in {kept} there"
+                f"train.mixed_precision {precision} is not available with engine.name {engine.name}; use "
+                f"{' or '.join(engine.precisions)}"
+            )
+        kept = self._kept_dtype
+        if kept is not None and self.model.dtype not in (None, kept):
+            raise ValueError(
+                f"model.dtype {self.model.dtype} contradicts train.mixed_precision {precision}: "
+                f"{engine.title} keeps the model in {kept} there"
             )
         return self
 
     @property
+    def _kept_dtype(self) -> str | None:
+        kept = self.engine.chosen().kept_dtype(self.train.mixed_precision)
+        return None if kept is None else str(kept).removeprefix("torch.")
+
+    @property
     def dtype(self) -> str:
         """The type in which the parameters are loaded, as the name of a ``torch.dtype``."""
-        if self.model.dtype is not None:
-            return self.model.dtype
-        if self.engine.name == "deepspeed":
-            return {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.train.mixed_precision]
-        return "float32"  # FSDP2 casts when it gathers, from weights in full precision
+        # An engine that keeps no dtype of its own casts when it gathers, from weights in full precision.
+        return self.model.dtype or self._kept_dtype or "float32"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -251,7 +272,11 @@ def _explain(problem: dict[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"{key} is required"
     message = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{key}: {message}, not {problem['input']!r}" if key else message
+    if not key:
+        return message
+    # A whole section is no answer to what should stand there instead.
+    section = problem["type"] == "value_error" and isinstance(problem["input"], dict)
+    return f"{key}: {message}" if section else f"{key}: {message}, not {problem['input']!r}"
 
 
 def _fields(location: Sequence[str]) -> list[str]:

@@ -80,7 +80,7 @@ def train(config: TrainConfig) -> TrainResult:
         display.say(str(zerostart.report(model)))
         # Masks differ from rank to rank in training; held-out ones are the same in every run.
         collator = make_collator(config.task, inputs.tokenizer, seed=config.train.seed + world.rank)
-        session = open_session(config, model, inputs.sequences, collator, inputs.engine_config)
+        session = open_session(config, model, inputs.sequences, collator)
         run = _Run(config, session, inputs.held_out, display, stop)
         with _peers_named():
             run.to_the_end()

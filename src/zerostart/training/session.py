@@ -5,7 +5,6 @@ The model comes sharded from ``zerostart.load``; nothing here moves, wraps or sh
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 import warnings
@@ -15,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from zerostart.engines.fsdp2.stages import begin_batch
+from zerostart.engines import Engine
 from zerostart.errors import ConfigError, EngineError
+from zerostart.loading.record import record_of
 from zerostart.training.config import TrainConfig
 from zerostart.training.data import Sequences
 from zerostart.training.schedule import learning_rate_schedule
@@ -39,8 +38,7 @@ class Session:
     scheduler: Any
     loader: Any
     options: dict[str, Any]  # further arguments of the forward
-    zero_stage: int = 3
-    engine_steps: bool = False  # the engine clips and steps in its backward
+    engine: Engine  # that the model was loaded for
 
     @property
     def device(self) -> torch.device:
@@ -71,8 +69,7 @@ class Session:
         # as if all weighed alike.
         alike = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
         with self.accelerator.accumulate(self.model):
-            if isinstance(self.model, FSDPModule):
-                begin_batch(self.model, self.zero_stage, self.accelerator.sync_gradients)
+            self.engine.begin_batch(self.model, self.accelerator.sync_gradients)
             loss = self.forward(batch)
             self.accelerator.backward(loss.float() * (share * alike))
         return loss.detach()
@@ -92,7 +89,7 @@ class Session:
 
     def _clip(self, max_grad_norm: float) -> float | None:
         parameters = list(self.model.parameters())
-        if self.engine_steps or max_grad_norm > 0.0:
+        if self.engine.wraps or max_grad_norm > 0.0:
             # DeepSpeed has clipped and stepped in the backward; accelerate knows that, and asks it.
             norm = self.accelerator.clip_grad_norm_(parameters, max_grad_norm)
         else:
@@ -135,24 +132,22 @@ def check_surroundings(config: TrainConfig) -> None:
             known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
             what = "is not installed" if name in LOGGER_TYPE_TO_CLASS else f"is unknown; known are {known}"
             raise ConfigError(f"tracking.trackers: {name} {what}")
-    for variable, wanted in (("ACCELERATE_USE_DEEPSPEED", "deepspeed"), ("ACCELERATE_USE_FSDP", None)):
-        if os.environ.get(variable, "false").lower() == "true" and config.engine.name != wanted:
+    allowed = config.engine.chosen().launched_by
+    for variable in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        if os.environ.get(variable, "false").lower() == "true" and variable != allowed:
             raise EngineError(
                 f"{variable}=true, but this run shards with {config.engine.name} by itself; start it with a "
                 "plain multi-process accelerate configuration, with torchrun, or with --nproc"
             )
 
 
-def open_session(
-    config: TrainConfig, model: nn.Module, sequences: Sequences, collator: Collator, settings: dict[str, Any]
-) -> Session:
-    """Make the optimizer, schedule and loader for ``model`` and let accelerate prepare them.
+def open_session(config: TrainConfig, model: nn.Module, sequences: Sequences, collator: Collator) -> Session:
+    """Make the optimizer, schedule and loader for the loaded ``model`` and let accelerate prepare them.
 
-    ``settings`` is the engine configuration that the model was loaded with. Raises :class:`ConfigError`
-    for data that does not fill one step.
+    Raises :class:`ConfigError` for data that does not fill one step.
     """
-    train = config.train
-    accelerator = _accelerator(config, settings)
+    train, engine = config.train, record_of(model).engine
+    accelerator = _accelerator(config, engine)
     needed = train.batch_size * accelerator.num_processes
     if len(sequences) < needed:
         raise ConfigError(
@@ -170,9 +165,8 @@ def open_session(
         drop_last=True,
         collate_fn=collator,
     )
-    own = config.engine.name == "deepspeed"
-    if own or config.engine.zero_stage == 0:
-        model, prepared, loader = accelerator.prepare(model, optimizer, loader)  # at stage 0 in DDP
+    if engine.wraps or engine.whole:
+        model, prepared, loader = accelerator.prepare(model, optimizer, loader)  # whole ones in DDP
     else:
         # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
         # for a module that is sharded already it has nothing to do.
@@ -181,16 +175,14 @@ def open_session(
     scheduler = learning_rate_schedule(optimizer, train)
     if config.tracking.trackers:
         accelerator.init_trackers(config.tracking.project, config={"train": train.model_dump_json()})
-    return Session(accelerator, model, prepared, scheduler, loader, options, config.engine.zero_stage, own)
+    return Session(accelerator, model, prepared, scheduler, loader, options, engine)
 
 
-def _accelerator(config: TrainConfig, settings: dict[str, Any]) -> Any:
+def _accelerator(config: TrainConfig, engine: Engine) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import (
         DataLoaderConfiguration,
-        DeepSpeedPlugin,
         GradientAccumulationPlugin,
-        InitProcessGroupKwargs,
         patch_environment,
     )
 
@@ -203,26 +195,11 @@ def _accelerator(config: TrainConfig, settings: dict[str, Any]) -> Any:
             num_steps=config.train.accumulation, sync_with_dataloader=False
         ),
     }
-    on_cpu = not torch.accelerator.is_available()
-    if config.engine.name == "fsdp2":
-        # It warns of logits changed in place; here only the loss is looked at.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        # Precision "no": the sharding itself casts (its MixedPrecisionPolicy), autocast would do so again.
-        precision = "no" if config.engine.zero_stage > 0 else config.train.mixed_precision
-        return Accelerator(mixed_precision=precision, cpu=on_cpu, **common)
-    handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu else None
-    # DeepSpeed calls collectives by names that torch is about to rename; nobody here can change that.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # zero3_init_flag would make transformers partition models that are loaded later in this process.
-    plugin = DeepSpeedPlugin(hf_ds_config=copy.deepcopy(settings), zero3_init_flag=False)
-    # cpu=True, or the variable, makes accelerate forget DeepSpeed; a CPU backend that is named does not.
-    with patch_environment(ACCELERATE_USE_CPU="false"):
-        return Accelerator(
-            mixed_precision=config.train.mixed_precision,
-            deepspeed_plugins=plugin,
-            kwargs_handlers=handlers,
-            **common,
-        )
+    setup = engine.accelerate(config.train.mixed_precision)
+    for message, category in setup.ignored:
+        warnings.filterwarnings("ignore", message, category)
+    with patch_environment(**setup.environment):
+        return Accelerator(**setup.options, **common)
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -52,16 +52,19 @@ def require() -> None:
     demand(TOUCHED)
 
 
-def join_ranks(engine: str) -> None:
-    """Initialise ``torch.distributed`` as accelerate will for ``engine``, unless it is."""
+def join_ranks(host_backend: str | None) -> None:
+    """Initialise ``torch.distributed`` as accelerate will, unless it is.
+
+    ``host_backend`` is what the engine needs without an accelerator; None for what ``cpu=True`` gives.
+    """
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1") or 1) == 1:
         return
     from accelerate import PartialState
 
     if torch.accelerator.is_available():
         PartialState()
-    elif engine == "deepspeed":
-        PartialState(backend="gloo")  # cpu=True makes accelerate forget DeepSpeed.
+    elif host_backend is not None:
+        PartialState(backend=host_backend)
     else:
         PartialState(cpu=True)
 

@@ -171,10 +171,13 @@ def join_hierarchical_groups(size: int) -> None:
         private._create_zero_param_parallel_group(size)
 
 
-def partitioner(world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None) -> Any:
+def partitioner(
+    world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None, secondary: int
+) -> Any:
     """A ``zero.Init`` that converts nothing by itself, in a process that has joined all groups.
 
     It is given a whole configuration, and not ``dtype=``, which is ignored for fp32 on a host without fp16.
+    ``secondary`` is the number of ranks of a hierarchical partition group, 1 for none.
     Raises ConfigError for a configuration that DeepSpeed refuses.
     """
     module = _partition_parameters()
@@ -184,10 +187,10 @@ def partitioner(world_size: int, dtype: torch.dtype | None, config: Mapping[str,
     with _refusals():
         init = module.Init(
             config_dict_or_path=_init_config(world_size, dtype, config),
-            zero_param_parallel_group=hierarchical if _secondary(config) > 1 else None,
+            zero_param_parallel_group=hierarchical if secondary > 1 else None,
             enabled=True,
         )
-    _check_secondary(init, config, world_size)
+    _check_secondary(init, secondary, world_size)
     if init.mem_efficient_linear:
         # Runs by itself only in a context or for a prebuilt module; ZeRO-3 needs it for its backward hooks.
         init._enable_mem_efficient_linear()
@@ -213,12 +216,8 @@ def _refusals() -> Iterator[None]:
         raise ConfigError(f"DeepSpeed refuses engine_config: {error}") from error
 
 
-def _secondary(config: Mapping[str, Any] | None) -> int:
-    return int(((config or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size") or 1)
-
-
-def _check_secondary(init: Any, config: Mapping[str, Any] | None, world_size: int) -> None:
-    asked = min(_secondary(config), world_size)
+def _check_secondary(init: Any, secondary: int, world_size: int) -> None:
+    asked = min(secondary, world_size)
     if asked > 1 and init.num_ranks_in_param_group != asked:
         raise ConfigError(
             f"zero_hpz_partition_size={asked}, but this process has made groups of "

@@ -9,7 +9,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from zerostart.errors import ConfigError
+from zerostart.engines.deepspeed.reading import section_of
+from zerostart.errors import ConfigError, EngineError
 
 __all__ = ["REMOVED", "TOP_LEVEL", "check_keys"]
 
@@ -105,30 +106,35 @@ def check_keys(config: Mapping[str, Any]) -> None:
                     f"engine_config has {key!r}, which DeepSpeed does not know and would pass over in "
                     f"silence; did you mean {near[0]!r}?"
                 )
-    size = _section(config, "tensor_parallel").get("autotp_size")
+    size = section_of(config, "tensor_parallel").get("autotp_size")
     if isinstance(size, int) and size > 1:
         raise ConfigError(
             f"engine_config['tensor_parallel'] asks for autotp_size={size}: deepspeed.initialize would cut "
             "the loaded parameters over ranks, which no load for DeepSpeed serves in this version; leave it "
             f"out, or use engine='fsdp2' with tensor_parallel={size}"
         )
-    if _section(config, "expert_parallel").get("enabled") is True:
+    if section_of(config, "expert_parallel").get("enabled") is True:
         raise ConfigError(
             "engine_config['expert_parallel'] asks for DeepSpeed's AutoEP, which replaces the experts of a "
             "model that is loaded whole; leave it out, and pass expert_parallel= to zerostart"
         )
-    if _section(config, "weight_quantization").get("quantized_initialization"):
+    if section_of(config, "weight_quantization").get("quantized_initialization"):
         raise ConfigError(
             "engine_config['weight_quantization'] has quantized_initialization, which would keep weights in "
             "other bits than the checkpoint holds; leave it out"
         )
+    _refuse_removed(section_of(config, "zero_optimization"))
 
 
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A section of the configuration; raises ConfigError where something else stands in its place."""
-    section = config.get(key)
-    if section is None:
-        return {}
-    if not isinstance(section, Mapping):
-        raise ConfigError(f"engine_config[{key!r}] is not a dict")
-    return section
+def _refuse_removed(zero: Mapping[str, Any]) -> None:
+    named = [key for key in ("mics_shard_size", "mics_hierarchical_params_gather") if key in zero]
+    if "zeropp_loco_param" in zero:
+        raise EngineError(
+            "zeropp_loco_param asks for LoCo, which DeepSpeed removed in 0.19; leave it out of "
+            "engine_config['zero_optimization']"
+        )
+    if named:
+        raise EngineError(
+            f"{named[0]} asks for MiCS, which DeepSpeed removed in 0.19; use zero_hpz_partition_size for "
+            "hierarchical partitions, or engine='fsdp2' with replicate= for shard groups with replicas"
+        )

@@ -13,21 +13,21 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.engines.base import Engine, MasterReader, ShardMaker
 from zerostart.engines.deepspeed import memory3, memory12
-from zerostart.engines.deepspeed.costs import ZeroCosts
-from zerostart.engines.deepspeed.settings import ZeroSettings, check_stage, configured_dtype, flat_rules
+from zerostart.engines.deepspeed.settings import DeepSpeedSettings
+from zerostart.engines.deepspeed.training import HOST_BACKEND, KEPT, accelerate_setup, training_config
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.flat_memory import after_load as after_load_whole
 from zerostart.engines.memory import Held, Moment, Optimizer, Target
 from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
 from zerostart.engines.shard import Shard
+from zerostart.engines.training import AccelerateSetup, TrainingJob
 from zerostart.layout import Layout, Mesh, Parallelism, flat_partition
+from zerostart.layout.flat import FlatRules
 
 __all__ = ["DeepSpeed", "FlatBuffers", "ZeroThree"]
 
 #: Elements of a reduction bucket that still makes messages of a good size; DeepSpeed's own is ten times that.
 BUCKET = 50_000_000
-#: Names of DeepSpeed's optimizers, which are fused kernels.
-_OPTIMIZERS = {"adam": "fused_adamw", "adamw": "fused_adamw", "sgd": "sgd"}
 
 
 class DeepSpeed(Engine):
@@ -36,6 +36,9 @@ class DeepSpeed(Engine):
     name = "deepspeed"
     stages = (0, 1, 2, 3)
     wraps = True
+    precisions = tuple(KEPT)
+    launched_by = "ACCELERATE_USE_DEEPSPEED"
+    host_backend = HOST_BACKEND
 
     @classmethod
     def of(
@@ -49,20 +52,19 @@ class DeepSpeed(Engine):
         """DeepSpeed's stage, in words."""
         return f"DeepSpeed ZeRO-{zero_stage}"
 
-    @cached_property
-    def settings(self) -> ZeroSettings:
-        """The part of the configuration that a load follows."""
-        return ZeroSettings.of(self.config)
+    @classmethod
+    def configured_stage(cls, config: Mapping[str, Any]) -> int | None:
+        """See ``Engine``."""
+        return DeepSpeedSettings.of(config).stage
 
     @cached_property
-    def costs(self) -> ZeroCosts:
-        """The part of the configuration that decides what the engine allocates."""
-        return ZeroCosts.of(self.config)
+    def settings(self) -> DeepSpeedSettings:
+        """The configuration, read."""
+        return DeepSpeedSettings.of(self.config)
 
     def check(self) -> None:
         """See ``Engine``."""
-        _ = self.settings
-        check_stage(self.zero_stage, self.config, self.mesh.expert_parallel > 1)
+        self.settings.check_stage(self.zero_stage, self.mesh.expert_parallel > 1)
 
     def check_mesh(self) -> None:
         """See ``Engine``."""
@@ -71,7 +73,7 @@ class DeepSpeed(Engine):
     @property
     def parameter_dtype(self) -> torch.dtype | None:
         """See ``Engine``."""
-        return configured_dtype(self.config)
+        return self.settings.dtype
 
     @property
     def chunk_elements(self) -> int:
@@ -81,25 +83,32 @@ class DeepSpeed(Engine):
     @property
     def configured_optimizer(self) -> str | None:
         """See ``Engine``; it is the section ``optimizer``."""
-        section = (self.config or {}).get("optimizer")
-        if not isinstance(section, Mapping):
-            return None
-        kind = str(section.get("type", "")).lower()
-        plain = (section.get("params") or {}).get("torch_adam") is True
-        return "adamw" if plain or kind not in _OPTIMIZERS else _OPTIMIZERS[kind]
+        return self.settings.optimizer
 
     def given_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
         """See ``Engine``."""
-        return self.settings.ep_plan, self.settings.tp_plan, self.settings.tensor_parallel
+        return self.settings.ep_plan, self.settings.tp_plan, None
+
+    def kept_dtype(self, mixed_precision: str) -> torch.dtype | None:
+        """See ``Engine``; the masters are copies of its own."""
+        return KEPT[mixed_precision]
+
+    def training_config(self, job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
+        """See ``Engine``."""
+        return training_config(self.zero_stage, job, given)
+
+    def accelerate(self, mixed_precision: str) -> AccelerateSetup:
+        """See ``Engine``."""
+        return accelerate_setup(mixed_precision, self.config or {})
 
     def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
         """See ``Engine``: the bucket, the states on the host, a higher stage, parameters on the host."""
         engine, words = self, list[str]()
-        if self.costs.bucket > BUCKET:
+        if self.settings.bucket > BUCKET:
             engine, words = engine._with(reduce_bucket_size=BUCKET), [f"reduce_bucket_size={BUCKET}"]
             yield words, engine
         # On the CPU, to offload is to stay.
-        if accelerator and self.costs.optimizer_home == "none":
+        if accelerator and self.settings.optimizer_home == "none":
             engine = engine._with(offload_optimizer={"device": "cpu"})
             words = ["offload_optimizer to cpu", *words]
             yield words, engine
@@ -184,7 +193,7 @@ class ZeroThree(DeepSpeed):
         self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target
     ) -> list[Moment]:
         """See ``Engine``."""
-        return memory3.after_load(held, self.costs, optimizer, target)
+        return memory3.after_load(held, self.settings, optimizer, target)
 
 
 def _partition(name: str, section: Any, place: int, owners: int) -> Layout:
@@ -249,7 +258,7 @@ class FlatBuffers(DeepSpeed):
         whole = placements.held or 0
         if self.zero_stage == 0:
             return after_load_whole(held, whole, optimizer, target, masters=True)
-        return memory12.after_load(held, whole, self.costs, optimizer, target, self.zero_stage)
+        return memory12.after_load(held, whole, self.settings, optimizer, target, self.zero_stage)
 
-    def _rules(self) -> Any:
-        return flat_rules(self.config, self.zero_stage, self.mesh.world_size)
+    def _rules(self) -> FlatRules:
+        return self.settings.flat_rules(self.zero_stage, self.mesh.world_size)

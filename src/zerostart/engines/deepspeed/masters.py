@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zerostart.engines.deepspeed.partitions import arrange
-from zerostart.engines.deepspeed.settings import ZeroSettings
+from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed_stage3 import Reader, mark, require_stage3
 
@@ -24,7 +24,7 @@ def mixed_dtypes(parameters: Mapping[str, nn.Parameter]) -> dict[torch.dtype, st
     return dtypes
 
 
-def check_mixture(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) -> None:
+def check_mixture(parameters: Mapping[str, nn.Parameter], settings: DeepSpeedSettings) -> None:
     """Raise EngineError where a setting of DeepSpeed handles trainable parameters of one dtype only."""
     dtypes = mixed_dtypes(parameters)
     if len(dtypes) < 2:

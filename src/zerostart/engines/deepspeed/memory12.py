@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from zerostart.engines.deepspeed.costs import ZeroCosts
+from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.memory import FP32, Array, Held, Moment, Optimizer, Sizes, Target
 
 __all__ = ["after_load"]
@@ -25,10 +25,10 @@ ALIGNED = 2
 
 
 def after_load(
-    held: Held, whole: int, costs: ZeroCosts, optimizer: Optimizer, target: Target, stage: int
+    held: Held, whole: int, settings: DeepSpeedSettings, optimizer: Optimizer, target: Target, stage: int
 ) -> list[Moment]:
     """The moments of ``initialize`` and of the first step; ``whole``: bytes of the flat buffers."""
-    return _Stage12(held, whole, costs, optimizer, target, stage).moments()
+    return _Stage12(held, whole, settings, optimizer, target, stage).moments()
 
 
 class _Stage12:
@@ -38,14 +38,14 @@ class _Stage12:
         self,
         held: Held,
         whole: int,
-        costs: ZeroCosts,
+        settings: DeepSpeedSettings,
         optimizer: Optimizer,
         target: Target,
         stage: int,
     ) -> None:
-        self.held, self.whole, self.costs, self.target, self.stage = held, whole, costs, target, stage
-        self.itemsize, self.kept = held.dtype.itemsize, costs.accumulates or held.dtype
-        self.aside = costs.offloaded
+        self.held, self.whole, self.settings, self.target, self.stage = held, whole, settings, target, stage
+        self.itemsize, self.kept = held.dtype.itemsize, settings.accumulates or held.dtype
+        self.aside = settings.states_on_host
         self.trained = held.gathers.total // self.itemsize
         # Groups of experts are partitioned over the ranks that have the same ones.
         self.n = sum(
@@ -54,7 +54,7 @@ class _Stage12:
         )
         self.part = self.itemsize * self.n
         self.states = FP32 * optimizer.states * self.n
-        fused = self.aside and costs.fused
+        fused = self.aside and settings.fused
         on_host = self.aside or not target.accelerator
         self.update = FP32 * self.n * (0 if fused else optimizer.scratch(on_host))
         self.separate = self.kept == torch.float32 and held.dtype != torch.float32
@@ -98,8 +98,8 @@ class _Stage12:
         gathers, each = self.held.gathers, self.itemsize
         if self.all_fp32:
             return {"gradients": gathers.total}
-        filled = min(gathers.total, max(self.costs.bucket * each, gathers.largest))
-        buffer = self.costs.bucket * each if self.target.accelerator else filled
+        filled = min(gathers.total, max(self.settings.bucket * each, gathers.largest))
+        buffer = self.settings.bucket * each if self.target.accelerator else filled
         own = 0 if self.aside else self.kept.itemsize * self.n
         return {
             "gradients": own + (gathers.total if self.stage == 1 else 0),

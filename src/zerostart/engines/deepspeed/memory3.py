@@ -18,33 +18,33 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from zerostart.engines.deepspeed.costs import ZeroCosts
+from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.memory import FP32, Array, Held, Moment, Optimizer, Sizes, Target
 
 __all__ = ["after_load"]
 
 
-def after_load(held: Held, costs: ZeroCosts, optimizer: Optimizer, target: Target) -> list[Moment]:
+def after_load(held: Held, settings: DeepSpeedSettings, optimizer: Optimizer, target: Target) -> list[Moment]:
     """The moments of ``initialize`` and of the first step."""
-    return _Stage3(held, costs, optimizer, target).moments()
+    return _Stage3(held, settings, optimizer, target).moments()
 
 
 class _Stage3:
     """The quantities that the moments are made of."""
 
-    def __init__(self, held: Held, costs: ZeroCosts, optimizer: Optimizer, target: Target) -> None:
-        self.held, self.costs, self.target = held, costs, target
-        n, kept = held.trained, costs.accumulates or held.dtype
-        self.aside = costs.optimizer_home != "none"
-        swapped = costs.optimizer_home == "nvme"
+    def __init__(self, held: Held, settings: DeepSpeedSettings, optimizer: Optimizer, target: Target) -> None:
+        self.held, self.settings, self.target = held, settings, target
+        n, kept = held.trained, settings.accumulates or held.dtype
+        self.aside = settings.optimizer_home != "none"
+        swapped = settings.optimizer_home == "nvme"
         # A sub-group ends with the parameter that fills it.
-        self.group: Array = np.minimum(n, costs.sub_group + held.largest)
+        self.group: Array = np.minimum(n, settings.sub_group + held.largest)
         # What is swapped is in memory a sub-group at a time, in so many buffers.
-        resident = np.minimum(n, costs.swap_buffers * self.group) if swapped else n
+        resident = np.minimum(n, settings.swap_buffers * self.group) if swapped else n
         self.masters: Array = FP32 * resident
         self.gradients: Array = kept.itemsize * n
         self.states: Array = FP32 * optimizer.states * (0 * n if swapped else n)
-        fused = self.aside and costs.fused
+        fused = self.aside and settings.fused
         self.update: Array = FP32 * self.group * (0 if fused else optimizer.scratch(self._on_host))
         # Gradients of the sub-group at hand as one tensor, as they are kept and in fp32.
         self.flat: Array = self.group * (0 if kept == torch.float32 else kept.itemsize)
@@ -63,7 +63,7 @@ class _Stage3:
         # Secondary partitions are made in the hooks' constructor, which gathers one parameter after another.
         hooked = self._gathered(self.held.gathers.largest) if secondary else {}
         flattened = {} if self.aside else {"gradients": self._kept + self.fp32}
-        unread = self.fp32 if self.costs.optimizer_home == "nvme" else 0
+        unread = self.fp32 if self.settings.optimizer_home == "nvme" else 0
         return [
             self._moment("initialize", {"master weights": self.masters, "scratch": unread}),
             self._moment("initialize", ready, self._buckets(), secondary, hooked),
@@ -75,7 +75,7 @@ class _Stage3:
     @property
     def _stays(self) -> Array:
         """The fp32 gradients of offloaded states, kept from the start."""
-        return FP32 * self.held.trained if self.costs.offloaded else 0 * self.held.trained
+        return FP32 * self.held.trained if self.settings.states_on_host else 0 * self.held.trained
 
     @property
     def _kept(self) -> Array:
@@ -92,20 +92,20 @@ class _Stage3:
         """The reduction bucket, which stays: all of it, or on the host what gradients have ``touched``."""
         gathers, each = self.held.gathers, self.held.dtype.itemsize
         if self.target.accelerator:
-            return {"buckets": self.costs.bucket * each}
-        return {"buckets": min(gathers.total, self.costs.bucket * each) if touched else 0}
+            return {"buckets": self.settings.bucket * each}
+        return {"buckets": min(gathers.total, self.settings.bucket * each) if touched else 0}
 
     def _secondary(self) -> Sizes:
         """Partitions over a few ranks (ZeRO++), until the end of a step."""
-        sharers = min(self.costs.secondary, self.target.world_size)
+        sharers = min(self.settings.secondary, self.target.world_size)
         return {"secondary partitions": self.held.gathers.total // sharers} if sharers > 1 else {}
 
     def _reducing(self, buckets: Sizes) -> Sizes:
         """The bucket, what a reduce-scatter copies of it, and the gradient that finds it full."""
         gathers, each = self.held.gathers, self.held.dtype.itemsize
-        held = min(gathers.total, self.costs.bucket * each)
+        held = min(gathers.total, self.settings.bucket * each)
         # A gradient that is bigger than the bucket is reduced by itself, and not copied together before.
-        together = held if gathers.largest <= self.costs.bucket * each else 0
+        together = held if gathers.largest <= self.settings.bucket * each else 0
         copied = together + max(held, gathers.largest) * self.target.copies
         incoming = gathers.largest if held < gathers.total else 0
         return {**buckets, "buckets": buckets["buckets"] + copied, "incoming gradient": incoming}

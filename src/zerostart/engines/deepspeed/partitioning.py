@@ -16,7 +16,7 @@ from torch import nn
 
 from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.masters import check_mixture
-from zerostart.engines.deepspeed.settings import ZeroSettings, configured_dtype
+from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.placements import Placements
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard, replace_everywhere
@@ -45,7 +45,7 @@ class PartitionMaker:
         world: World,
         dtype: torch.dtype | None,
         config: Mapping[str, Any] | None,
-        settings: ZeroSettings,
+        settings: DeepSpeedSettings,
         placements: Placements,
         cut: Callable[[nn.Module], None] | None,
     ) -> None:
@@ -57,7 +57,7 @@ class PartitionMaker:
         self._settings = settings
         self._placements = placements
         self._cut = cut
-        dtype = dtype or configured_dtype(config)
+        dtype = dtype or settings.dtype
         load_operations(OPERATIONS if settings.offload == "nvme" else OPERATIONS[:1], world.rank == 0)
         with world.collectives("starting DeepSpeed"):
             upstream.join_group()
@@ -65,7 +65,7 @@ class PartitionMaker:
             upstream.check_config(world.size, dtype, config)
             with world.collectives("making groups of hierarchical partitions"):
                 upstream.join_hierarchical_groups(settings.secondary)
-        self._init = upstream.partitioner(world.size, dtype, config)
+        self._init = upstream.partitioner(world.size, dtype, config, settings.secondary)
         self._swapped: list[nn.Parameter] = []
         self.device = upstream.parameter_device(self._init)
 

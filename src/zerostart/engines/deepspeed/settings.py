@@ -1,4 +1,4 @@
-"""What a load needs to know of a DeepSpeed configuration, checked before anything is built or read."""
+"""The configuration of DeepSpeed, read and checked in one place before anything is built or read."""
 
 from __future__ import annotations
 
@@ -10,71 +10,53 @@ from typing import Any
 import torch
 
 from zerostart.engines.deepspeed.config_keys import check_keys
+from zerostart.engines.deepspeed.reading import device_of, number, section_of
 from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Mesh
 from zerostart.layout.flat import FlatRules
 
-__all__ = ["ZeroSettings", "check_stage", "configured_dtype", "flat_rules"]
+__all__ = ["DeepSpeedSettings"]
 
 #: Smallest partition, in bytes, that DeepSpeed swaps (MIN_AIO_BYTES).
 MIN_SWAP = 1 << 20
-#: Where ``offload_param`` puts partitions.
-DEVICES = ("none", "cpu", "nvme")
-
-
-def configured_dtype(config: Mapping[str, Any] | None) -> torch.dtype | None:
-    """The parameter dtype that a DeepSpeed configuration asks for, None if it does not say."""
-    for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        section = (config or {}).get(key)
-        if isinstance(section, Mapping) and section.get("enabled") is True:
-            return dtype
-    return None
-
-
-def check_stage(zero_stage: int, config: Mapping[str, Any] | None, parallel: bool) -> None:
-    """Raise for a configuration of another stage, and for what stages 1 and 2 do not serve."""
-    if parallel and zero_stage < 2:
-        raise ConfigError(
-            f"expert_parallel with zero_stage={zero_stage} is not available: DeepSpeed reduces gradients of "
-            "experts at stages 2 and 3; use one of these, or engine='fsdp2'"
-        )
-    zero = (config or {}).get("zero_optimization") or {}
-    for key in ("contiguous_gradients", "reduce_scatter"):
-        if parallel and zero_stage < 3 and zero.get(key, True) is False:
-            raise ConfigError(
-                f"DeepSpeed reduces gradients of experts at stage 2 with {key} alone; leave it out of "
-                "engine_config['zero_optimization'], or use zero_stage=3"
-            )
-    stage = zero.get("stage", zero_stage)
-    if stage != zero_stage:
-        raise EngineError(f"engine_config asks for ZeRO stage {stage}, and the load for stage {zero_stage}")
-
-
-def flat_rules(config: Mapping[str, Any] | None, zero_stage: int, partitions: int) -> FlatRules:
-    """How the optimizer that the configuration asks for flattens; a guess where it says too little."""
-    zero = (config or {}).get("zero_optimization") or {}
-    accumulated = ((config or {}).get("data_types") or {}).get("grad_accum_dtype")
-    offloaded = ((zero.get("offload_optimizer") or {}).get("device") or "none") != "none"
-    # BF16_Optimizer knows neither option.
-    plain = zero_stage == 1 and accumulated in ("fp32", "float32") and not offloaded
-    return FlatRules(
-        partitions,
-        round_robin=zero.get("round_robin_gradients") is True and not plain,
-        aligned=zero.get("parameter_alignment") is True and not plain,
-    )
+#: Buffers for swapped optimizer states, each of the largest sub-group (``offload_optimizer.buffer_count``).
+SWAP_BUFFERS = 4
+#: Sections that name the dtype of the parameters.
+_PRECISIONS = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {**_PRECISIONS, "fp32": torch.float32, "float32": torch.float32, "float16": torch.float16}
+#: Names of DeepSpeed's optimizers, which are fused kernels.
+_OPTIMIZERS = {"adam": "fused_adamw", "adamw": "fused_adamw", "sgd": "sgd"}
+#: Without one of these DeepSpeed reduces no gradients of experts at stage 2.
+_REDUCING = ("contiguous_gradients", "reduce_scatter")
+_ZERO = "engine_config['zero_optimization']"
+_ALL_REDUCE = "stage3_use_all_reduce_for_fetch_params"
 
 
 @dataclass(frozen=True)
-class ZeroSettings:
-    """The part of ``zero_optimization`` that decides where a partition lies and how it is loaded.
+class DeepSpeedSettings:
+    """What a load and a forecast need to know of a configuration; "auto" is DeepSpeed's default.
 
-    ``offload`` is one of ``DEVICES``. ``secondary`` is the number of ranks of a hierarchical partition group
-    (ZeRO++), 1 for none. ``stream_elements`` is DeepSpeed's ``stage3_partition_stream_chunk_size``, in
-    elements, 0 for unset. ``one_dtype`` names the settings with which DeepSpeed handles trainable parameters
-    of one dtype only. ``unshared`` names the settings at the top with which experts cannot be shared over
-    ranks. ``ep_plan`` and ``tp_plan``, which are zerostart's, come before the model's own plans.
+    ``stage`` and ``dtype`` are those of the configuration, None where it does not say.
+
+    Where a partition lies and how it is loaded: ``offload`` is ``none``, ``cpu`` or ``nvme``; ``secondary``
+    the number of ranks of a hierarchical partition group (ZeRO++), 1 for none; ``stream_elements`` is
+    DeepSpeed's ``stage3_partition_stream_chunk_size``, in elements, 0 for unset. ``round_robin`` and
+    ``aligned`` are how flat buffers are asked to be laid out.
+
+    What its engine allocates: ``bucket``, elements of the reduction bucket; ``sub_group``, elements updated
+    at a time (stage 3); ``optimizer_home``, as ``offload``; ``fused``: the update runs in DeepSpeedCPUAdam,
+    which DeepSpeed insists on for offloaded states unless ``zero_force_ds_cpu_optimizer`` is false;
+    ``accumulates``: dtype in which gradients are kept, None for the model's own; ``optimizer``: the one that
+    the engine is to make, as ``zerostart.plan`` names it, None for none.
+
+    What goes together: ``one_dtype`` names the settings with which DeepSpeed handles trainable parameters of
+    one dtype only, ``unshared`` those at the top with which experts cannot be shared over ranks,
+    ``unreduced`` those of ``zero_optimization`` with which stage 2 does not reduce their gradients.
+    ``ep_plan`` and ``tp_plan``, which are zerostart's, come before the model's own plans.
     """
 
+    stage: int | None = None
+    dtype: torch.dtype | None = None
     offload: str = "none"
     secondary: int = 1
     stream_elements: int = 0
@@ -83,53 +65,76 @@ class ZeroSettings:
     persistent_parameter: int = 100_000
     persistent_model: int = sys.maxsize
     aio_block_size: int = MIN_SWAP
+    round_robin: bool = False
+    aligned: bool = False
+    bucket: int = 500_000_000
+    sub_group: int = 1_000_000_000
+    optimizer_home: str = "none"
+    fused: bool = True
+    swap_buffers: int = SWAP_BUFFERS
+    accumulates: torch.dtype | None = None
+    optimizer: str | None = None
     one_dtype: tuple[str, ...] = ()
     unshared: tuple[str, ...] = ()
+    unreduced: tuple[str, ...] = ()
     ep_plan: Mapping[str, str] | None = None
     tp_plan: Mapping[str, str] | None = None
-    tensor_parallel: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any] | None) -> ZeroSettings:
+    def of(cls, config: Mapping[str, Any] | None) -> DeepSpeedSettings:
         """Read a configuration; raises ConfigError or EngineError for what no load can serve."""
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(
                 f"engine_config is a {type(config).__name__}; for DeepSpeed it is the configuration as a dict"
             )
-        check_keys(config or {})
-        zero = (config or {}).get("zero_optimization") or {}
-        if not isinstance(zero, Mapping):
-            raise ConfigError("engine_config['zero_optimization'] is not a dict")
-        _refuse_removed(zero)
-        secondary = _number(zero, "zero_hpz_partition_size", 1)
-        offload = _offload(zero)
-        if offload == "nvme" and secondary > 1:
-            raise ConfigError(
-                f"zero_hpz_partition_size={secondary} with offload_param to nvme: DeepSpeed keeps secondary "
-                "partitions where the parameters are, and has none on nvme; offload_param to cpu, or leave "
-                "zero_hpz_partition_size out"
-            )
-        reducing = "stage3_use_all_reduce_for_fetch_params"
-        sequences = _number(config or {}, "sequence_parallel_size", 1)
-        before = (config or {}).get("use_data_before_expert_parallelism") is True
-        unshared = {"sequence_parallel_size": sequences > 1, "use_data_before_expert_parallelism": before}
-        one_dtype = {"offload_param to nvme": offload == "nvme", reducing: zero.get(reducing) is True}
+        known: Mapping[str, Any] = config or {}
+        check_keys(known)
+        zero = section_of(known, "zero_optimization")
+        accumulated = section_of(known, "data_types").get("grad_accum_dtype")
+        unshared = {
+            "sequence_parallel_size": number(known, "sequence_parallel_size", 1) > 1,
+            "use_data_before_expert_parallelism": known.get("use_data_before_expert_parallelism") is True,
+        }
         return cls(
-            offload=offload,
-            secondary=max(1, secondary),
-            stream_elements=_number(zero, "stage3_partition_stream_chunk_size", 0),
+            stage=number(zero, "stage", 0) if zero.get("stage") not in (None, "auto") else None,
+            dtype=_dtype(known),
             quantized_weights=zero.get("zero_quantized_weights") is True,
             quantized_frozen_weights=zero.get("zero_quantized_nontrainable_weights") is True,
-            persistent_parameter=_number(
-                zero, "stage3_param_persistence_threshold", cls.persistent_parameter
-            ),
-            persistent_model=_number(zero, "stage3_model_persistence_threshold", cls.persistent_model),
-            aio_block_size=_number((config or {}).get("aio") or {}, "block_size", MIN_SWAP),
-            one_dtype=tuple(setting for setting, there in one_dtype.items() if there),
+            aio_block_size=number(section_of(known, "aio"), "block_size", MIN_SWAP),
+            round_robin=zero.get("round_robin_gradients") is True,
+            aligned=zero.get("parameter_alignment") is True,
+            fused=known.get("zero_force_ds_cpu_optimizer") is not False,
+            accumulates=_DTYPES.get(str(accumulated)),
+            optimizer=_optimizer(known),
             unshared=tuple(setting for setting, there in unshared.items() if there),
-            ep_plan=(config or {}).get("ep_plan"),
-            tp_plan=(config or {}).get("tp_plan"),
+            unreduced=tuple(key for key in _REDUCING if zero.get(key, True) is False),
+            ep_plan=known.get("ep_plan"),
+            tp_plan=known.get("tp_plan"),
+            **_sizes(zero),
+            **_homes(zero),
         )
+
+    @property
+    def states_on_host(self) -> bool:
+        """Whether the optimizer's states are in host memory."""
+        return self.optimizer_home == "cpu"
+
+    def check_stage(self, zero_stage: int, parallel: bool) -> None:
+        """Raise for a configuration of another stage, and for what stages 1 and 2 do not serve."""
+        if parallel and zero_stage < 2:
+            raise ConfigError(
+                f"expert_parallel with zero_stage={zero_stage} is not available: DeepSpeed reduces gradients "
+                "of experts at stages 2 and 3; use one of these, or engine='fsdp2'"
+            )
+        if parallel and zero_stage < 3 and self.unreduced:
+            raise ConfigError(
+                f"DeepSpeed reduces gradients of experts at stage 2 with {self.unreduced[0]} alone; leave it "
+                "out of engine_config['zero_optimization'], or use zero_stage=3"
+            )
+        if self.stage not in (None, zero_stage):
+            raise EngineError(
+                f"engine_config asks for ZeRO stage {self.stage}, and the load for stage {zero_stage}"
+            )
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise ConfigError for a mesh that cannot be trained, or not with these settings."""
@@ -156,6 +161,14 @@ class ZeroSettings:
                 "divisor"
             )
 
+    def flat_rules(self, zero_stage: int, partitions: int) -> FlatRules:
+        """How the optimizer that the configuration asks for flattens; a guess where it says too little."""
+        # BF16_Optimizer knows neither option.
+        plain = zero_stage == 1 and self.accumulates == torch.float32 and self.optimizer_home == "none"
+        return FlatRules(
+            partitions, round_robin=self.round_robin and not plain, aligned=self.aligned and not plain
+        )
+
     def homes(self, sizes: Mapping[str, tuple[int, int, int]], world_size: int) -> dict[str, str]:
         """Where each parameter's partition lies, one of ``DEVICES``, by name.
 
@@ -178,38 +191,55 @@ class ZeroSettings:
         return found
 
 
-def _refuse_removed(zero: Mapping[str, Any]) -> None:
-    named = [key for key in ("mics_shard_size", "mics_hierarchical_params_gather") if key in zero]
-    if "zeropp_loco_param" in zero:
-        raise EngineError(
-            "zeropp_loco_param asks for LoCo, which DeepSpeed removed in 0.19; leave it out of "
-            "engine_config['zero_optimization']"
-        )
-    if named:
-        raise EngineError(
-            f"{named[0]} asks for MiCS, which DeepSpeed removed in 0.19; use zero_hpz_partition_size for "
-            "hierarchical partitions, or engine='fsdp2' with replicate= for shard groups with replicas"
-        )
+def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    for key, dtype in _PRECISIONS.items():
+        if section_of(config, key).get("enabled") is True:
+            return dtype
+    return None
 
 
-def _offload(zero: Mapping[str, Any]) -> str:
-    section = zero.get("offload_param")
-    if section is None:
-        return "cpu" if zero.get("cpu_offload_param") is True else "none"
-    if not isinstance(section, Mapping):
-        raise ConfigError("engine_config['zero_optimization']['offload_param'] is not a dict")
-    device = str(getattr(section.get("device"), "value", section.get("device")) or "none")
-    if device not in DEVICES:
-        raise ConfigError(f"offload_param to {device!r} is unknown; choose one of {', '.join(DEVICES)}")
-    if device == "nvme" and not section.get("nvme_path"):
+def _optimizer(config: Mapping[str, Any]) -> str | None:
+    section = section_of(config, "optimizer")
+    if not section:
+        return None
+    kind = str(section.get("type", "")).lower()
+    plain = section_of(section, "params", "engine_config['optimizer']").get("torch_adam") is True
+    return "adamw" if plain or kind not in _OPTIMIZERS else _OPTIMIZERS[kind]
+
+
+def _sizes(zero: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are numbers of elements or of ranks."""
+    fields = DeepSpeedSettings
+    return {
+        "secondary": max(1, number(zero, "zero_hpz_partition_size", fields.secondary)),
+        "stream_elements": number(zero, "stage3_partition_stream_chunk_size", fields.stream_elements),
+        "persistent_parameter": number(
+            zero, "stage3_param_persistence_threshold", fields.persistent_parameter
+        ),
+        "persistent_model": number(zero, "stage3_model_persistence_threshold", fields.persistent_model),
+        "bucket": number(zero, "reduce_bucket_size", fields.bucket),
+        "sub_group": number(zero, "sub_group_size", fields.sub_group),
+    }
+
+
+def _homes(zero: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of what is offloaded; raises ConfigError for what DeepSpeed has not."""
+    parameters = section_of(zero, "offload_param", _ZERO)
+    offload = device_of(parameters, "offload_param", zero.get("cpu_offload_param"))
+    if offload == "nvme" and not parameters.get("nvme_path"):
         raise ConfigError("offload_param to nvme needs nvme_path, a directory on the device")
-    return device
-
-
-def _number(zero: Mapping[str, Any], key: str, default: int) -> int:
-    value = zero.get(key, default)
-    if value in ("auto", None):
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
-        raise ConfigError(f"engine_config has {key}={value!r}, which is not a whole number")
-    return int(value)
+    secondary = number(zero, "zero_hpz_partition_size", 1)
+    if offload == "nvme" and secondary > 1:
+        raise ConfigError(
+            f"zero_hpz_partition_size={secondary} with offload_param to nvme: DeepSpeed keeps secondary "
+            "partitions where the parameters are, and has none on nvme; offload_param to cpu, or leave "
+            "zero_hpz_partition_size out"
+        )
+    states = section_of(zero, "offload_optimizer", _ZERO)
+    one_dtype = {"offload_param to nvme": offload == "nvme", _ALL_REDUCE: zero.get(_ALL_REDUCE) is True}
+    return {
+        "offload": offload,
+        "optimizer_home": device_of(states, "offload_optimizer", zero.get("cpu_offload")),
+        "swap_buffers": number(states, "buffer_count", SWAP_BUFFERS),
+        "one_dtype": tuple(setting for setting, there in one_dtype.items() if there),
+    }

@@ -17,14 +17,21 @@ from zerostart.engines.flat_memory import after_load as after_load_whole
 from zerostart.engines.fsdp2 import memory
 from zerostart.engines.fsdp2.layouts import share_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
+from zerostart.engines.fsdp2.stages import begin_batch
 from zerostart.engines.memory import Held, Moment, Optimizer, Target
 from zerostart.engines.placements import DEVICE, HOST, Placements, placed_on_mesh
 from zerostart.engines.shard import Shard
+from zerostart.engines.training import AccelerateSetup, TrainingJob
+from zerostart.errors import ConfigError
 from zerostart.layout import Mesh, Parallelism, dimension_shard
 from zerostart.layout.flat import FlatRules
 from zerostart.models import Alias
 
 __all__ = ["FSDP2", "Replicated"]
+
+
+#: What can be said of the configuration in a YAML file.
+PLAIN = ("replicate", "reshard_after_forward", "wrap")
 
 
 class FSDP2(Engine):
@@ -134,6 +141,35 @@ class FSDP2(Engine):
         from zerostart.engines.fsdp2.engine import current_shards
 
         return current_shards(model)
+
+    def training_config(self, job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
+        """See ``Engine``; the units cast what they gather."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        if unknown := sorted(set(given) - set(PLAIN)):
+            known = ", ".join(PLAIN)
+            raise ConfigError(f"engine.config.{unknown[0]} is unknown for {self.name}; known are {known}")
+        if job.mixed_precision == "no" or not self.units:
+            return dict(given)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return {**given, "mp_policy": policy}
+
+    def accelerate(self, mixed_precision: str) -> AccelerateSetup:
+        """See ``Engine``."""
+        # Where the units cast (their MixedPrecisionPolicy), autocast would do so again.
+        precision = "no" if self.units else mixed_precision
+        return AccelerateSetup(
+            {"mixed_precision": precision, "cpu": not torch.accelerator.is_available()},
+            # It warns of logits changed in place; here only the loss is looked at.
+            ignored=(("FSDP2-wrapped module .* returned a view tensor", UserWarning),),
+        )
+
+    def begin_batch(self, model: nn.Module, last: bool) -> None:
+        """See ``Engine``."""
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(model, FSDPModule):
+            begin_batch(model, self.zero_stage, last)
 
     def moments(
         self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target

@@ -1,0 +1,42 @@
+"""What a training run tells its engine, and what the engine answers: its configuration, and accelerate's.
+
+A runner asks an ``Engine`` and compares no names, so that it serves an engine of somebody else's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["AccelerateSetup", "TrainingJob"]
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """What an engine's configuration has to agree with.
+
+    ``mixed_precision`` is accelerate's: ``"no"``, ``"bf16"`` or ``"fp16"``. A step sees ``batch_size``
+    sequences on each of ``world_size`` ranks, ``accumulation`` times over; ``max_grad_norm`` 0 turns clipping
+    off. ``hidden_size`` is the model's, None where it has none.
+    """
+
+    mixed_precision: str
+    batch_size: int
+    accumulation: int
+    max_grad_norm: float
+    world_size: int
+    hidden_size: int | None = None
+
+
+@dataclass(frozen=True)
+class AccelerateSetup:
+    """How an ``Accelerator`` is made around a model that is sharded already.
+
+    ``options`` are keyword arguments of it, ``environment`` variables that are set while it is made.
+    ``ignored`` has warnings, by pattern and category, of which nobody can change the cause.
+    """
+
+    options: Mapping[str, Any]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[tuple[str, type[Warning]], ...] = ()
