@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from zerostart.checkpoint.storage import direct, page_cache
 from zerostart.errors import ReadError
 from zerostart.planning import Plan, Read
-from zerostart.transfer import FileReader, direct, storage
+from zerostart.transfer import FileReader
 from zerostart.transfer.tuning import Tuning
 
 SIZE = (9 << 20) + 1234
@@ -23,7 +24,7 @@ def path(tmp_path: Path) -> Path:
     path.write_bytes(random.Random(0).randbytes(SIZE))
     descriptor = direct.open_direct(str(path))
     if descriptor is None:
-        pytest.skip(f"no direct reads on {storage.file_system(path)}")
+        pytest.skip(f"no direct reads on {page_cache.file_system(path)}")
     os.close(descriptor)
     return path
 
@@ -49,7 +50,7 @@ def test_page_cache_is_left_alone(path: Path) -> None:
     os.close(descriptor)
     with FileReader([str(path)], [SIZE], cold=True, direct=True) as reader:
         reader.read(0, 0, [memoryview(bytearray(8 << 20))])
-    assert storage.resident_share([str(path)]) < 0.1
+    assert page_cache.resident_share([str(path)]) < 0.1
 
 
 def test_end_of_the_file(path: Path) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from zerostart.checkpoint.storage import page_cache
 from zerostart.distributed import machine
-from zerostart.transfer import Tuning, storage, tune
+from zerostart.transfer import Tuning, tune
 from zerostart.transfer.tuning import MIN_CHUNK, RING
 
 MiB = 1 << 20
@@ -77,23 +78,23 @@ def test_file_system_by_its_device(file: str) -> None:
         "22 1 0:99 / /proc rw - proc proc rw\n"
         f"30 1 {os.major(number)}:{os.minor(number)} / /data rw,relatime shared:1 - nfs4 host:/x rw\n"
     )
-    assert storage.file_system(file, text) == "nfs4"
-    assert storage.file_system(file, "") == ""
-    assert storage.file_system("/nowhere/at/all") == ""
+    assert page_cache.file_system(file, text) == "nfs4"
+    assert page_cache.file_system(file, "") == ""
+    assert page_cache.file_system("/nowhere/at/all") == ""
 
 
 def test_residency(file: str) -> None:
     Path(file).read_bytes()
-    assert storage.resident_share([file]) > 0.95
+    assert page_cache.resident_share([file]) > 0.95
     evict(file)
-    assert storage.resident_share([file]) < 0.05
-    assert storage.resident_share(["/nowhere"]) == 0
+    assert page_cache.resident_share([file]) < 0.05
+    assert page_cache.resident_share(["/nowhere"]) == 0
 
 
 def test_residency_without_cachestat(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_cached_pages", lambda descriptor: None)
+    monkeypatch.setattr(page_cache, "_cached_pages", lambda descriptor: None)
     Path(file).read_bytes()
-    assert storage.resident_share([file]) > 0.95
+    assert page_cache.resident_share([file]) > 0.95
 
 
 def test_cold_storage_gets_more_reads_in_flight(file: str) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from zerostart.checkpoint.catalog import TORCH_NAMES, Catalog, TensorEntry
+from zerostart.checkpoint.formats.torch_zip import contiguous_strides
+from zerostart.checkpoint.formats.weights_pickle import plain_versions
 from zerostart.checkpoint.strict_json import shown
-from zerostart.checkpoint.torch_zip import contiguous_strides
-from zerostart.checkpoint.weights_pickle import plain_versions
 from zerostart.errors import ConfigError
 
 __all__ = ["Memory", "memory_catalog", "signature"]

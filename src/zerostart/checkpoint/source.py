@@ -15,10 +15,10 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
-from zerostart.checkpoint.pipeline import choose, components
-from zerostart.checkpoint.safetensors import read_header
+from zerostart.checkpoint.formats.pipeline import choose, components
+from zerostart.checkpoint.formats.safetensors import read_header
+from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_file
 from zerostart.checkpoint.strict_json import DAMAGED, read_json, shown
-from zerostart.checkpoint.torch_zip import NOTED_VERSIONS, read_torch_file
 from zerostart.errors import CheckpointError, CheckpointNotFoundError
 
 __all__ = ["Files", "config_path", "open_catalog", "read_config", "resolve_source"]

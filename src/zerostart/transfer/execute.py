@@ -8,11 +8,11 @@ from itertools import chain
 
 import torch
 
+from zerostart.checkpoint.storage.reader import FileReader, MemoryReader, Reader
+from zerostart.checkpoint.storage.rows import Rows
 from zerostart.planning import Computation, Destination, Part, Plan, Read
 from zerostart.transfer.one_thread import one_thread
 from zerostart.transfer.progress import Progress
-from zerostart.transfer.reader import FileReader, MemoryReader, Reader
-from zerostart.transfer.rows import Rows
 from zerostart.transfer.staging import Staging, bytes_view, make_staging
 
 __all__ = ["execute"]

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from zerostart.checkpoint.storage.reader import Reader
+from zerostart.checkpoint.storage.rows import Rows
 from zerostart.distributed.interrupts import HeldSignals
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
 from zerostart.planning import Table, batches
 from zerostart.transfer.messages import pack, place_rows, send_or_receive
-from zerostart.transfer.reader import Reader
-from zerostart.transfer.rows import Rows
 from zerostart.transfer.staging import bytes_view
 
 __all__ = ["ROUND_BYTES", "ROUND_REQUESTS", "HeldReader", "serve_others"]

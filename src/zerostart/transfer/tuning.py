@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from zerostart.checkpoint.storage.direct import BOUNCE_BYTES
+from zerostart.checkpoint.storage.page_cache import NETWORK, direct_reads_suit, file_system, resident_share
+from zerostart.checkpoint.storage.reader import FileReader, MemoryReader, Reader
 from zerostart.distributed.machine import available_memory, cores, cores_of_node, local_ranks
 from zerostart.planning import Plan, Rates
-from zerostart.transfer.direct import BOUNCE_BYTES
-from zerostart.transfer.reader import FileReader, MemoryReader, Reader
-from zerostart.transfer.storage import NETWORK, direct_reads_suit, file_system, resident_share
 
 __all__ = ["MIN_CHUNK", "Tuning", "tune"]
 

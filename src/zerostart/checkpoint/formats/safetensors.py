@@ -13,7 +13,7 @@ import os
 from typing import NoReturn
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TensorEntry
-from zerostart.checkpoint.files import open_regular, read_at
+from zerostart.checkpoint.storage.files import open_regular, read_at
 from zerostart.checkpoint.strict_json import DAMAGED, MAX_JSON_BYTES, load_json, shown
 from zerostart.errors import CheckpointError, ReadError
 

@@ -17,10 +17,10 @@ import os
 from typing import Any, NoReturn
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TORCH_NAMES, TensorEntry
-from zerostart.checkpoint.files import open_regular, read_at
+from zerostart.checkpoint.formats.weights_pickle import VERSIONS, StoredTensor, read_weights_pickle
+from zerostart.checkpoint.formats.zip_index import ZipIndex, read_zip_index
+from zerostart.checkpoint.storage.files import open_regular, read_at
 from zerostart.checkpoint.strict_json import DAMAGED, shown
-from zerostart.checkpoint.weights_pickle import VERSIONS, StoredTensor, read_weights_pickle
-from zerostart.checkpoint.zip_index import ZipIndex, read_zip_index
 from zerostart.errors import CheckpointError
 
 __all__ = ["NOTED_VERSIONS", "WRAPPERS", "contiguous_strides", "read_torch_file"]

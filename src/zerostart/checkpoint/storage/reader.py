@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
+from zerostart.checkpoint.storage.direct import BOUNCE_BYTES, open_direct, read_direct
+from zerostart.checkpoint.storage.retry import read_some
+from zerostart.checkpoint.storage.rows import Rows, advise, gather
 from zerostart.errors import CheckpointNotFoundError, ReadError
-from zerostart.transfer.direct import BOUNCE_BYTES, open_direct, read_direct
-from zerostart.transfer.retry import read_some
-from zerostart.transfer.rows import Rows, advise, gather
 
 __all__ = ["FileReader", "MemoryReader", "Reader"]
 #: Reads below this many bytes always go through the page cache: the blocks at their ends would weigh.

@@ -1,0 +1,1 @@
+"""Where the bytes of a checkpoint lie, and how they are had."""
