@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from zerostart.checkpoint.storage import direct, page_cache
+from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.errors import ReadError
 from zerostart.planning import Plan, Read
 from zerostart.transfer import FileReader
@@ -86,7 +87,7 @@ def _is_direct(descriptor: int) -> bool:
 
 def test_only_large_loads_whose_bytes_are_read_once() -> None:
     def reader(nbytes: int, files: int, ranks: int) -> FileReader:
-        plan = Plan(("f",), (files,), (), (Read(0, 0, nbytes, (), True),), 8 << 20)
+        plan = Plan(LocalFiles(("f",), (files,)), (), (Read(0, 0, nbytes, (), True),), 8 << 20)
         made = Tuning(4, 8 << 20, cold=True, direct=True, ranks=ranks).reader(plan)
         assert isinstance(made, FileReader)
         return made

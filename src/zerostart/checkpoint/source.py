@@ -18,6 +18,8 @@ from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.formats.pipeline import choose, components
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_file
+from zerostart.checkpoint.storage import Storage, storage_at
+from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.checkpoint.strict_json import DAMAGED, read_json, shown
 from zerostart.errors import CheckpointError, CheckpointNotFoundError
 
@@ -63,7 +65,8 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
 
     ``source`` is a ``.safetensors`` file, a file of torch.save (``.bin``, ``.pt``, ``.pth``, ``.ckpt``), an
     index file of either kind, a directory with the names of transformers or diffusers or with one single
-    such file or index, a hub id, optionally ``id@revision``, that lies in the local cache, or ``Files``.
+    such file or index, a hub id, optionally ``id@revision``, that lies in the local cache, ``Files``, or a
+    URL of a registered storage, all of whose files are the checkpoint.
     Where a directory has both kinds, safetensors are taken. Tensors are in the order of files, then of
     offsets (in a torch file, of its state dict). A tensor in a listed shard belongs to the checkpoint even if
     the index does not list it, because transformers too loads all that the listed files hold.
@@ -74,6 +77,8 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     Raises CheckpointNotFoundError if nothing is there or a listed file is absent, CheckpointError if a
     file is malformed or contradicts the index, ReadError if reading fails.
     """
+    if (storage := storage_at(source)) is not None:
+        return _stored(storage)
     if isinstance(source, Files):
         return replace(_catalog(Path(), [Path(path) for path in source.paths], wanted=None), root="")
     path = resolve_source(source)
@@ -210,9 +215,12 @@ def _check_shard_name(index: Path, name: str, file: object) -> None:
         )
 
 
-def _read_file(path: str, number: int) -> tuple[list[TensorEntry], dict[str, str], int]:
-    """Entries, metadata and size of one file, by its suffix."""
-    return (read_torch_file if path.endswith(TORCH_SUFFIXES) else read_header)(path, number)
+def _read_file(
+    path: str, number: int, storage: Storage | None = None
+) -> tuple[list[TensorEntry], dict[str, str], int]:
+    """Entries, metadata and size of one file, by its suffix; a local one unless a ``storage`` has it."""
+    read = read_torch_file if path.endswith(TORCH_SUFFIXES) else read_header
+    return read(path, number) if storage is None else read(path, number, lambda *_: storage.opened(number))
 
 
 def _catalog(
@@ -220,8 +228,24 @@ def _catalog(
 ) -> Catalog:
     """Parse all headers and join them; ``wanted`` maps each name that an index lists to its file."""
     paths = [str(file) for file in files]
+    tensors, metadata, versions, sizes = _joined(paths)
+    if wanted is not None and index is not None:
+        _check_index(index, wanted, files, tensors)
+    return Catalog(str(root), LocalFiles(tuple(paths), sizes), tensors, metadata, versions=versions)
+
+
+def _stored(storage: Storage) -> Catalog:
+    """Parse the headers of all files of a storage that is reached by a URL."""
+    tensors, metadata, versions, _ = _joined(storage.files, storage)
+    return Catalog("", storage, tensors, metadata, versions=versions)
+
+
+def _joined(
+    paths: Sequence[str], storage: Storage | None = None
+) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, Any] | None, tuple[int, ...]]:
+    """Tensors, metadata and versions of all files together, and the files' sizes."""
     with ThreadPoolExecutor(min(HEADER_THREADS, len(paths))) as pool:
-        headers = list(pool.map(_read_file, paths, range(len(paths))))
+        headers = list(pool.map(_read_file, paths, range(len(paths)), [storage] * len(paths)))
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
     versions: dict[str, Any] | None = None
@@ -235,10 +259,7 @@ def _catalog(
         if path.endswith(TORCH_SUFFIXES) and NOTED_VERSIONS in own:
             versions = {**json.loads(own.pop(NOTED_VERSIONS)), **(versions or {})}
         metadata = {**own, **metadata}
-    if wanted is not None and index is not None:
-        _check_index(index, wanted, files, tensors)
-    sizes = tuple(size for _, _, size in headers)
-    return Catalog(str(root), tuple(paths), sizes, tensors, metadata, versions=versions)
+    return tensors, metadata, versions, tuple(size for _, _, size in headers)
 
 
 def _check_index(

@@ -51,23 +51,23 @@ def open_source(source: Any, world: World, model: Any = None) -> Catalog:
 
 
 def check_model(model: Any, catalog: Catalog) -> None:
-    """Raise ConfigError if ``model`` needs a configuration file, which a mapping does not have."""
-    if catalog.memory is None:
+    """Raise ConfigError if ``model`` needs a configuration file, which only a directory has."""
+    if not catalog.storage.name:
         return
     if model is None or (
         isinstance(model, type) and (models.is_pretrained(model) or models.is_diffusers(model))
     ):
         what = "without model=" if model is None else f"for model={model.__name__}"
         raise ConfigError(
-            f"source is a mapping of tensors, which has no config.json to build from {what}; pass a model "
+            f"source is {catalog.storage.name}, which has no config.json to build from {what}; pass a model "
             "built on the meta device, or a callable that builds it: model=lambda: Class(config)"
         )
 
 
 def described(source: Any, catalog: Catalog) -> str:
     """What to call the source in messages; the same on every rank."""
-    if catalog.memory is not None:
-        return f"the mapping of {len(catalog.tensors)} tensors"
+    if catalog.storage.name:
+        return catalog.storage.name
     return str(Path(source) / catalog.component) if catalog.component else str(source)
 
 

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zerostart.checkpoint.storage.reader import Reader
-from zerostart.checkpoint.storage.rows import Rows
+from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.distributed.interrupts import HeldSignals
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
@@ -33,7 +32,7 @@ ROUND_REQUESTS, ROUND_BYTES = 1 << 16, 1 << 30
 _DURING = "reading from the mapping"
 
 
-class HeldReader:
+class HeldReader(Reader):
     """Gives the bytes of this rank's requests, in their order, to one thread; a ``Reader`` for ``execute``.
 
     ``holder`` has them, and serves ``ranks`` ranks in messages that are as long as ``room`` at most.
@@ -50,9 +49,6 @@ class HeldReader:
         self._left = memoryview(b"")  # of the last message
         self._ended = not len(table)
         self.received_bytes = 0
-
-    def __enter__(self) -> HeldReader:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

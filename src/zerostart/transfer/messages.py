@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerostart.checkpoint.storage.reader import Reader
-from zerostart.checkpoint.storage.rows import Rows
+from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
 from zerostart.planning import Table

@@ -1,4 +1,4 @@
-"""Reading the small parts of checkpoint files: headers and directories."""
+"""Checkpoint files: reading their small parts (headers, directories), and knowing them again."""
 
 from __future__ import annotations
 
@@ -6,15 +6,55 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
+from zerostart.checkpoint.storage.base import HeaderBytes
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
-__all__ = ["open_regular", "read_at"]
+__all__ = ["FileState", "open_regular"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What tells a file from another, and from itself after somebody wrote to it.
+
+    ``size`` in bytes, ``modified`` in nanoseconds, and the ``number`` of its inode.
+    """
+
+    size: int
+    modified: int
+    number: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> FileState:
+        """The state of an open file."""
+        return cls._made(os.fstat(descriptor))
+
+    @classmethod
+    def at(cls, path: str) -> FileState | None:
+        """The state of the file that ``path`` leads to; None if there is none."""
+        try:
+            return cls._made(Path(path).stat())
+        except OSError:
+            return None
+
+    @classmethod
+    def _made(cls, found: os.stat_result) -> FileState:
+        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+
+    def changed_to(self, now: FileState | None) -> str:
+        """In words, what happened to a file that is ``now`` in another state."""
+        if now is None:
+            return "was removed"
+        if now.size != self.size:
+            return f"has {now.size} bytes now and had {self.size}"
+        return "was replaced by another file" if now.number != self.number else "was written to"
 
 
 @contextlib.contextmanager
-def open_regular(path: str, kind: str) -> Iterator[tuple[int, int]]:
-    """Descriptor and size in bytes of the regular file ``path``; ``kind`` names its format in messages.
+def open_regular(path: str, kind: str) -> Iterator[tuple[HeaderBytes, int]]:
+    """Bytes and size of the regular file ``path``; ``kind`` names its format in messages.
 
     Raises CheckpointNotFoundError if there is none, CheckpointError if it is not a regular file, ReadError
     if it cannot be opened.
@@ -30,22 +70,27 @@ def open_regular(path: str, kind: str) -> Iterator[tuple[int, int]]:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: not a regular file, so it cannot be a {kind} checkpoint")
-        yield handle, status.st_size
+        yield _Opened(handle, path), status.st_size
     finally:
         os.close(handle)
 
 
-def read_at(handle: int, length: int, offset: int, path: str) -> bytes:
-    """``length`` bytes from ``offset`` on, fewer only at the end of the file; raises ReadError."""
-    chunks = []
-    while length:
-        try:
-            chunk = os.pread(handle, length, offset)
-        except OSError as error:
-            raise ReadError(f"{path}: reading the header failed: {error.strerror}") from error
-        if not chunk:
-            break
-        chunks.append(chunk)
-        length -= len(chunk)
-        offset += len(chunk)
-    return b"".join(chunks)
+class _Opened:
+    """An open file."""
+
+    def __init__(self, handle: int, path: str) -> None:
+        self._handle, self._path = handle, path
+
+    def read(self, length: int, offset: int) -> bytes:
+        chunks = []
+        while length:
+            try:
+                chunk = os.pread(self._handle, length, offset)
+            except OSError as error:
+                raise ReadError(f"{self._path}: reading the header failed: {error.strerror}") from error
+            if not chunk:
+                break
+            chunks.append(chunk)
+            length -= len(chunk)
+            offset += len(chunk)
+        return b"".join(chunks)
