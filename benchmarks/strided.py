@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import open_catalog
+from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.layout import Layout, dimension_shard, flat_partition
 from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, SymbolicTensor, Target
@@ -49,7 +50,7 @@ def main() -> None:
         for width in (8192, 2048):
             whole = torch.randint(-99, 99, (options.mib * MIB // 2 // width, width)).to(torch.bfloat16)
             save_file({"w": whole}, path)
-            tuning = tune([str(path)], staged_on_device=False)
+            tuning = tune(LocalFiles.of([str(path)]), staged_on_device=False)
             tuning = replace(tuning, threads=options.threads or tuning.threads)
             print(tuning.describe())
             for name, plan, expected in cases(whole, open_catalog(path), PlanOptions(tuning.chunk_size)):

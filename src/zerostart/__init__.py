@@ -69,9 +69,10 @@ def load(
 
     Args:
         source: a directory, a ``.safetensors`` file, a file of ``torch.save`` (weights are read as data, no
-            code in it is run), a hub id in the local cache, or a mapping of name to tensor. Of a diffusers
-            pipeline it is the component of the class of ``model``. A mapping needs ``model``, and is held by
-            every rank or, with the others passing None, by one; it must not change during the load.
+            code in it is run), a hub id in the local cache, a URL of a registered storage, or a mapping of
+            name to tensor. Of a diffusers pipeline it is the component of the class of ``model``. A URL and
+            a mapping need ``model``; a mapping is held by every rank or, with the others passing None, by
+            one, and must not change during the load.
         model: a module on the meta device, a class, or a callable that builds one; without it, the class that
             the checkpoint's configuration names.
         engine: ``"deepspeed"`` or ``"fsdp2"``.

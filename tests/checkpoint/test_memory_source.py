@@ -23,6 +23,7 @@ from tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog, signature
+from zerostart.checkpoint.storage.memory import MemoryStorage
 from zerostart.distributed.world import World
 from zerostart.layout import flat_partition
 from zerostart.planning import Destination, PlanOptions, join
@@ -69,9 +70,9 @@ def test_a_catalog_travels_without_its_tensors() -> None:
     assert len(sent) < 2000
     received: Catalog = pickle.loads(sent)
     assert received == catalog
-    assert received.memory is not None
-    assert received.memory.holders == (1,)
-    assert received.memory.buffers == ()
+    assert isinstance(received.storage, MemoryStorage)
+    assert received.storage.holders == (1,)
+    assert received.storage.buffers == ()
     assert signature(received) == signature(catalog)
 
 

@@ -11,7 +11,7 @@ import torch
 from tests.conformance.diffusion_suite import family, pipeline, write_original
 
 import zerostart
-from zerostart.checkpoint.pipeline import components
+from zerostart.checkpoint.formats.pipeline import components
 from zerostart.checkpoint.source import open_catalog
 from zerostart.cli import main
 from zerostart.errors import BuildError, CheckpointError

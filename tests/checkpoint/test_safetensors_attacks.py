@@ -13,7 +13,7 @@ import pytest
 import safetensors
 
 from zerostart.checkpoint.catalog import DTYPE_BITS
-from zerostart.checkpoint.safetensors import parse_header, read_header
+from zerostart.checkpoint.formats.safetensors import parse_header, read_header
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 

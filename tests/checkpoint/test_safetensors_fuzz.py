@@ -8,7 +8,7 @@ import random
 import pytest
 import safetensors
 
-from zerostart.checkpoint.safetensors import parse_header
+from zerostart.checkpoint.formats.safetensors import parse_header
 from zerostart.errors import ZerostartError
 
 SEEDS = 12

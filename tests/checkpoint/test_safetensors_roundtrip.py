@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from zerostart.checkpoint.safetensors import read_header
+from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.writer import CheckpointWriter

@@ -14,9 +14,9 @@ from torch import nn
 
 import zerostart
 from ranks import rank_outcomes, run_ranks
+from zerostart.checkpoint.storage.local import SAMPLED_FILES
 from zerostart.distributed.world import current_world
 from zerostart.loading.source import open_source
-from zerostart.transfer.tuning import SAMPLED_FILES
 
 FILES = 24
 

@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 import zerostart
 from ranks import run_ranks
 from tiny import TinyCheckpoints
-from zerostart.checkpoint import torch_zip, weights_pickle, zip_index
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.formats import torch_zip, weights_pickle, zip_index
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import CheckpointError, CheckpointNotFoundError
 from zerostart.layout import flat_partition

@@ -81,7 +81,7 @@ def fill(
     ):
         recipe = Recipe(Target(name, tuple(symbolic.shape), dtype), symbolic.pieces)
         wanted.append((recipe, layout, Destination(name, layout.numel, layout.owned, dtype, direct=True)))
-    tuning = tune(catalog.files, False, memory_limit=MiB)
+    tuning = tune(catalog.storage, False, memory_limit=MiB)
     plan = join(catalog, wanted, PlanOptions(tuning.chunk_size))
     sharing = agree_on_strategy(ReadDemand.of(plan, tuning, exchange), plan, world)
     if sharing is not None and sharing.once:

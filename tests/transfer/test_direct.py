@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from zerostart.checkpoint.storage import direct, page_cache
+from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.errors import ReadError
 from zerostart.planning import Plan, Read
-from zerostart.transfer import FileReader, direct, storage
+from zerostart.transfer import FileReader
 from zerostart.transfer.tuning import Tuning
 
 SIZE = (9 << 20) + 1234
@@ -24,7 +26,7 @@ def path(tmp_path: Path) -> Path:
     path.write_bytes(random.Random(0).randbytes(SIZE))
     descriptor = direct.open_direct(str(path))
     if descriptor is None:
-        pytest.skip(f"no direct reads on {storage.file_system(path)}")
+        pytest.skip(f"no direct reads on {page_cache.file_system(path)}")
     os.close(descriptor)
     return path
 
@@ -50,7 +52,7 @@ def test_page_cache_is_left_alone(path: Path) -> None:
     os.close(descriptor)
     with FileReader([str(path)], [SIZE], cold=True, direct=True) as reader:
         reader.read(0, 0, [memoryview(bytearray(8 << 20))])
-    assert storage.resident_share([str(path)]) < 0.1
+    assert page_cache.resident_share([str(path)]) < 0.1
 
 
 def test_end_of_the_file(path: Path) -> None:
@@ -98,7 +100,7 @@ def _is_direct(descriptor: int) -> bool:
 
 def test_only_large_loads_whose_bytes_are_read_once() -> None:
     def reader(nbytes: int, files: int, ranks: int) -> FileReader:
-        plan = Plan(("f",), (files,), (), (Read(0, 0, nbytes, (), True),), 8 << 20)
+        plan = Plan(LocalFiles(("f",), (files,)), (), (Read(0, 0, nbytes, (), True),), 8 << 20)
         made = Tuning(4, 8 << 20, cold=True, direct=True, ranks=ranks).reader(plan)
         assert isinstance(made, FileReader)
         return made

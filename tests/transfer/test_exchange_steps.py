@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.planning import (
     Agreement,
     ExchangeStep,
@@ -149,7 +150,7 @@ def test_ranks_agree_now_and_then() -> None:
 def test_reads_cut_to_a_span(rows: int, stride: int, limit: int) -> None:
     loops = ((rows, 10, 10), (10, 1, 1)) if rows > 1 else ((10, 1, 1),)
     read = Read(0, 5, 10 * rows, (Part(0, torch.uint8, 0, 0, loops, True),), True, rows, stride)
-    plan = Plan(("f",), (9999,), (), (read,), limit)
+    plan = Plan(LocalFiles(("f",), (9999,)), (), (read,), limit)
     cut = spans_within(plan, limit).reads
     assert len(cut) == pieces_within(read, limit)
     assert wanted(table_of(cut), 0, len(cut)) == wanted(table_of([read]), 0, 1)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from zerostart.checkpoint.storage import retry
 from zerostart.errors import CheckpointNotFoundError, ReadError
-from zerostart.transfer import FileReader, retry
+from zerostart.transfer import FileReader
 
 CONTENT = bytes(range(256)) * 400
 

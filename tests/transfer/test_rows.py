@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from zerostart.checkpoint.source import open_catalog
+from zerostart.checkpoint.storage import rows
 from zerostart.errors import ReadError
 from zerostart.layout import Layout, dimension_shard, flat_partition
 from zerostart.planning import Destination, Plan, join
 from zerostart.recipe import Recipe, SymbolicTensor, Target
-from zerostart.transfer import FileReader, Progress, Rows, execute, rows
+from zerostart.transfer import FileReader, Progress, Rows, execute
 
 WORLD = 3
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from zerostart.checkpoint.storage import page_cache
+from zerostart.checkpoint.storage.local import LocalFiles
+from zerostart.checkpoint.storage.memory import MemoryStorage
 from zerostart.distributed import machine
-from zerostart.transfer import Tuning, storage, tune
+from zerostart.transfer import Tuning, tune
 from zerostart.transfer.tuning import MIN_CHUNK, RING
 
 MiB = 1 << 20
@@ -77,30 +80,30 @@ def test_file_system_by_its_device(file: str) -> None:
         "22 1 0:99 / /proc rw - proc proc rw\n"
         f"30 1 {os.major(number)}:{os.minor(number)} / /data rw,relatime shared:1 - nfs4 host:/x rw\n"
     )
-    assert storage.file_system(file, text) == "nfs4"
-    assert storage.file_system(file, "") == ""
-    assert storage.file_system("/nowhere/at/all") == ""
+    assert page_cache.file_system(file, text) == "nfs4"
+    assert page_cache.file_system(file, "") == ""
+    assert page_cache.file_system("/nowhere/at/all") == ""
 
 
 def test_residency(file: str) -> None:
     Path(file).read_bytes()
-    assert storage.resident_share([file]) > 0.95
+    assert page_cache.resident_share([file]) > 0.95
     evict(file)
-    assert storage.resident_share([file]) < 0.05
-    assert storage.resident_share(["/nowhere"]) == 0
+    assert page_cache.resident_share([file]) < 0.05
+    assert page_cache.resident_share(["/nowhere"]) == 0
 
 
 def test_residency_without_cachestat(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_cached_pages", lambda descriptor: None)
+    monkeypatch.setattr(page_cache, "_cached_pages", lambda descriptor: None)
     Path(file).read_bytes()
-    assert storage.resident_share([file]) > 0.95
+    assert page_cache.resident_share([file]) > 0.95
 
 
 def test_cold_storage_gets_more_reads_in_flight(file: str) -> None:
     Path(file).read_bytes()
-    warm = tune([file], staged_on_device=False, ranks=1)
+    warm = tune(LocalFiles.of([file]), staged_on_device=False, ranks=1)
     evict(file)
-    cold = tune([file], staged_on_device=False, ranks=1)
+    cold = tune(LocalFiles.of([file]), staged_on_device=False, ranks=1)
     assert (warm.cold, cold.cold) == (False, True)
     assert cold.threads >= 4
     assert not warm.direct
@@ -108,7 +111,7 @@ def test_cold_storage_gets_more_reads_in_flight(file: str) -> None:
 
 
 def test_explicit_arguments_win(file: str) -> None:
-    assert tune([file], False, chunk_size=3 * MiB + 5).chunk_size == 3 * MiB + 5
+    assert tune(LocalFiles.of([file]), False, chunk_size=3 * MiB + 5).chunk_size == 3 * MiB + 5
 
 
 @pytest.mark.parametrize("limit", [MIN_CHUNK, 200_000, MiB, 5 * MiB, 64 * MiB])
@@ -119,7 +122,7 @@ def test_memory_limit_caps_all_buffers(
     file: str, limit: int, device: bool, computes: bool, chunk: int | None
 ) -> None:
     evict(file)
-    tuning = tune([file], device, computes, memory_limit=limit, chunk_size=chunk)
+    tuning = tune(LocalFiles.of([file]), device, computes, memory_limit=limit, chunk_size=chunk)
     scratch = tuning.threads * tuning.chunk_size * computes
     assert tuning.ring_bytes + scratch <= max(limit, MIN_CHUNK * (1 + computes))
     assert tuning.chunk_size >= MIN_CHUNK
@@ -127,7 +130,7 @@ def test_memory_limit_caps_all_buffers(
 
 
 def test_tensors_in_memory_need_no_probe() -> None:
-    tuning = tune([], staged_on_device=False)
+    tuning = tune(MemoryStorage((), ()), staged_on_device=False)
     assert (tuning.cold, tuning.file_system) == (False, "")
     assert isinstance(tuning, Tuning)
 
@@ -136,7 +139,7 @@ def test_tensors_in_memory_need_no_probe() -> None:
 @pytest.mark.parametrize("device", [False, True])
 def test_memory_limit_caps_an_exchange(file: str, limit: int | None, device: bool) -> None:
     evict(file)
-    tuning = tune([file], device, memory_limit=limit)
+    tuning = tune(LocalFiles.of([file]), device, memory_limit=limit)
     chunk = tuning.exchange_chunk
     assert chunk % MIN_CHUNK == 0
     assert tuning.exchange_bytes(chunk) <= (limit or RING)

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from zerostart.checkpoint.files import FileState
-    from zerostart.checkpoint.memory import Memory
+from zerostart.checkpoint.storage import Storage
 
-__all__ = ["DTYPE_BITS", "TORCH_NAMES", "Catalog", "TensorEntry"]
+__all__ = ["DTYPE_BITS", "TORCH_NAMES", "Catalog", "TensorEntry", "contiguous_strides"]
 
 #: Width in bits of each element type, in the safetensors spelling.
 DTYPE_BITS: Mapping[str, int] = {
@@ -100,28 +98,42 @@ class TensorEntry:
 class Catalog:
     """All tensors of a checkpoint and the files that hold them.
 
-    ``files`` are absolute paths and ``sizes`` their lengths in bytes; ``tensors`` maps a name to its
-    entry; ``root`` is the directory in which the checkpoint's configuration is looked for. For tensors in
-    ``memory`` the files are their storages, under names that serve messages, and ``root`` is empty. Of a
-    pipeline ``component`` is the name of the model that was chosen. ``versions`` is what torch saves of the
-    modules beside their tensors (a state dict's ``_metadata``), by module name; None where there is none.
-
-    ``states`` are those of the files when their headers were read, as this process's machine has them;
-    ``copied`` are the numbers of those of which some other machine has a copy of its own.
+    ``storage`` has the files and gives their bytes; ``tensors`` maps a name to its entry; ``root`` is the
+    directory in which the checkpoint's configuration is looked for, empty where there is none. Of a pipeline
+    ``component`` is the name of the model that was chosen. ``versions`` is what torch saves of the modules
+    beside their tensors (a state dict's ``_metadata``), by module name; None where there is none.
     """
 
     root: str
-    files: tuple[str, ...]
-    sizes: tuple[int, ...]
+    storage: Storage
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str] = field(default_factory=dict)
-    memory: Memory | None = field(default=None, compare=False, repr=False)
     component: str = ""
     versions: Mapping[str, Mapping[str, Any]] | None = None
-    states: tuple[FileState, ...] = field(default=(), compare=False, repr=False)
-    copied: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files: absolute paths where they are files."""
+        return self.storage.files
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Lengths of the files in bytes."""
+        return self.storage.sizes
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(entry.nbytes for entry in self.tensors.values())
+
+
+def contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether ``strides`` (elements) are the row-major ones, as far as they matter."""
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 0:
+            return True
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True

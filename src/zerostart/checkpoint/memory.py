@@ -1,40 +1,22 @@
 """A mapping of tensors held in memory, as a catalog: its files are the tensors' storages.
 
-Nothing is copied: an entry points into the storage that its tensor is a view of, with the tensor's strides,
-on the host or on a device. The tensors must not change until the load is done.
+An entry points into the storage that its tensor is a view of, with the tensor's strides.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zerostart.checkpoint.catalog import TORCH_NAMES, Catalog, TensorEntry
-from zerostart.checkpoint.strict_json import shown
-from zerostart.checkpoint.torch_zip import contiguous_strides
-from zerostart.checkpoint.weights_pickle import plain_versions
+from zerostart.checkpoint.catalog import TORCH_NAMES, Catalog, TensorEntry, contiguous_strides
+from zerostart.checkpoint.formats.weights_pickle import plain_versions
+from zerostart.checkpoint.storage.memory import MemoryStorage
 from zerostart.errors import ConfigError
 
-__all__ = ["Memory", "memory_catalog", "signature"]
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The storages behind a catalog of tensors in memory.
-
-    ``holders`` are the ranks that hold them; ``buffers`` are this rank's own, 1-D and of bytes, numbered as
-    the catalog's files, () on a rank that holds none. Only ``holders`` travels to another process.
-    """
-
-    holders: tuple[int, ...]
-    buffers: tuple[torch.Tensor, ...] = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Memory, (self.holders,)
+__all__ = ["memory_catalog", "signature"]
 
 
 def memory_catalog(tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...] = (0,)) -> Catalog:
@@ -42,25 +24,12 @@ def memory_catalog(tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...]
 
     Raises ConfigError, naming the key, for a value whose bytes cannot be addressed.
     """
-    numbers: dict[tuple[torch.device, int, int], int] = {}
-    files: list[str] = []
-    buffers: list[torch.Tensor] = []
-    entries: dict[str, TensorEntry] = {}
-    for name, tensor in tensors.items():
+    given = dict(tensors.items())
+    for name, tensor in given.items():
         _check(name, tensor)
-        storage = tensor.untyped_storage()
-        key = (tensor.device, storage.data_ptr(), storage.nbytes())
-        if key not in numbers:
-            numbers[key] = len(files)
-            files.append(f"the tensor {shown(name)} in memory")
-            buffers.append(_bytes_of(tensor))
-        entries[name] = _entry(name, tensor, numbers[key])
-    for device in {buffer.device for buffer in buffers if buffer.device.type != "cpu"}:
-        # What computes the values may still run, in a stream that the reading threads know nothing of.
-        torch.accelerator.synchronize(device)
-    sizes = tuple(buffer.numel() for buffer in buffers)
-    memory = Memory(holders, tuple(buffers))
-    return Catalog("", tuple(files), sizes, entries, memory=memory, versions=_versions(tensors))
+    storage, numbers = MemoryStorage.of(given, holders)
+    entries = {name: _entry(name, tensor, numbers[name]) for name, tensor in given.items()}
+    return Catalog("", storage, entries, versions=_versions(tensors))
 
 
 def _versions(state_dict: object) -> dict[str, dict[str, Any]] | None:
@@ -90,13 +59,6 @@ def _entry(name: str, tensor: torch.Tensor, file: int) -> TensorEntry:
         tensor.numel() * width,
         None if contiguous_strides(shape, strides) else strides,
     )
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a tensor's storage, as a view."""
-    storage = tensor.untyped_storage()
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _check(name: object, tensor: object) -> None:

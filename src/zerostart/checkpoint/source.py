@@ -15,11 +15,13 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
-from zerostart.checkpoint.files import FileState
-from zerostart.checkpoint.pipeline import choose, components
-from zerostart.checkpoint.safetensors import read_header
+from zerostart.checkpoint.formats.pipeline import choose, components
+from zerostart.checkpoint.formats.safetensors import read_header
+from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_file
+from zerostart.checkpoint.storage import Storage, storage_at
+from zerostart.checkpoint.storage.files import FileState
+from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.checkpoint.strict_json import DAMAGED, read_json, shown
-from zerostart.checkpoint.torch_zip import NOTED_VERSIONS, read_torch_file
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 __all__ = ["Files", "config_path", "open_catalog", "read_config", "read_files", "resolve_source"]
@@ -64,7 +66,8 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
 
     ``source`` is a ``.safetensors`` file, a file of torch.save (``.bin``, ``.pt``, ``.pth``, ``.ckpt``), an
     index file of either kind, a directory with the names of transformers or diffusers or with one single
-    such file or index, a hub id, optionally ``id@revision``, that lies in the local cache, or ``Files``.
+    such file or index, a hub id, optionally ``id@revision``, that lies in the local cache, ``Files``, or a
+    URL of a registered storage, all of whose files are the checkpoint.
     Where a directory has both kinds, safetensors are taken. Tensors are in the order of files, then of
     offsets (in a torch file, of its state dict). A tensor in a listed shard belongs to the checkpoint even if
     the index does not list it, because transformers too loads all that the listed files hold.
@@ -75,6 +78,8 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     Raises CheckpointNotFoundError if nothing is there or a listed file is absent, CheckpointError if a
     file is malformed or contradicts the index, ReadError if reading fails.
     """
+    if (storage := storage_at(source)) is not None:
+        return _stored(storage)
     if isinstance(source, Files):
         return replace(_catalog(Path(), [Path(path) for path in source.paths], wanted=None), root="")
     path = resolve_source(source)
@@ -211,10 +216,18 @@ def _check_shard_name(index: Path, name: str, file: object) -> None:
         )
 
 
-def _read_file(path: str, number: int) -> tuple[list[TensorEntry], dict[str, str], FileState]:
-    """Entries, metadata and state of one file, by its suffix; of one and the same, which nobody writes."""
+def _read_file(
+    path: str, number: int, storage: Storage | None = None
+) -> tuple[list[TensorEntry], dict[str, str], FileState | None]:
+    """Entries, metadata and state of one file, by its suffix; a local one unless a ``storage`` has it.
+
+    A local one is one and the same from the beginning to the end, which nobody writes meanwhile.
+    """
+    read = read_torch_file if path.endswith(TORCH_SUFFIXES) else read_header
+    if storage is not None:
+        return (*read(path, number, lambda *_: storage.opened(number))[:2], None)
     before = FileState.at(path)
-    entries, metadata, _ = (read_torch_file if path.endswith(TORCH_SUFFIXES) else read_header)(path, number)
+    entries, metadata, _ = read(path, number)
     if before is None or (now := FileState.at(path)) != before:
         what = before.changed_to(now) if before is not None else "was made"
         raise ReadError(
@@ -228,7 +241,23 @@ def _catalog(
 ) -> Catalog:
     """Parse all headers and join them; ``wanted`` maps each name that an index lists to its file."""
     paths = [str(file) for file in files]
-    headers = read_files(paths, range(len(paths)))
+    tensors, metadata, versions, states = _joined(paths)
+    if wanted is not None and index is not None:
+        _check_index(index, wanted, files, tensors)
+    return Catalog(str(root), LocalFiles.known(paths, states), tensors, metadata, versions=versions)
+
+
+def _stored(storage: Storage) -> Catalog:
+    """Parse the headers of all files of a storage that is reached by a URL."""
+    tensors, metadata, versions, _ = _joined(storage.files, storage)
+    return Catalog("", storage, tensors, metadata, versions=versions)
+
+
+def _joined(
+    paths: Sequence[str], storage: Storage | None = None
+) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, Any] | None, tuple[FileState, ...]]:
+    """Tensors, metadata and versions of all files together, and the states of local files."""
+    headers = read_files(paths, range(len(paths)), storage)
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
     versions: dict[str, Any] | None = None
@@ -242,19 +271,15 @@ def _catalog(
         if path.endswith(TORCH_SUFFIXES) and NOTED_VERSIONS in own:
             versions = {**json.loads(own.pop(NOTED_VERSIONS)), **(versions or {})}
         metadata = {**own, **metadata}
-    if wanted is not None and index is not None:
-        _check_index(index, wanted, files, tensors)
-    states = tuple(state for *_, state in headers)
-    sizes = tuple(state.size for state in states)
-    return Catalog(str(root), tuple(paths), sizes, tensors, metadata, versions=versions, states=states)
+    return tensors, metadata, versions, tuple(state for *_, state in headers if state is not None)
 
 
 def read_files(
-    paths: Sequence[str], numbers: Sequence[int]
-) -> list[tuple[list[TensorEntry], dict[str, str], FileState]]:
+    paths: Sequence[str], numbers: Sequence[int], storage: Storage | None = None
+) -> list[tuple[list[TensorEntry], dict[str, str], FileState | None]]:
     """Entries, which call their file by its number of ``numbers``, metadata and state of each file."""
     with ThreadPoolExecutor(max(1, min(HEADER_THREADS, len(paths)))) as pool:
-        return list(pool.map(_read_file, paths, numbers))
+        return list(pool.map(_read_file, paths, numbers, [storage] * len(paths)))
 
 
 def _check_index(

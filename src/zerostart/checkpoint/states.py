@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
-from zerostart.checkpoint.files import FileState
 from zerostart.checkpoint.source import read_files
+from zerostart.checkpoint.storage.files import FileState
+from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.errors import CheckpointNotFoundError, ReadError
 
-__all__ = ["check_unchanged", "states_here"]
+__all__ = ["check_unchanged", "seen_here", "states_here", "states_of"]
+
+
+def states_of(catalog: Catalog) -> tuple[FileState | None, ...]:
+    """What the files of a catalog were when their headers were read; () where they are no files."""
+    return catalog.storage.states if isinstance(catalog.storage, LocalFiles) else ()
+
+
+def seen_here(catalog: Catalog, states: Sequence[FileState | None], copied: Iterable[int]) -> Catalog:
+    """The catalog with the ``states`` of its files on this machine; some other has ``copied`` for itself."""
+    storage = catalog.storage
+    assert isinstance(storage, LocalFiles), "what has states are files"
+    return replace(catalog, storage=replace(storage, identities=tuple(states), copied=frozenset(copied)))
 
 
 def states_here(catalog: Catalog) -> tuple[FileState, ...]:
@@ -20,14 +36,15 @@ def states_here(catalog: Catalog) -> tuple[FileState, ...]:
     for path, state in zip(catalog.files, states, strict=True):
         if state is None:
             raise CheckpointNotFoundError(f"{path} is not there on this machine, and it is where rank 0 runs")
-    copies = [number for number, state in enumerate(states) if state != catalog.states[number]]
+    known = states_of(catalog)
+    copies = [number for number, state in enumerate(states) if state != known[number]]
     expected: dict[int, list[TensorEntry]] = {number: [] for number in copies}
     for entry in catalog.tensors.values():
         if entry.file in expected:
             expected[entry.file].append(entry)
     read = read_files([catalog.files[number] for number in copies], copies)
     for number, (entries, _, state) in zip(copies, read, strict=True):
-        if state.size != catalog.sizes[number] or entries != expected[number]:
+        if state is None or state.size != catalog.sizes[number] or entries != expected[number]:
             raise ReadError(
                 f"{catalog.files[number]} on this machine is not the file that rank 0 has: its header or its "
                 "length differs; copy the checkpoint to every machine again"
@@ -42,12 +59,15 @@ def check_unchanged(catalog: Catalog) -> None:
     One that was replaced is still read as it was by who has opened it; but not where machines have copies of
     their own, of which one may be what it was replaced by.
     """
-    for number, (path, before) in enumerate(zip(catalog.files, catalog.states, strict=True)):
+    storage = catalog.storage
+    copied = storage.copied if isinstance(storage, LocalFiles) else frozenset()
+    for number, before in enumerate(states_of(catalog)):
+        path = catalog.files[number]
         now = FileState.at(path)
-        if now == before:
+        if before is None or now == before:
             continue
         replaced = now is None or now.number != before.number
-        if not replaced or number in catalog.copied:
+        if not replaced or number in copied:
             raise ReadError(
                 f"{path} was changed during the load (it {before.changed_to(now)}), and what was read may be "
                 "a mixture; load again when nobody writes to it"

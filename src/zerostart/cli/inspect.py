@@ -25,7 +25,7 @@ def command(
     ] = False,
 ) -> None:
     """Show the files, tensors and sizes of a checkpoint, or the models of a pipeline. Reads no weights."""
-    from zerostart.checkpoint.pipeline import components
+    from zerostart.checkpoint.formats.pipeline import components
     from zerostart.checkpoint.source import open_catalog, read_config, resolve_source
     from zerostart.cli.inspect_pipeline import describe, print_components
 

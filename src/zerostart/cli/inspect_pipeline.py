@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.pipeline import Component
+from zerostart.checkpoint.formats.pipeline import Component
 from zerostart.checkpoint.source import open_catalog
 
 if TYPE_CHECKING:

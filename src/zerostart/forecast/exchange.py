@@ -51,7 +51,7 @@ class Foreseen:
         """
         if self.placed.gathered:
             made = replace(made, exchanged_bytes=(self.placed.gathered,) * len(made.ranks))
-        if made.world_size == 1 or self.catalog.memory is not None or forced is False:
+        if made.world_size == 1 or not self.catalog.storage.worth_exchanging or forced is False:
             return made
         if forced is None and not (self.tuning.cold and made.world_size > RANKS_OF_A_MACHINE):
             return made  # one machine's page cache serves all its ranks

@@ -106,7 +106,7 @@ def foresee(
     fits = fits_of([rank.memory for rank in made.ranks], limits, made.world_size)
     return replace(
         made,
-        ranks=timed(made.ranks, made.exchanged_bytes, made.world_size, _stored(subject.catalog), rates),
+        ranks=timed(made.ranks, made.exchanged_bytes, made.world_size, subject.catalog.storage.nbytes, rates),
         zero_stage=engine.zero_stage,
         tier=placed.residence,
         optimizer=optimizer.name,
@@ -117,10 +117,6 @@ def foresee(
         if all(fit.fits for fit in fits)
         else advice(model, engine, max(staged, default=0), optimizer, limits),
     )
-
-
-def _stored(catalog: Catalog) -> int:
-    return sum(catalog.sizes) if catalog.memory is None else catalog.nbytes
 
 
 def _shown(rates: Rates) -> dict[str, float | None]:

@@ -39,7 +39,7 @@ def equal_in(catalog: Catalog, world: World) -> Callable[[Recipe, Recipe], bool]
 
 def _share(catalog: Catalog, world: World, steps: int) -> range:
     """The steps of this rank: each has its part, of tensors in memory each rank that holds them."""
-    readers = range(world.size) if catalog.memory is None else catalog.memory.holders
+    readers = catalog.storage.readers(world.size)
     return range(readers.index(world.rank), steps, len(readers)) if world.rank in readers else range(0)
 
 

@@ -7,18 +7,15 @@ kept is where each share lies (recipe, layout, catalog), and the shares are read
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.files import FileState
-from zerostart.checkpoint.memory import memory_catalog
-from zerostart.distributed.world import World, current_world
+from zerostart.distributed.world import current_world
 from zerostart.engines import Shard
-from zerostart.errors import EngineError, ReadError
+from zerostart.errors import EngineError
 from zerostart.layout import Layout
 from zerostart.layout.flat import flat_run
 from zerostart.planning import Destination, PlanOptions, join
@@ -29,8 +26,10 @@ from zerostart.transfer.strategy import execute_together
 
 __all__ = ["Masters", "is_rounded", "masters_of"]
 
-_REMEDY = (
-    "or pass fp32_masters=False to zerostart.load to have them start from the parameters' rounded values"
+_PURPOSE = (
+    "and fp32 masters are to be read from it when the engine starts; keep it as it is until then, or load "
+    "again, or pass fp32_masters=False to zerostart.load to have them start from the parameters' rounded "
+    "values"
 )
 
 
@@ -44,21 +43,12 @@ class Masters:
         self,
         shares: Mapping[str, tuple[Recipe, Layout]],
         catalog: Catalog,
-        source: object,
         tuning: Tuning,
     ) -> None:
         self._shares = dict(shares)
         self._tuning = tuning
-        self._catalog = catalog
-        self._tensors: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._files: dict[str, FileState] = {}
-        if catalog.memory is None:
-            used = {catalog.tensors[n].file for r, _ in self._shares.values() for n in leaves_of(r.pieces)}
-            self._files = {catalog.files[number]: catalog.states[number] for number in sorted(used)}
-            return
-        if isinstance(source, Mapping):
-            self._tensors = {name: (weakref.ref(t), _version(t)) for name, t in source.items()}
-        self._catalog = replace(catalog, memory=replace(catalog.memory, buffers=()))
+        used = {catalog.tensors[n].file for r, _ in self._shares.values() for n in leaves_of(r.pieces)}
+        self._catalog = replace(catalog, storage=catalog.storage.kept(used))
 
     def read(self, wanted: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Fill each 1-D tensor with this rank's share of the parameter of that name, in its dtype.
@@ -78,7 +68,7 @@ class Masters:
     def _read(self, shares: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
         world = current_world()
         with world.phase("reading fp32 masters"):
-            catalog = self._checked(world)
+            catalog = self._checked()
             wanted = list(shares)
             destined = [self._destined(*item) for item in wanted]
             plan = join(catalog, destined, PlanOptions(self._tuning.chunk_size))
@@ -100,38 +90,13 @@ class Masters:
         destination = Destination(name, storage.numel(), layout.owned, storage.dtype, direct)
         return replace(recipe, target=target), layout, destination
 
-    def _checked(self, world: World) -> Catalog:
+    def _checked(self) -> Catalog:
         """The catalog, if what it describes is still there and as it was."""
-        for path, before in self._files.items():
-            now = FileState.at(path)
-            if now != before:
-                raise ReadError(
-                    f"{path} was changed since the model was loaded (it {before.changed_to(now)}), and fp32 "
-                    f"masters are to be read from it when the engine starts; load again, {_REMEDY}"
-                )
-        memory = self._catalog.memory
-        if memory is None or world.rank not in memory.holders:
-            return self._catalog
-        alive: dict[str, torch.Tensor] = {}
-        for name, (reference, version) in self._tensors.items():
-            tensor = reference()
-            if tensor is None:
-                raise EngineError(
-                    f"the mapping that the model was loaded from is gone ({name}), and fp32 masters are to "
-                    f"be read from it when the engine starts; keep it until then, {_REMEDY}"
-                )
-            if _version(tensor) != version:
-                raise ReadError(
-                    f"the tensor {name} was changed in place since the model was loaded from it, and fp32 "
-                    f"masters are to be read from it; load again, {_REMEDY}"
-                )
-            alive[name] = tensor
-        return replace(self._catalog, memory=memory_catalog(alive, memory.holders).memory)
+        return replace(self._catalog, storage=self._catalog.storage.recalled(_PURPOSE))
 
 
 def masters_of(
     catalog: Catalog,
-    source: object,
     recipes: Mapping[str, object],
     shards: Sequence[Shard],
     tuning: Tuning,
@@ -144,7 +109,7 @@ def masters_of(
             shares[shard.name] = (recipe, shard.layout)
     if not shares:
         return [], None
-    return list(shares), Masters(shares, catalog, source, tuning)
+    return list(shares), Masters(shares, catalog, tuning)
 
 
 def is_rounded(recipe: Recipe, catalog: Catalog) -> bool:
@@ -163,8 +128,3 @@ def _given_dtypes(recipe: Recipe, catalog: Catalog) -> set[torch.dtype]:
         for piece in recipe.pieces
         for source in piece.source
     }
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Counts changes in place; torch keeps no count for inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -82,10 +82,9 @@ class Request:
         A thread that also ``computes`` has a chunk of scratch beside its staging buffers. The elements of a
         read that the engine's configuration asks for are followed where no chunk is given here.
         """
-        files = catalog.files if catalog.memory is None else ()
         chunk = self.chunk_size
         elements = engine.chunk_elements
         if chunk is None and elements > 0:
             stored = main_dtype(catalog.tensors.values())
             chunk = max(MIN_CHUNK, elements * (stored.itemsize if stored is not None else 4))
-        return tune(files, device.type != "cpu", computes, self.memory_limit, chunk, ranks)
+        return tune(catalog.storage, device.type != "cpu", computes, self.memory_limit, chunk, ranks)

@@ -5,12 +5,14 @@ A rehearsal is the same way with another end: one process plays a rank, and noth
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from zerostart import models
+from zerostart.checkpoint.source import Files
 from zerostart.checkpoint.states import check_unchanged
 from zerostart.distributed.world import World, default_device, joined_world
 from zerostart.engines import Engine, Placements, Residence, Shard, ShardMaker
@@ -136,7 +138,7 @@ class _Load:
         with clock.phase("read"), world.phase("reading"):
             shown = request.progress and world.rank == 0
             moved = destinations.read(plan, tuning, strategy, shown, world)
-            if world.rank == 0 and known.catalog.memory is None:
+            if world.rank == 0:
                 check_unchanged(known.catalog)  # those that it has not opened, too
         with clock.phase("read"), world.phase("initialising"):
             destinations.initialise_missing(world)
@@ -148,7 +150,7 @@ class _Load:
         masters = None
         if self.request.fp32_masters:
             rounded, masters = masters_of(
-                known.catalog, self.request.source, known.origins.parameters, destinations.shards, tuning
+                known.catalog, known.origins.parameters, destinations.shards, tuning
             )
         known.engine.offer_masters(known.built.model, rounded, masters)
 
@@ -179,8 +181,7 @@ class _Load:
 
     def _record(self, known: Prepared, placements: Placements, report: Report) -> LoadRecord:
         catalog = known.catalog
-        if catalog.memory is not None:  # what it holds is the caller's, and not kept alive
-            catalog = replace(catalog, memory=replace(catalog.memory, buffers=()))
+        catalog = replace(catalog, storage=catalog.storage.kept())
         read = {n: r for n, r in known.origins.parameters.items() if isinstance(r, Recipe)}
         recipes = {**read, **known.origins.buffers}
         return LoadRecord(catalog, recipes, known.engine, known.parallelism, placements, report)
@@ -207,7 +208,7 @@ def _finish(request: Request, known: Prepared) -> None:
     model: Any = known.built.model
     catalog = known.catalog
     model.eval()
-    named = catalog.memory is None
+    named = isinstance(request.source, (str, os.PathLike, Files))
     if models.is_pretrained(model):
         name = described(request.source, catalog) if named else model.config.name_or_path
         models.finish_pretrained(model, known.recipes, name, catalog.root, known.built.dtype)

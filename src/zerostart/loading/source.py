@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from zerostart import models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog, signature
 from zerostart.checkpoint.source import Files, open_catalog
-from zerostart.checkpoint.states import states_here
+from zerostart.checkpoint.states import seen_here, states_here, states_of
 from zerostart.distributed.machine import files_view
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
@@ -60,32 +59,33 @@ def _as_seen_here(catalog: Catalog, views: Sequence[str], world: World) -> Catal
     Machines may share the files, or have copies of their own, whose headers are then compared.
     """
     first = views.index(views[world.rank])
-    if len(set(views)) == 1:
+    known = states_of(catalog)
+    if len(set(views)) == 1 or not known:
         return catalog
     own = states_here(catalog) if world.rank == first else ()
-    told = world.all_gather_object(own if own != catalog.states else (), "looking at the files")
-    copied = {n for states in told for n, state in enumerate(states) if state != catalog.states[n]}
-    return replace(catalog, states=told[first] or catalog.states, copied=frozenset(copied))
+    told = world.all_gather_object(own if own != known else (), "looking at the files")
+    copied = {n for states in told for n, state in enumerate(states) if state != known[n]}
+    return seen_here(catalog, told[first] or known, copied)
 
 
 def check_model(model: Any, catalog: Catalog) -> None:
-    """Raise ConfigError if ``model`` needs a configuration file, which a mapping does not have."""
-    if catalog.memory is None:
+    """Raise ConfigError if ``model`` needs a configuration file, which only a directory has."""
+    if not catalog.storage.name:
         return
     if model is None or (
         isinstance(model, type) and (models.is_pretrained(model) or models.is_diffusers(model))
     ):
         what = "without model=" if model is None else f"for model={model.__name__}"
         raise ConfigError(
-            f"source is a mapping of tensors, which has no config.json to build from {what}; pass a model "
+            f"source is {catalog.storage.name}, which has no config.json to build from {what}; pass a model "
             "built on the meta device, or a callable that builds it: model=lambda: Class(config)"
         )
 
 
 def described(source: Any, catalog: Catalog) -> str:
     """What to call the source in messages; the same on every rank."""
-    if catalog.memory is not None:
-        return f"the mapping of {len(catalog.tensors)} tensors"
+    if catalog.storage.name:
+        return catalog.storage.name
     return str(Path(source) / catalog.component) if catalog.component else str(source)
 
 

@@ -36,14 +36,11 @@ def join(
                 found += segments(catalog.tensors, copy, number, destination, options)
         computed += computations(catalog.tensors, to_compute, number, options)
     return Plan(
-        files=catalog.files,
-        sizes=catalog.sizes,
+        storage=catalog.storage,
         destinations=tuple(destinations),
         reads=tuple(merged_reads(found, options)),
         chunk_size=options.chunk_size,
         computations=tuple(computed),
-        memory=catalog.memory,
-        states=catalog.states,
     )
 
 

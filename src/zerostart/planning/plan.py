@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from zerostart.checkpoint.files import FileState
-from zerostart.checkpoint.memory import Memory
+from zerostart.checkpoint.storage import Storage
 from zerostart.geometry import Box
 from zerostart.recipe import Computed
 
@@ -113,19 +112,23 @@ class Computation:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that one rank reads, from which files (or from which ``memory``), into which storage.
+    """Everything that one rank reads, from which files of which storage, into which destinations."""
 
-    ``states`` are what the files have to be found in, () where nobody knows.
-    """
-
-    files: tuple[str, ...]
-    sizes: tuple[int, ...]
+    storage: Storage
     destinations: tuple[Destination, ...]
     reads: Sequence[Read]
     chunk_size: int
     computations: Sequence[Computation] = ()
-    memory: Memory | None = field(default=None, compare=False, repr=False)
-    states: tuple[FileState, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files."""
+        return self.storage.files
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Lengths of the files in bytes."""
+        return self.storage.sizes
 
     @property
     def read_bytes(self) -> int:

@@ -6,5 +6,6 @@ pytest, and nothing else that zerostart does not need itself.
 
 from zerostart.testing.engines import EngineConformance
 from zerostart.testing.ranks import on_ranks
+from zerostart.testing.storages import StorageConformance
 
-__all__ = ["EngineConformance", "on_ranks"]
+__all__ = ["EngineConformance", "StorageConformance", "on_ranks"]

@@ -12,47 +12,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
 
 import zerostart
 from zerostart import engines
 from zerostart.errors import ConfigError, CoverageError
 from zerostart.layout import Mesh
 from zerostart.loading.record import record_of
+from zerostart.testing.net import Net, imported, reference, save
 from zerostart.testing.ranks import on_ranks
 
 __all__ = ["EngineConformance"]
-
-
-class _Net(nn.Module):
-    """Parameters of several sizes (none divides by all worlds), a tie, and buffers of both kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(13, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.norm = nn.LayerNorm(6)
-        self.scale = nn.Parameter(torch.ones(1))
-        self.head = nn.Linear(6, 13, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("seen", torch.zeros(3))
-        self.register_buffer("table", torch.arange(6.0), persistent=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.table
-        for layer in self.layers:
-            x = layer(x)
-        logits: torch.Tensor = self.head(self.norm(x) * self.scale)
-        return logits
-
-
-def _reference() -> _Net:
-    model = _Net()
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return model
 
 
 class EngineConformance:
@@ -85,7 +54,7 @@ class EngineConformance:
         for stage in self.stages:
             engine = self._resolved(stage, world_size)
             with torch.device("meta"):
-                model = _Net()
+                model = Net()
             placed = engine.placements(model, engine.parallelism(model))
             for name, parameter in model.named_parameters():
                 shape, held = tuple(parameter.shape), torch.zeros(parameter.numel(), dtype=torch.int64)
@@ -103,11 +72,11 @@ class EngineConformance:
     def test_loads_hold_what_the_file_holds(self, tmp_path: Path) -> None:
         """On real ranks: parameters, ties and buffers as unsharded, and bytes as planned."""
         path = tmp_path / "model.safetensors"
-        _save(path)
+        save(path)
         for stage in self.stages:
             for world_size in self.worlds:
                 plan = zerostart.plan(
-                    path, world_size, self.engine, stage, model=_Net, engine_config=self.config
+                    path, world_size, self.engine, stage, model=Net, engine_config=self.config
                 )
                 found = on_ranks(
                     _loaded, world_size, self.imports, path, self.engine, stage, dict(self.config or {})
@@ -119,35 +88,21 @@ class EngineConformance:
     def test_an_error_is_the_same_on_every_rank(self, tmp_path: Path) -> None:
         """What is missing in the checkpoint is told by name, everywhere."""
         path = tmp_path / "model.safetensors"
-        _save(path, without="norm.bias")
+        save(path, without="norm.bias")
         told = on_ranks(_refused, 2, self.imports, path, self.engine, self.stages[0], dict(self.config or {}))
         assert len(set(told)) == 1
         assert "norm.bias" in told[0]
-
-
-def _save(path: Path, without: str = "") -> None:
-    from safetensors.torch import save_file
-
-    state = {name: t for name, t in _reference().state_dict().items() if name not in ("head.weight", without)}
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
-
-
-def _imported(modules: tuple[str, ...]) -> None:
-    import importlib
-
-    for name in modules:
-        importlib.import_module(name)
 
 
 def _loaded(
     modules: tuple[str, ...], path: Path, engine: str, stage: int, config: dict[str, Any]
 ) -> tuple[list[str], int]:
     """What differs from the unsharded model on this rank, and the bytes that it has read."""
-    _imported(modules)
+    imported(modules)
     model = zerostart.load(
-        path, model=_Net, engine=engine, zero_stage=stage, engine_config=config, progress=False
+        path, model=Net, engine=engine, zero_stage=stage, engine_config=config, progress=False
     )
-    record, wanted = record_of(model), _reference().state_dict()
+    record, wanted = record_of(model), reference().state_dict()
     wrong = []
     for name, tensor in zerostart.full_tensors(model, rank=None):
         assert tensor is not None, "every rank asked for it"
@@ -165,11 +120,9 @@ def _loaded(
 
 
 def _refused(modules: tuple[str, ...], path: Path, engine: str, stage: int, config: dict[str, Any]) -> str:
-    _imported(modules)
+    imported(modules)
     try:
-        zerostart.load(
-            path, model=_Net, engine=engine, zero_stage=stage, engine_config=config, progress=False
-        )
+        zerostart.load(path, model=Net, engine=engine, zero_stage=stage, engine_config=config, progress=False)
     except CoverageError as error:
         return str(error)
     return "nothing was raised"

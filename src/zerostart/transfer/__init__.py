@@ -1,10 +1,10 @@
 """Executing a plan: storage, reads by a small thread pool, staging where a read cannot land in place."""
 
+from zerostart.checkpoint.storage import Reader, Rows
+from zerostart.checkpoint.storage.reader import FileReader, MemoryReader
 from zerostart.transfer.execute import execute
 from zerostart.transfer.memory import Arena, PeakMeter
 from zerostart.transfer.progress import Progress
-from zerostart.transfer.reader import FileReader, MemoryReader, Reader
-from zerostart.transfer.rows import Rows
 from zerostart.transfer.staging import bytes_view
 from zerostart.transfer.tuning import MIN_CHUNK, Tuning, tune
 

@@ -25,7 +25,7 @@ from zerostart.transfer.messages import pack, place_rows, send_or_receive
 __all__ = ["ExchangeReader"]
 
 
-class ExchangeReader:
+class ExchangeReader(Reader):
     """Gives the bytes of this rank's requests, in their order, to one thread; a ``Reader`` for ``execute``.
 
     All memory is taken at once, before the first message: room for the longest one and, where this rank

@@ -8,11 +8,10 @@ from itertools import chain
 
 import torch
 
+from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.planning import Computation, Destination, Part, Plan, Read
 from zerostart.recipe import one_thread
 from zerostart.transfer.progress import Progress
-from zerostart.transfer.reader import FileReader, MemoryReader, Reader
-from zerostart.transfer.rows import Rows
 from zerostart.transfer.staging import Staging, bytes_view, make_staging
 
 __all__ = ["execute"]
@@ -28,14 +27,14 @@ def execute(
 ) -> int:
     """Fill ``storages`` (1-D, one for each of the plan's destinations) and zero their padding.
 
-    Returns the bytes read. ``reader`` replaces the one that the plan calls for, of its files or its memory.
+    Returns the bytes read. ``reader`` replaces the one that the plan calls for, of its storage.
     ``depth`` is the number of a thread's staging buffers where storages are on an accelerator. The first
     error of any thread stops the others and is raised here; the storages are then partly filled and of no
     use.
     """
     threads = min(threads or 2, max(1, len(plan.reads) + len(plan.computations)))
     # The reader first: with one that gets its bytes from other ranks, these have to hear of whatever fails.
-    with reader or _reader(plan) as source, progress, one_thread(bool(plan.computations)):
+    with reader or plan.storage.reader() as source, progress, one_thread(bool(plan.computations)):
         _zero_padding(plan.destinations, storages)
         device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
         if device is not None:
@@ -46,12 +45,6 @@ def execute(
         if pool.error is not None:
             raise pool.error
     return progress.done
-
-
-def _reader(plan: Plan) -> Reader:
-    if plan.memory is not None:
-        return MemoryReader(plan.memory.buffers)
-    return FileReader(plan.files, plan.sizes, states=plan.states)
 
 
 def _zero_padding(destinations: Sequence[Destination], storages: Sequence[torch.Tensor]) -> None:

@@ -17,13 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.distributed.interrupts import HeldSignals
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
 from zerostart.planning import Table, batches
 from zerostart.transfer.messages import pack, place_rows, send_or_receive
-from zerostart.transfer.reader import Reader
-from zerostart.transfer.rows import Rows
 from zerostart.transfer.staging import bytes_view
 
 __all__ = ["ROUND_BYTES", "ROUND_REQUESTS", "HeldReader", "serve_others"]
@@ -33,7 +32,7 @@ ROUND_REQUESTS, ROUND_BYTES = 1 << 16, 1 << 30
 _DURING = "reading from the mapping"
 
 
-class HeldReader:
+class HeldReader(Reader):
     """Gives the bytes of this rank's requests, in their order, to one thread; a ``Reader`` for ``execute``.
 
     ``holder`` has them, and serves ``ranks`` ranks in messages that are as long as ``room`` at most.
@@ -50,9 +49,6 @@ class HeldReader:
         self._left = memoryview(b"")  # of the last message
         self._ended = not len(table)
         self.received_bytes = 0
-
-    def __enter__(self) -> HeldReader:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
 from zerostart.planning import Table
-from zerostart.transfer.reader import Reader
-from zerostart.transfer.rows import Rows
 
 __all__ = ["pack", "place_rows", "send_or_receive"]
 

@@ -81,7 +81,7 @@ def agree_on_strategy(own: ReadDemand, plan: Plan, world: World) -> ReadStrategy
     ``chunk_size``. None where there is nothing to choose: one rank, a mapping, no bytes that several ranks
     want. Raises ConfigError, on all ranks, if what is asked for does not fit the memory limit.
     """
-    if world.size == 1 or plan.memory is not None:
+    if world.size == 1 or not plan.storage.worth_exchanging:
         return None
     return chosen(world.all_gather_object(own, "agreeing who reads what"), sum(plan.sizes))
 
@@ -127,8 +127,8 @@ def execute_together(
     Where ``sharing`` says so, bytes that several ranks want are read by one of them and sent to the others.
     Raises PeerError if a rank that serves or is served dies.
     """
-    memory, reader = plan.memory, tuning.reader(plan)
-    if memory is not None and len(memory.holders) < world.size:
+    reader = tuning.reader(plan)
+    if len(plan.storage.readers(world.size)) < world.size:
         moved = _from_holder(plan, storages, progress, tuning, world)
     elif sharing is not None and sharing.once:
         tuning = tuning.exchanging(plan.chunk_size)
@@ -180,8 +180,7 @@ def _from_holder(
     plan: Plan, storages: Sequence[torch.Tensor], progress: Progress, tuning: Tuning, world: World
 ) -> TransferStats:
     """Read from a mapping that some ranks hold, the first of which serves those that do not."""
-    assert plan.memory is not None, "only a mapping has holders"
-    holders = plan.memory.holders
+    holders = plan.storage.readers(world.size)
     holds = world.rank in holders
     with world.phase("agreeing who reads what"):
         table = table_of(() if holds else tuple(plan.all_reads()))

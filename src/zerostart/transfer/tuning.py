@@ -9,14 +9,12 @@ a network file system more than a disk. Measured on two cores: warm 11.7 GB/s at
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from zerostart.checkpoint.storage import Reader, Storage
+from zerostart.checkpoint.storage.direct import BOUNCE_BYTES
 from zerostart.distributed.machine import available_memory, cores, cores_of_node, local_ranks
 from zerostart.planning import Plan, Rates
-from zerostart.transfer.direct import BOUNCE_BYTES
-from zerostart.transfer.reader import FileReader, MemoryReader, Reader
-from zerostart.transfer.storage import NETWORK, direct_reads_suit, file_system, resident_share
 
 __all__ = ["MIN_CHUNK", "Tuning", "tune"]
 
@@ -38,8 +36,8 @@ LEAST_DIRECT = 2 << 30
 #: Most times that the ranks of a machine together may read its files round the cache, which they then don't
 #: share: stages 1 and 2 have every rank read everything.
 MOST_OVER = 1.5
-#: Files whose residency is looked at, and the share from which on a checkpoint counts as warm.
-SAMPLED_FILES, WARM = 4, 0.9
+#: Share of the bytes in memory from which on a checkpoint counts as warm.
+WARM = 0.9
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,8 @@ class Tuning:
     """``threads`` that read at most ``chunk_size`` bytes at a time, with ``depth`` staging buffers each.
 
     ``cold``: bytes come from storage, so the kernel is told what will be read. ``direct``: reads of a large
-    load go round the page cache. ``resident`` is the share of the checkpoint in the page cache. ``limit``:
+    load go round the page cache. ``resident`` is the share of the checkpoint in the page cache, None if
+    nobody knows; ``remote`` bytes come from a storage that all clients share. ``limit``:
     most bytes of all buffers. ``ranks``: how many read on this machine.
     """
 
@@ -57,7 +56,8 @@ class Tuning:
     cold: bool = False
     direct: bool = False
     file_system: str = ""
-    resident: float = 1.0
+    resident: float | None = 1.0
+    remote: bool = False
     limit: int = RING
     ranks: int = 1
 
@@ -85,66 +85,57 @@ class Tuning:
         """What the storage is taken to give, for choosing between own slices and reading once."""
         if not self.cold:
             return Rates(link=math.inf)
-        return Rates(shared=NETWORK_RATE) if self.file_system in NETWORK else Rates()
+        return Rates(shared=NETWORK_RATE) if self.remote else Rates()
 
     def reader(self, plan: Plan) -> Reader:
         """What the plan's reads are made with."""
-        if plan.memory is not None:
-            return MemoryReader(plan.memory.buffers)
         suits = LEAST_DIRECT <= plan.read_bytes * self.ranks <= MOST_OVER * sum(plan.sizes)
-        return FileReader(plan.files, plan.sizes, self.cold, self.direct and suits, plan.states)
+        return plan.storage.reader(cold=self.cold, direct=self.direct and suits)
 
     def describe(self, reader: Reader | None = None) -> str:
         """What was set, and what a reader found that was used, in one line for a person."""
         chunk = f"{self.chunk_size / MiB:.3g} MiB"
         words = [f"{self.threads} threads x {chunk}" + (f" x {self.depth}" if self.depth > 1 else "")]
         if self.file_system:
-            words.append(f"{self.file_system}, {self.resident:.0%} in the page cache")
-        if isinstance(reader, FileReader):
-            if reader.direct:
-                words.append("round the page cache")
-            elif reader.refused:
-                words.append("through the page cache, since the file system takes no reads round it")
-            if reader.retries:
-                words.append(f"{reader.retries} reads tried again")
+            cached = "" if self.resident is None else f", {self.resident:.0%} in the page cache"
+            words.append(f"{self.file_system}{cached}")
+        if reader is not None and (note := reader.note()):
+            words.append(note)
         return "; ".join(words)
 
 
 def tune(
-    files: Sequence[str],
+    storage: Storage,
     staged_on_device: bool,
     computes: bool = False,
     memory_limit: int | None = None,
     chunk_size: int | None = None,
     ranks: int | None = None,
 ) -> Tuning:
-    """The setting for reading ``files`` (none: tensors in memory) with ``ranks`` ranks on this machine.
+    """The setting for reading from ``storage`` with ``ranks`` ranks on this machine.
 
     ``chunk_size`` is kept if it is given, and ``memory_limit`` caps all buffers together: chunks shrink
-    first, then threads; a thread that ``computes`` takes a chunk more. Probing opens at most `SAMPLED_FILES`
-    files and reads none.
+    first, then threads; a thread that ``computes`` takes a chunk more. Probing opens a few files and
+    reads none.
     """
     ranks = ranks or local_ranks()
     share = max(1, math.floor(min(cores() / ranks, cores_of_node())))
     depth = 2 if staged_on_device else 1
-    if not files:
-        tuning = Tuning(max(2, min(8, share)), chunk_size or CHUNK, depth)
-        return _within(tuning, computes, memory_limit, chunk_size, ranks)
-    sampled = files[:: max(1, len(files) // SAMPLED_FILES)][:SAMPLED_FILES]
-    kind, resident = file_system(sampled[0]), resident_share(sampled)
-    cold = resident < WARM
+    found = storage.residency()
+    cold = (found.resident or 0.0) < WARM
     if not cold:
         threads = max(2, min(8, share))
     else:
-        threads = max(4, min(8, (NETWORK_DEPTH if kind in NETWORK else DISK_DEPTH) // ranks))
+        threads = max(4, min(8, (NETWORK_DEPTH if found.remote else DISK_DEPTH) // ranks))
     tuning = Tuning(
         threads=threads,
         chunk_size=chunk_size or CHUNK,
         depth=depth,
         cold=cold,
-        direct=cold and resident < 1 - WARM and direct_reads_suit(kind),
-        file_system=kind,
-        resident=resident,
+        direct=cold and found.direct,
+        file_system=found.kind,
+        resident=found.resident,
+        remote=found.remote,
         ranks=ranks,
     )
     return _within(tuning, computes, memory_limit, chunk_size, ranks)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerostart.checkpoint.storage.base import HeaderBytes
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
-__all__ = ["FileState", "open_regular", "read_at"]
+__all__ = ["FileState", "open_regular"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class FileState:
 
 
 @contextlib.contextmanager
-def open_regular(path: str, kind: str) -> Iterator[tuple[int, int]]:
-    """Descriptor and size in bytes of the regular file ``path``; ``kind`` names its format in messages.
+def open_regular(path: str, kind: str) -> Iterator[tuple[HeaderBytes, int]]:
+    """Bytes and size of the regular file ``path``; ``kind`` names its format in messages.
 
     Raises CheckpointNotFoundError if there is none, CheckpointError if it is not a regular file, ReadError
     if it cannot be opened.
@@ -69,22 +70,27 @@ def open_regular(path: str, kind: str) -> Iterator[tuple[int, int]]:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: not a regular file, so it cannot be a {kind} checkpoint")
-        yield handle, status.st_size
+        yield _Opened(handle, path), status.st_size
     finally:
         os.close(handle)
 
 
-def read_at(handle: int, length: int, offset: int, path: str) -> bytes:
-    """``length`` bytes from ``offset`` on, fewer only at the end of the file; raises ReadError."""
-    chunks = []
-    while length:
-        try:
-            chunk = os.pread(handle, length, offset)
-        except OSError as error:
-            raise ReadError(f"{path}: reading the header failed: {error.strerror}") from error
-        if not chunk:
-            break
-        chunks.append(chunk)
-        length -= len(chunk)
-        offset += len(chunk)
-    return b"".join(chunks)
+class _Opened:
+    """An open file."""
+
+    def __init__(self, handle: int, path: str) -> None:
+        self._handle, self._path = handle, path
+
+    def read(self, length: int, offset: int) -> bytes:
+        chunks = []
+        while length:
+            try:
+                chunk = os.pread(self._handle, length, offset)
+            except OSError as error:
+                raise ReadError(f"{self._path}: reading the header failed: {error.strerror}") from error
+            if not chunk:
+                break
+            chunks.append(chunk)
+            length -= len(chunk)
+            offset += len(chunk)
+        return b"".join(chunks)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from zerostart.checkpoint.files import read_at
+from zerostart.checkpoint.storage.base import HeaderBytes
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
@@ -46,7 +46,7 @@ class Record:
 class ZipIndex:
     """The records of an open archive by name."""
 
-    handle: int
+    handle: HeaderBytes
     path: str
     records: Mapping[str, Record]
 
@@ -56,11 +56,11 @@ class ZipIndex:
         Raises CheckpointError if the record's own header contradicts the directory, KeyError without one.
         """
         record = self.records[name]
-        raw = read_at(self.handle, _LOCAL.size, record.header, self.path)
+        raw = self.handle.read(_LOCAL.size, record.header)
         if len(raw) < _LOCAL.size or raw[:4] != b"PK\3\4":
             _refuse(self.path, name, "has no header where the directory says")
         _, _, _, method, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack(raw)
-        stored_name = read_at(self.handle, name_length, record.header + _LOCAL.size, self.path)
+        stored_name = self.handle.read(name_length, record.header + _LOCAL.size)
         if method != 0 or stored_name != name.encode():
             _refuse(self.path, name, "has a header that contradicts the directory")
         offset = record.header + _LOCAL.size + name_length + extra_length
@@ -76,10 +76,10 @@ class ZipIndex:
                 f"{self.path}: record {shown(name)} has {length} bytes, beyond the limit of {limit}: "
                 f"{DAMAGED}"
             )
-        return read_at(self.handle, length, offset, self.path)
+        return self.handle.read(length, offset)
 
 
-def read_zip_index(handle: int, size: int, path: str) -> ZipIndex:
+def read_zip_index(handle: HeaderBytes, size: int, path: str) -> ZipIndex:
     """The directory of the archive of ``size`` bytes that is open as ``handle``.
 
     Raises CheckpointError, naming the record, unless every entry is right and none overlaps another.
@@ -89,7 +89,7 @@ def read_zip_index(handle: int, size: int, path: str) -> ZipIndex:
         raise CheckpointError(
             f"{path}: a directory of {length} bytes is beyond the limit of {MAX_DIRECTORY_BYTES}: {DAMAGED}"
         )
-    raw = read_at(handle, length, start, path)
+    raw = handle.read(length, start)
     entries: dict[str, tuple[int, int]] = {}
     at = 0
     while at < len(raw):
@@ -111,10 +111,10 @@ def read_zip_index(handle: int, size: int, path: str) -> ZipIndex:
     return ZipIndex(handle, path, records)
 
 
-def _directory(handle: int, size: int, path: str) -> tuple[int, int, int]:
+def _directory(handle: HeaderBytes, size: int, path: str) -> tuple[int, int, int]:
     """Offset, length and number of entries of the directory, from the record at the end of the file."""
     end = size - _END.size
-    raw = read_at(handle, _END.size, end, path) if end >= 0 else b""
+    raw = handle.read(_END.size, end) if end >= 0 else b""
     if raw[:4] != b"PK\5\6":
         raise CheckpointError(f"{path}: the archive is truncated: no end record; download it again")
     _, disk, first_disk, here, count, length, start, comment = _END.unpack(raw)
@@ -126,14 +126,14 @@ def _directory(handle: int, size: int, path: str) -> tuple[int, int, int]:
     return start, length, count
 
 
-def _directory64(handle: int, end: int, path: str) -> tuple[int, ...]:
+def _directory64(handle: HeaderBytes, end: int, path: str) -> tuple[int, ...]:
     """Where the 64-bit end record lies, and its fields."""
     at = end - _LOCATOR.size
-    raw = read_at(handle, _LOCATOR.size, at, path) if at >= 0 else b""
+    raw = handle.read(_LOCATOR.size, at) if at >= 0 else b""
     if raw[:4] == b"PK\6\7":
         _, _, where, _ = _LOCATOR.unpack(raw)
         if where + _END64.size <= at:
-            raw = read_at(handle, _END64.size, where, path)
+            raw = handle.read(_END64.size, where)
             if raw[:4] == b"PK\6\6":
                 _, _, _, _, disk, first_disk, here, count, length, start = _END64.unpack(raw)
                 return where, disk, first_disk, here, count, length, start

@@ -13,7 +13,8 @@ import os
 from typing import NoReturn
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TensorEntry
-from zerostart.checkpoint.files import open_regular, read_at
+from zerostart.checkpoint.storage.base import Opener
+from zerostart.checkpoint.storage.files import open_regular
 from zerostart.checkpoint.strict_json import DAMAGED, MAX_JSON_BYTES, load_json, shown
 from zerostart.errors import CheckpointError, ReadError
 
@@ -27,17 +28,19 @@ _MAX_COUNT = 2**63 - 1
 
 
 def read_header(
-    path: str | os.PathLike[str], file_index: int = 0
+    path: str | os.PathLike[str], file_index: int = 0, opened: Opener = open_regular
 ) -> tuple[list[TensorEntry], dict[str, str], int]:
     """Entries of one safetensors file in the order of their bytes, its metadata, and its size in bytes.
+
+    ``opened`` opens it, a local file if nothing else is said.
 
     Raises CheckpointNotFoundError if there is no such file, CheckpointError if its header is not
     right in every field, ReadError if reading fails.
     """
     name = os.fspath(path)
-    with open_regular(name, "safetensors") as (handle, size):
-        length = _header_length(read_at(handle, _PREFIX_BYTES, 0, name), size, name)
-        raw = read_at(handle, length, _PREFIX_BYTES, name)
+    with opened(name, "safetensors") as (handle, size):
+        length = _header_length(handle.read(_PREFIX_BYTES, 0), size, name)
+        raw = handle.read(length, _PREFIX_BYTES)
     if len(raw) != length:
         raise ReadError(f"{name}: the file shrank while its header was read; is another process writing it?")
     entries, metadata = parse_header(raw, size, name, file_index)

@@ -16,14 +16,15 @@ import json
 import os
 from typing import Any, NoReturn
 
-from zerostart.checkpoint.catalog import DTYPE_BITS, TORCH_NAMES, TensorEntry
-from zerostart.checkpoint.files import open_regular, read_at
+from zerostart.checkpoint.catalog import DTYPE_BITS, TORCH_NAMES, TensorEntry, contiguous_strides
+from zerostart.checkpoint.formats.weights_pickle import VERSIONS, StoredTensor, read_weights_pickle
+from zerostart.checkpoint.formats.zip_index import ZipIndex, read_zip_index
+from zerostart.checkpoint.storage.base import Opener
+from zerostart.checkpoint.storage.files import open_regular
 from zerostart.checkpoint.strict_json import DAMAGED, shown
-from zerostart.checkpoint.weights_pickle import VERSIONS, StoredTensor, read_weights_pickle
-from zerostart.checkpoint.zip_index import ZipIndex, read_zip_index
 from zerostart.errors import CheckpointError
 
-__all__ = ["NOTED_VERSIONS", "WRAPPERS", "contiguous_strides", "read_torch_file"]
+__all__ = ["NOTED_VERSIONS", "WRAPPERS", "read_torch_file"]
 
 #: Keys that frameworks put the weights under: Lightning and timm, fairseq, DeepSpeed, tutorials.
 WRAPPERS = ("state_dict", "model", "module", "model_state_dict")
@@ -41,17 +42,19 @@ NOTED_VERSIONS = "_metadata"
 
 
 def read_torch_file(
-    path: str | os.PathLike[str], file_index: int = 0
+    path: str | os.PathLike[str], file_index: int = 0, opened: Opener = open_regular
 ) -> tuple[list[TensorEntry], dict[str, str], int]:
     """Entries of one torch file in the order of its state dict, notes about the rest, and its size in bytes.
+
+    ``opened`` opens it, a local file if nothing else is said.
 
     Raises CheckpointNotFoundError if there is no such file, CheckpointError if it is no zip archive of
     torch's, holds anything but plain tensors and containers, or contradicts itself, ReadError if reading
     fails.
     """
     name = os.fspath(path)
-    with open_regular(name, "torch") as (handle, size):
-        _check_format(read_at(handle, 512, 0, name), name)
+    with opened(name, "torch") as (handle, size):
+        _check_format(handle.read(512, 0), name)
         index = read_zip_index(handle, size, name)
         prefix = _archive(index)
         value = read_weights_pickle(index.read(f"{prefix}data.pkl", MAX_PICKLE_BYTES), name)
@@ -59,18 +62,6 @@ def read_torch_file(
         places = _Places(index, prefix)
         entries = [places.entry(key, tensor, file_index) for key, tensor in weights.items()]
     return entries, {"format": "pt", **metadata}, size
-
-
-def contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether ``strides`` (elements) are the row-major ones, as far as they matter."""
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size == 0:
-            return True
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
 
 
 def _check_format(head: bytes, path: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from zerostart.transfer.retry import read_some
+from zerostart.checkpoint.storage.retry import read_some
 
 __all__ = ["BOUNCE_BYTES", "open_direct", "read_direct"]
 

@@ -9,56 +9,26 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol
 
 import torch
 
-from zerostart.checkpoint.files import FileState
+from zerostart.checkpoint.storage.base import Reader
+from zerostart.checkpoint.storage.direct import BOUNCE_BYTES, open_direct, read_direct
+from zerostart.checkpoint.storage.files import FileState
+from zerostart.checkpoint.storage.retry import read_some
+from zerostart.checkpoint.storage.rows import Rows, advise, gather
 from zerostart.errors import CheckpointNotFoundError, ReadError
-from zerostart.transfer.direct import BOUNCE_BYTES, open_direct, read_direct
-from zerostart.transfer.retry import read_some
-from zerostart.transfer.rows import Rows, advise, gather
 
-__all__ = ["FileReader", "MemoryReader", "Reader"]
+__all__ = ["FileReader", "MemoryReader"]
 #: Reads below this many bytes always go through the page cache: the blocks at their ends would weigh.
 LEAST_DIRECT = 1 << 20
 
 
-class Reader(Protocol):
-    """What a plan's reads are made with."""
-
-    def __enter__(self) -> Reader: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers``, one after the other, from ``offset`` of file number ``file`` on."""
-        ...
-
-    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
-        """Read rows from ``offset`` of file number ``file`` on into ``target``, ``step`` bytes apart."""
-        ...
-
-    def announce(self, file: int, offset: int, rows: Rows) -> None:
-        """Say what a later call will read."""
-        ...
-
-
-class MemoryReader:
+class MemoryReader(Reader):
     """Copies ranges of tensors in memory, on the host or on a device; safe to share between threads."""
 
     def __init__(self, sources: Sequence[torch.Tensor]) -> None:
         self._sources = sources
-
-    def __enter__(self) -> MemoryReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing to close."""
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers`` from the bytes of source number ``file``; raises ReadError beyond its end."""
@@ -81,11 +51,8 @@ class MemoryReader:
             source.as_strided(shape, (rows.stride, 1), source.storage_offset() + offset)
         )
 
-    def announce(self, file: int, offset: int, rows: Rows) -> None:
-        """Memory needs no notice."""
 
-
-class FileReader:
+class FileReader(Reader):
     """Opens files on first use and reads ranges of them into buffers; safe to share between threads.
 
     ``cold`` has the kernel told what will be read. With ``direct`` reads go round the page cache, until a
@@ -99,11 +66,11 @@ class FileReader:
         sizes: Sequence[int],
         cold: bool = False,
         direct: bool = False,
-        states: Sequence[FileState] = (),
+        states: Sequence[FileState | None] = (),
     ) -> None:
         self._files = tuple(files)
         self._sizes = tuple(sizes)
-        self._states = dict(enumerate(states))
+        self._states = {number: state for number, state in enumerate(states) if state is not None}
         self._open: dict[int, int] = {}
         self._open_direct: dict[int, int | None] = {}
         self._own = threading.local()
@@ -112,9 +79,6 @@ class FileReader:
         self.direct = direct
         self.refused = False  #: whether a file system did not take reads round the page cache
         self.retries = 0  #: attempts that met a passing fault of the storage
-
-    def __enter__(self) -> FileReader:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -171,6 +135,17 @@ class FileReader:
         """Have the kernel fetch what a later call will read, where bytes come from storage."""
         if self.cold and not self.direct:
             advise(self._descriptor(file), offset, rows)
+
+    def note(self) -> str:
+        """Whether reads went round the page cache, and how many were tried again."""
+        words = []
+        if self.direct:
+            words.append("round the page cache")
+        elif self.refused:
+            words.append("through the page cache, since the file system takes no reads round it")
+        if self.retries:
+            words.append(f"{self.retries} reads tried again")
+        return "; ".join(words)
 
     def _some(
         self, file: int, descriptor: int, direct: int | None, buffers: Sequence[memoryview], offset: int

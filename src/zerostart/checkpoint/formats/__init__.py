@@ -1,0 +1,1 @@
+"""Readers of the formats that checkpoints have, which check every field."""

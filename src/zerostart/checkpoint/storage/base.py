@@ -1,0 +1,185 @@
+"""What every storage gives: names, sizes, readers of byte ranges, and the identity of its files."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import ClassVar, Protocol, Self
+
+from zerostart.checkpoint.storage.rows import Rows
+from zerostart.errors import ReadError
+
+__all__ = ["HeaderBytes", "Opener", "Reader", "Residency", "Storage"]
+
+
+class Reader(ABC):
+    """What a plan's reads are made with. Several threads share one, and it is closed at the end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close what is open."""
+        return  # not abstract: most have nothing to close
+
+    @abstractmethod
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers``, one after the other, from byte ``offset`` of file number ``file`` on.
+
+        Raises ReadError, naming the file, where not all of these bytes can be had, or the file is not the
+        one that was opened any more.
+        """
+
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        """Read rows from ``offset`` of file number ``file`` on into ``target``, ``step`` bytes apart.
+
+        Raises ReadError as ``read`` does.
+        """
+        for row in range(rows.count):
+            self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
+
+    def announce(self, file: int, offset: int, rows: Rows) -> None:
+        """Say what a later call will read, which may be fetched ahead."""
+        return  # not abstract: most have no use for it
+
+    def note(self) -> str:
+        """What came up while reading, in a few words for a person."""
+        return ""
+
+
+class HeaderBytes(Protocol):
+    """One file, as the readers of formats want it."""
+
+    def read(self, length: int, offset: int) -> bytes:
+        """``length`` bytes from ``offset`` on, fewer only at the end of the file; raises ReadError."""
+        ...
+
+
+#: Opens the file of a name (and of a kind, in words) for its header: its bytes, and how many there are.
+Opener = Callable[[str, str], AbstractContextManager[tuple[HeaderBytes, int]]]
+
+
+@dataclass(frozen=True)
+class Residency:
+    """How far bytes are from this machine, for choosing how they are read.
+
+    ``kind`` says in a word what they lie on. ``resident`` is the share of them in this machine's memory (0 to
+    1), None where nobody knows. ``remote``: all clients of the storage share what it gives in a second.
+    ``direct``: reads that go round the page cache may pay.
+    """
+
+    kind: str = ""
+    resident: float | None = 1.0
+    remote: bool = False
+    direct: bool = False
+
+
+@dataclass(frozen=True)
+class Storage(ABC):
+    """Where the bytes of a catalog's files lie; plain data that travels from rank to rank.
+
+    ``files`` are their names and ``sizes`` their lengths in bytes. ``identities`` are what ``identity`` gave
+    for each when it was opened, () where nobody has asked.
+    """
+
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+    identities: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)
+
+    #: Of URLs that lead to such a storage; for those that are registered.
+    schemes: ClassVar[tuple[str, ...]] = ()
+    #: Whether bytes that several ranks want may better be read by one of them and sent to the others.
+    worth_exchanging: ClassVar[bool] = True
+
+    @classmethod
+    def at(cls, source: str) -> Storage:
+        """The storage that a URL leads to, with the names and sizes of its files, in the order that counts.
+
+        Called on one rank. Raises CheckpointNotFoundError if nothing is there, ReadError if asking fails.
+        """
+        raise NotImplementedError(f"{cls.__name__} is not reached by a URL")
+
+    @abstractmethod
+    def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
+        """What reads its bytes, on any rank that has them; one for each transfer.
+
+        ``cold`` and ``direct`` say how the transfer is to read, see ``Residency``. A storage for which they
+        mean nothing leaves them alone.
+        """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored."""
+        return sum(self.sizes)
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages; empty where the path that the user gave does that, and has a root."""
+        return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
+
+    def readers(self, world_size: int) -> Sequence[int]:
+        """The ranks that can read by themselves; the first of them serves the others."""
+        return range(world_size)
+
+    def residency(self) -> Residency:
+        """How far the bytes are from this machine; looks at a few files, and reads none."""
+        return Residency(kind=self.schemes[0] if self.schemes else "", resident=None, remote=True)
+
+    def identity(self, file: int) -> Hashable:
+        """What tells file number ``file`` from another under its name, and from itself once it is changed.
+
+        None if it is not there any more. By default nothing but the length that is known.
+        """
+        return self.sizes[file]
+
+    def kept(self, used: Iterable[int] = ()) -> Storage:
+        """What to hold on to when the load is done, to read the files ``used`` once more.
+
+        It keeps nothing alive and nothing open, and knows what those files are now.
+        """
+        known = dict.fromkeys(used)
+        return replace(
+            self, identities=tuple(self.identity(n) if n in known else None for n in range(len(self.files)))
+        )
+
+    def recalled(self, purpose: str) -> Storage:
+        """What ``kept`` gave, with its bytes to be had again.
+
+        Raises ReadError where they are not what they were; ``purpose`` is what the message ends with.
+        """
+        for number, before in enumerate(self.identities):
+            if before is not None and (now := self.identity(number)) != before:
+                raise ReadError(
+                    f"{self.files[number]} was changed since the model was loaded "
+                    f"(it {self.changed(before, now)}), {purpose}"
+                )
+        return self
+
+    def changed(self, before: Hashable, now: Hashable) -> str:
+        """In words, what became of a file whose identity was ``before``."""
+        return "was removed" if now is None else "was replaced or written to"
+
+    @contextlib.contextmanager
+    def opened(self, number: int) -> Iterator[tuple[HeaderBytes, int]]:
+        """File ``number`` for its header: its bytes, and how many there are."""
+        with self.reader() as reader:
+            yield _Ranges(reader, number, self.sizes[number]), self.sizes[number]
+
+
+class _Ranges:
+    """The bytes of one file, by a reader."""
+
+    def __init__(self, reader: Reader, file: int, size: int) -> None:
+        self._reader, self._file, self._size = reader, file, size
+
+    def read(self, length: int, offset: int) -> bytes:
+        buffer = bytearray(max(0, min(length, self._size - offset)))
+        if buffer:
+            self._reader.read(self._file, offset, [memoryview(buffer)])
+        return bytes(buffer)

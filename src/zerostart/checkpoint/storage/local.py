@@ -1,0 +1,81 @@
+"""Files of a file system that every rank's machine has, itself or over a network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from zerostart.checkpoint.storage.base import Residency, Storage
+from zerostart.checkpoint.storage.files import FileState
+from zerostart.checkpoint.storage.page_cache import NETWORK, direct_reads_suit, file_system, resident_share
+from zerostart.checkpoint.storage.reader import FileReader
+
+__all__ = ["LocalFiles"]
+
+#: Files whose residency is looked at, and the share of bytes in the page cache up to which reads may go
+#: round it.
+SAMPLED_FILES, MOSTLY_ABSENT = 4, 0.1
+
+
+@dataclass(frozen=True)
+class LocalFiles(Storage):
+    """``files`` are absolute paths; ``identities`` their states when their headers were read, as seen here.
+
+    ``copied`` are the numbers of those of which some other machine has a copy of its own.
+    """
+
+    copied: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
+
+    @classmethod
+    def of(cls, paths: Iterable[str | os.PathLike[str]]) -> LocalFiles:
+        """The files at ``paths``, as long as they are now. Raises OSError if one is not there."""
+        found = tuple(os.fspath(path) for path in paths)
+        return cls(found, tuple(Path(path).stat().st_size for path in found))
+
+    @classmethod
+    def known(cls, paths: Iterable[str], states: Sequence[FileState]) -> LocalFiles:
+        """The files at ``paths``, which were found in ``states``."""
+        return cls(tuple(paths), tuple(state.size for state in states), tuple(states))
+
+    @property
+    def states(self) -> tuple[FileState | None, ...]:
+        """What each file has to be found in; None where nobody has looked."""
+        return tuple(state if isinstance(state, FileState) else None for state in self.identities)
+
+    @property
+    def name(self) -> str:
+        """The user's path says it."""
+        return ""
+
+    def reader(self, *, cold: bool = False, direct: bool = False) -> FileReader:
+        """A reader of the files, through the page cache or round it."""
+        return FileReader(self.files, self.sizes, cold, direct, self.states)
+
+    def residency(self) -> Residency:
+        """The file system of the first file, and how much of a few lies in the page cache."""
+        sampled = self.files[:: max(1, len(self.files) // SAMPLED_FILES)][:SAMPLED_FILES]
+        if not sampled:
+            return Residency()
+        kind, resident = file_system(sampled[0]), resident_share(sampled)
+        direct = resident < MOSTLY_ABSENT and direct_reads_suit(kind)
+        return Residency(kind, resident, remote=kind in NETWORK, direct=direct)
+
+    def kept(self, used: Iterable[int] = ()) -> LocalFiles:
+        """See ``Storage``: the files ``used`` have to be what they were when their headers were read."""
+        if not self.identities:
+            identities: tuple[Hashable, ...] = tuple(map(self.identity, range(len(self.files))))
+        else:
+            identities = self.identities
+        wanted = set(used)
+        return replace(self, identities=tuple(i if n in wanted else None for n, i in enumerate(identities)))
+
+    def identity(self, file: int) -> Hashable:
+        """Its size, time of modification and inode."""
+        return FileState.at(self.files[file])
+
+    def changed(self, before: Hashable, now: Hashable) -> str:
+        """In words, what became of a file."""
+        assert isinstance(before, FileState), "the identity of a file is its state"
+        return before.changed_to(now if isinstance(now, FileState) else None)

@@ -1,0 +1,59 @@
+"""A small model with what engines and storages have to cope with, and a file of its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+__all__ = ["Net", "imported", "reference", "save"]
+
+
+class Net(nn.Module):
+    """Parameters of several sizes (none divides by all worlds), a tie, and buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.norm = nn.LayerNorm(6)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("table", torch.arange(6.0), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [..., 13] of token numbers [...]."""
+        x = self.embed(tokens) + self.table
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(self.norm(x) * self.scale)
+        return logits
+
+
+def reference() -> Net:
+    """The model with values that are the same wherever it is called."""
+    model = Net()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def save(path: Path, without: str = "") -> None:
+    """Write the reference as a safetensors file, without the tensor that is named."""
+    from safetensors.torch import save_file
+
+    state = {name: t for name, t in reference().state_dict().items() if name not in ("head.weight", without)}
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
+
+
+def imported(modules: tuple[str, ...]) -> None:
+    """Import what registers itself."""
+    import importlib
+
+    for name in modules:
+        importlib.import_module(name)

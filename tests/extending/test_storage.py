@@ -1,0 +1,139 @@
+"""A storage that zerostart does not know passes what storages have to pass."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zerostart
+from extending.http_storage import HttpFile
+from zerostart import errors
+from zerostart.checkpoint.source import open_catalog
+from zerostart.checkpoint.storage import Storage, register_storage
+from zerostart.testing import StorageConformance
+from zerostart.testing.net import Net, save
+
+
+class Ranges(BaseHTTPRequestHandler):
+    """Ranges of a folder's files, with an ETag from size and time."""
+
+    protocol_version = "HTTP/1.1"
+    folder: Path
+    most: int | None = None  #: bytes of one answer
+    breaks_off = False
+
+    def _file(self) -> tuple[bytes, str] | None:
+        path = self.folder / self.path.lstrip("/")
+        if not path.is_file():
+            self._answer(404, b"", {})
+            return None
+        status = path.stat()
+        return path.read_bytes(), f'"{status.st_size}-{status.st_mtime_ns}"'
+
+    def _answer(self, status: int, content: bytes, headers: dict[str, Any]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": len(content), **headers}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def do_HEAD(self) -> None:
+        if (found := self._file()) is not None:
+            self._answer(200, b"", {"Content-Length": len(found[0]), "ETag": found[1]})
+
+    def do_GET(self) -> None:
+        if (found := self._file()) is None:
+            return
+        content, tag = found
+        if self.headers.get("If-Match", tag) != tag:
+            self._answer(412, b"", {})
+            return
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        part = content[first : last + 1][: self.most]
+        if self.breaks_off:
+            self._answer(206, part, {"Content-Length": len(part) + 1})
+            self.close_connection = True
+        else:
+            self._answer(206 if part else 416, part, {})
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@contextmanager
+def server(folder: Path, **how: Any) -> Iterator[Callable[[str], str]]:
+    handler = type("Handler", (Ranges,), {"folder": folder, **how})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as made:
+        thread = threading.Thread(target=made.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            yield lambda name: f"http://127.0.0.1:{made.server_port}/{name}"
+        finally:
+            made.shutdown()
+            thread.join()
+
+
+class TestHttp(StorageConformance):
+    imports = ("extending.http_storage",)
+
+    def served(self, folder: Path) -> Any:
+        return server(folder)
+
+
+def test_short_answers_are_continued(tmp_path: Path) -> None:
+    save(tmp_path / "model.safetensors")
+    with server(tmp_path, most=100) as url:
+        catalog = open_catalog(url("model.safetensors"))
+        buffer = bytearray(catalog.sizes[0])
+        with catalog.storage.reader() as reader:
+            reader.read(0, 0, [memoryview(buffer)])
+    assert buffer == (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_answers_that_break_off_are_told(tmp_path: Path) -> None:
+    save(tmp_path / "model.safetensors")
+    with (
+        server(tmp_path, breaks_off=True) as url,
+        pytest.raises(errors.ReadError, match=r"model\.safetensors.*IncompleteRead"),
+    ):
+        open_catalog(url("model.safetensors"))
+
+
+def test_a_server_that_is_gone_is_told(tmp_path: Path) -> None:
+    with server(tmp_path) as url:
+        gone = url("model.safetensors")
+    with pytest.raises(errors.ReadError, match=r"model\.safetensors"):
+        zerostart.load(gone, model=Net, progress=False)
+
+
+def test_a_torch_file_is_read_from_any_storage(tmp_path: Path) -> None:
+    import torch
+
+    torch.save({"w": torch.arange(12.0).view(3, 4).t()}, tmp_path / "model.pt")
+    with server(tmp_path) as url:
+        assert open_catalog(url("model.pt")).tensors == open_catalog(tmp_path / "model.pt").tensors
+
+
+def test_without_a_model_there_is_nothing_to_build(tmp_path: Path) -> None:
+    save(tmp_path / "model.safetensors")
+    with server(tmp_path) as url, pytest.raises(errors.ConfigError, match=r"http://.*no config\.json"):
+        zerostart.plan(url("model.safetensors"))
+
+
+def test_schemes_that_nobody_has_registered() -> None:
+    with pytest.raises(errors.ConfigError, match=r"s9://bucket/x: nothing reads s9://"):
+        open_catalog("s9://bucket/x")
+
+    class Other(Storage):
+        schemes = ("http",)
+
+    with pytest.raises(errors.ConfigError, match="http:// is there already"):
+        register_storage(Other)
+    assert register_storage(HttpFile) is HttpFile

@@ -1,0 +1,105 @@
+"""The house as `docs/architecture.md` draws it, by syntax trees: rooms, arrows, circles, long functions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import zerostart
+
+ROOT = Path(zerostart.__file__).parent
+#: Front door, tree of errors, and ``python -m zerostart``: the only modules outside a room.
+OUTSIDE = {"zerostart", "zerostart.errors", "zerostart.__main__"}
+MOST_ROOMS, MOST_ARROWS, MOST_LINES = 20, 95, 60
+
+
+def name_of(path: Path) -> str:
+    parts = ("zerostart", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+TREES = {name_of(path): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def outside_functions(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module that stand in no function; those for types alone count."""
+    for node in body:
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for part in ("body", "orelse", "finalbody"):
+                yield from outside_functions(getattr(node, part, []))
+            for handler in getattr(node, "handlers", []):
+                yield from outside_functions(handler.body)
+
+
+def targets(node: ast.AST) -> set[str]:
+    """The modules of zerostart that an import statement names."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names if alias.name in TREES}
+    if isinstance(node, ast.ImportFrom) and node.module in TREES:
+        parts = {f"{node.module}.{alias.name}" for alias in node.names}
+        inner = parts & TREES.keys()
+        return inner if len(inner) == len(parts) else inner | {node.module}
+    return set()
+
+
+def imports(everywhere: bool = False) -> dict[str, set[str]]:
+    """The modules that each module imports; ``everywhere``: when its functions are called, too."""
+    found = {}
+    for name, tree in TREES.items():
+        nodes = ast.walk(tree) if everywhere else outside_functions(tree.body)
+        found[name] = {target for node in nodes for target in targets(node)} - {name}
+    return found
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[str]:
+    """Sets of modules of which each leads to each other, in words."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen, left = set[str](), [start]
+        while left:
+            for following in graph[left.pop()] - seen:
+                seen.add(following)
+                left.append(following)
+        reached[start] = seen
+    return sorted(
+        {", ".join(sorted(m for m in graph if m in reached[n] and n in reached[m])) for n in graph} - {""}
+    )
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if module not in OUTSIDE else ""
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(imports()) == []
+
+
+def test_no_module_lies_outside_a_room() -> None:
+    assert [n for n in TREES if n not in OUTSIDE and not (ROOT / room(n) / "__init__.py").is_file()] == []
+
+
+def test_rooms_and_the_arrows_between_them() -> None:
+    graph = imports(everywhere=True)
+    arrows = {(room(a), room(b)) for a in graph for b in graph[a] if room(a) and room(b)}
+    arrows = {(a, b) for a, b in arrows if a != b}
+    rooms = {room(module) for module in TREES} - {""}
+    assert len(rooms) <= MOST_ROOMS, sorted(rooms)
+    assert len(arrows) <= MOST_ARROWS, sorted(arrows)
+
+
+def test_functions_fit_on_a_screen() -> None:
+    """Their statements; a signature of options and the docstring of a public verb may be longer."""
+    long = [
+        f"{module}.{node.name}: {lines} lines"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (lines := length(node)) > MOST_LINES
+    ]
+    assert long == []
+
+
+def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
