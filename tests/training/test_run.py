@@ -89,32 +89,6 @@ def test_engines_and_world_sizes_train_alike(checkpoints, values):
         assert all(result == results[0] for result in results)
 
 
-def losses_of_an_outsider(values):
-    """Of a run on an engine that another package has registered."""
-    from zerostart.engines import register_engine
-    from zerostart.engines.fsdp2.family import FSDP2
-
-    @register_engine
-    class Other(FSDP2):
-        name = "other"
-
-        @classmethod
-        def of(cls, *arguments):
-            return cls(*arguments)
-
-    return losses(run(values))
-
-
-def test_an_engine_of_somebody_else_trains(checkpoints, values):
-    given = values(checkpoints("qwen3"), "other", mixed_precision="bf16", accumulation=2)
-    given["engine"] |= {"zero_stage": 1, "config": {"reshard_after_forward": False}}
-    known = given | {"engine": {**given["engine"], "name": "fsdp2"}}
-    known["output"] = {"directory": given["output"]["directory"] + "-known"}
-    other = run_ranks(losses_of_an_outsider, 2, given)[0]
-    assert len(other) == 6
-    assert other == losses(run_ranks(run, 2, known)[0])
-
-
 def wrappers_at_the_end(values):
     """How many DDP modules are alive when the process group is destroyed."""
     import gc

@@ -112,11 +112,6 @@ class EngineConfig(_Section):
     zero_stage: int = 3
     config: dict[str, Any] | str = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _known(self) -> EngineConfig:
-        self.chosen()
-        return self
-
     def chosen(self) -> Engine:
         """The engine at its stage, not configured yet; raises :class:`ConfigError` for an unknown one."""
         from zerostart.engines import check_choice
@@ -272,11 +267,7 @@ def _explain(problem: dict[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"{key} is required"
     message = str(problem["msg"]).removeprefix("Value error, ")
-    if not key:
-        return message
-    # A whole section is no answer to what should stand there instead.
-    section = problem["type"] == "value_error" and isinstance(problem["input"], dict)
-    return f"{key}: {message}" if section else f"{key}: {message}, not {problem['input']!r}"
+    return f"{key}: {message}, not {problem['input']!r}" if key else message
 
 
 def _fields(location: Sequence[str]) -> list[str]:
