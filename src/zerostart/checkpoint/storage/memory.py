@@ -12,12 +12,40 @@ from typing import Any, ClassVar
 
 import torch
 
-from zerostart.checkpoint.storage.base import Residency, Storage
-from zerostart.checkpoint.storage.reader import MemoryReader
+from zerostart.checkpoint.storage.base import Reader, Residency, Storage
+from zerostart.checkpoint.storage.rows import Rows
 from zerostart.checkpoint.strict_json import shown
 from zerostart.errors import EngineError, ReadError
 
-__all__ = ["MemoryStorage"]
+__all__ = ["MemoryReader", "MemoryStorage"]
+
+
+class MemoryReader(Reader):
+    """Copies ranges of tensors in memory, on the host or on a device; safe to share between threads."""
+
+    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
+        self._sources = sources
+
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers`` from the bytes of source number ``file``; raises ReadError beyond its end."""
+        source = self._sources[file]
+        for buffer in buffers:
+            part = source[offset : offset + len(buffer)]
+            if len(part) != len(buffer):
+                raise ReadError(f"the storage of tensor number {file} in memory shrank during the load")
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
+            offset += len(buffer)
+
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        """Copy rows of source number ``file``; raises ReadError beyond its end."""
+        source = self._sources[file]
+        if offset + rows.span > len(source):
+            raise ReadError(f"the storage of tensor number {file} in memory shrank during the load")
+        shape = (rows.count, rows.width)
+        view = torch.frombuffer(target, dtype=torch.uint8)
+        view.as_strided(shape, (step, 1)).copy_(
+            source.as_strided(shape, (rows.stride, 1), source.storage_offset() + offset)
+        )
 
 
 @dataclass(frozen=True)

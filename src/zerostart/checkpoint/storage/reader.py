@@ -1,4 +1,4 @@
-"""Positioned reads from a checkpoint's files, or from tensors in memory."""
+"""Positioned reads from a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
-import torch
-
 from zerostart.checkpoint.storage.base import Reader
 from zerostart.checkpoint.storage.direct import BOUNCE_BYTES, open_direct, read_direct
 from zerostart.checkpoint.storage.files import FileState
@@ -19,37 +17,9 @@ from zerostart.checkpoint.storage.retry import read_some
 from zerostart.checkpoint.storage.rows import Rows, advise, gather
 from zerostart.errors import CheckpointNotFoundError, ReadError
 
-__all__ = ["FileReader", "MemoryReader"]
+__all__ = ["FileReader"]
 #: Reads below this many bytes always go through the page cache: the blocks at their ends would weigh.
 LEAST_DIRECT = 1 << 20
-
-
-class MemoryReader(Reader):
-    """Copies ranges of tensors in memory, on the host or on a device; safe to share between threads."""
-
-    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
-        self._sources = sources
-
-    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers`` from the bytes of source number ``file``; raises ReadError beyond its end."""
-        source = self._sources[file]
-        for buffer in buffers:
-            part = source[offset : offset + len(buffer)]
-            if len(part) != len(buffer):
-                raise ReadError(f"the storage of tensor number {file} in memory shrank during the load")
-            torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
-            offset += len(buffer)
-
-    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
-        """Copy rows of source number ``file``; raises ReadError beyond its end."""
-        source = self._sources[file]
-        if offset + rows.span > len(source):
-            raise ReadError(f"the storage of tensor number {file} in memory shrank during the load")
-        shape = (rows.count, rows.width)
-        view = torch.frombuffer(target, dtype=torch.uint8)
-        view.as_strided(shape, (step, 1)).copy_(
-            source.as_strided(shape, (rows.stride, 1), source.storage_offset() + offset)
-        )
 
 
 class FileReader(Reader):
