@@ -7,10 +7,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from zerostart.checkpoint.storage.base import Residency, Storage
+from zerostart.checkpoint.storage.base import Reader, Residency, Storage
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.page_cache import NETWORK, direct_reads_suit, file_system, resident_share
-from zerostart.checkpoint.storage.reader import FileReader
 
 __all__ = ["LocalFiles"]
 
@@ -49,8 +48,12 @@ class LocalFiles(Storage):
         """The user's path says it."""
         return ""
 
-    def reader(self, *, cold: bool = False, direct: bool = False) -> FileReader:
+    def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
         """A reader of the files, through the page cache or round it."""
+        from zerostart.checkpoint.storage.reader import (
+            FileReader,  # numpy, which a catalog alone does without
+        )
+
         return FileReader(self.files, self.sizes, cold, direct, self.states)
 
     def residency(self) -> Residency:

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from zerostart.checkpoint.storage.base import Reader, Residency, Storage
-from zerostart.checkpoint.storage.rows import Rows
+from zerostart.checkpoint.storage.base import Reader, Residency, Rows, Storage
 from zerostart.checkpoint.strict_json import shown
 from zerostart.errors import EngineError, ReadError
 

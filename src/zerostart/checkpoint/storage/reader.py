@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from zerostart.checkpoint.storage.base import Reader
+from zerostart.checkpoint.storage.base import Reader, Rows
 from zerostart.checkpoint.storage.direct import BOUNCE_BYTES, open_direct, read_direct
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.retry import read_some
-from zerostart.checkpoint.storage.rows import Rows, advise, gather
+from zerostart.checkpoint.storage.rows import advise, gather
 from zerostart.errors import CheckpointNotFoundError, ReadError
 
 __all__ = ["FileReader"]

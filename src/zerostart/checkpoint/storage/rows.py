@@ -14,50 +14,20 @@ import functools
 import mmap
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Rows", "advise", "gather", "vectored"]
+from zerostart.checkpoint.storage.base import Rows
+
+__all__ = ["advise", "gather", "vectored"]
 
 #: Most vectors that one call takes (Linux: UIO_MAXIOV).
 MOST = 1024
-#: A gap up to this many bytes is fetched from storage along with the rows, where a request costs more than
-#: the bytes (65 us a request against 2 GB/s on a virtual disk; see the cost model in the documentation).
-FETCHED_GAP = 128 << 10
 #: The kernel limits one advice to its read-ahead window, 128 KiB unless it is set otherwise.
 ADVICE = 512 << 10
 
 Vectors = npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """``count`` runs of ``width`` bytes, ``stride`` bytes from start to start."""
-
-    count: int
-    width: int
-    stride: int
-
-    @property
-    def span(self) -> int:
-        """Bytes from the first to the last, both included."""
-        return (self.count - 1) * self.stride + self.width
-
-    @property
-    def fetched(self) -> int:
-        """Bytes that storage gives for the rows."""
-        return self.span if self.stride - self.width <= FETCHED_GAP else self.count * self.width
-
-    def extents(self) -> Iterator[tuple[int, int]]:
-        """``(start, bytes)`` of what is worth a request each."""
-        if self.stride - self.width <= FETCHED_GAP:
-            yield 0, self.span
-        else:
-            for row in range(self.count):
-                yield row * self.stride, self.width
 
 
 def advise(descriptor: int, offset: int, rows: Rows) -> None:
