@@ -173,11 +173,10 @@ def test_every_pointwise_operator_on_integers_too() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("kind", ["normal", "fractions", "special"])
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_every_pointwise_operator_in_every_world(dtype: torch.dtype, kind: str, world: int) -> None:
-    for numel in (1, 31, 65, BLOCK - 1, 2 * BLOCK + 1, 5 * BLOCK + 999):
+def test_every_pointwise_operator_in_every_world(dtype: torch.dtype, kind: str) -> None:
+    for numel, world in ((1, 2), (31, 3), (65, 1), (BLOCK - 1, 5), (2 * BLOCK + 1, 3), (5 * BLOCK + 999, 4)):
         assert wrong_operators(dtype, kind, numel, world, 1 << (10 + world)) == []
 
 
@@ -282,8 +281,7 @@ def test_compositions_have_the_bits_of_eager_torch(lie: str) -> None:
 @pytest.mark.parametrize("lie", LIES)
 def test_compositions_in_every_world(lie: str, dtype: torch.dtype, world: int) -> None:
     for convert in (smooth, sums):
-        for chunk in (1 << 6, 1 << 12, 1 << 15, 1 << 20):
-            assert differing(convert, matrices(dtype, lie), world, chunk) == []
+        assert differing(convert, matrices(dtype, lie), world, 1 << (6, 10, 12, 15, 20)[world - 1]) == []
 
 
 @pytest.mark.slow
@@ -366,7 +364,7 @@ def test_any_chain_of_calculations_and_moves(
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(chains(), st.integers(1, 5), st.sampled_from([1 << 6, 1 << 12, 1 << 15, 1 << 20]))
 def test_many_chains_of_calculations_and_moves(
     chain: tuple[torch.Tensor, list[Step]], world: int, chunk: int
