@@ -306,7 +306,7 @@ def load_interrupted(path: Path) -> tuple[list[str], int]:
     wrong, stopped = [], 0
     for turn in range(24):
         victim = turn % 2
-        timer = threading.Timer(0.001 * turn, os.kill, (os.getpid(), signal.SIGINT))
+        timer = threading.Timer(0.003 * turn, os.kill, (os.getpid(), signal.SIGINT))
 
         def build() -> nn.Module:
             if world.rank == victim:  # noqa: B023  # called in this turn

@@ -148,7 +148,7 @@ class World:
         """Inside, ranks make collective calls that are not of this class, and nothing else that may fail.
 
         What may is in ``prepare``, whose result is given; a rank that fails there, or has failed before,
-        meets the others first. Raises PeerError where a rank dies inside.
+        meets the others first. Signals are handled afterwards. Raises PeerError where a rank dies inside.
         """
         prepared = None
         failure: BaseException | None = None
@@ -156,13 +156,15 @@ class World:
             prepared = prepare()
         except BaseException as error:
             failure = error
-        self.raise_together(failure, during)
-        try:
-            yield prepared
-        except RuntimeError as error:
-            if isinstance(error, dist.DistError) or "gloo" in str(error):
-                raise self._lost(during) from error
-            raise
+        with HeldSignals() as signals:
+            self.raise_together(failure, during)
+            try:
+                yield prepared
+            except RuntimeError as error:
+                if isinstance(error, dist.DistError) or "gloo" in str(error):
+                    raise self._lost(during) from error
+                raise
+        signals.deliver()
 
     def _meet(
         self, during: str, failure: BaseException | None, data: bytes = b"", announced: int = 0

@@ -65,11 +65,15 @@ class ExchangeReader(Reader):
         self.received_bytes = 0  #: got from others
 
     def __enter__(self) -> ExchangeReader:
-        try:
-            self._reader.__enter__()
-            self._fetch()
-        except BaseException as error:  # told at the first step, since others wait for this rank by now
-            self._failure = error
+        """Begin, with all others. From here on they wait for this rank, which fails at a step."""
+        with HeldSignals() as signals:
+            self._world.raise_together(None, "beginning to exchange")
+            try:
+                self._reader.__enter__()
+                self._fetch()
+                signals.deliver()
+            except BaseException as error:
+                self._failure = error
         return self
 
     def __exit__(

@@ -29,7 +29,7 @@ __all__ = ["ROUND_BYTES", "ROUND_REQUESTS", "HeldReader", "serve_others"]
 
 #: Requests and bytes of all ranks together in one round. A list takes 40 bytes a request.
 ROUND_REQUESTS, ROUND_BYTES = 1 << 16, 1 << 30
-_DURING = "reading from the mapping"
+_BEGIN, _DURING = "beginning to read from the mapping", "reading from the mapping"
 
 
 class HeldReader(Reader):
@@ -48,7 +48,18 @@ class HeldReader(Reader):
         self._coming: Iterator[tuple[int, int, int]] = iter(())  # messages of this round
         self._left = memoryview(b"")  # of the last message
         self._ended = not len(table)
+        self._failure: BaseException | None = None
         self.received_bytes = 0
+
+    def __enter__(self) -> HeldReader:
+        """Begin, with all others. From here on the holder waits for this rank, which fails when it reads."""
+        with HeldSignals() as signals:
+            self._world.raise_together(None, _BEGIN)
+            try:
+                signals.deliver()
+            except BaseException as interrupt:
+                self._failure = interrupt
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -59,9 +70,12 @@ class HeldReader(Reader):
         with HeldSignals() as signals:
             while not self._ended and self._receive():
                 pass
+            failed = error is not None or self._failure is not None
             if not self._ended:
-                self._send(torch.tensor([error is not None, 0], device="cpu"))
+                self._send(torch.tensor([int(failed), 0], device="cpu"))
         if error is None:
+            if self._failure is not None:
+                raise self._failure
             signals.deliver()
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -81,6 +95,8 @@ class HeldReader(Reader):
 
     def _wait(self) -> None:
         """Receive until the next request's bytes are there."""
+        if self._failure is not None:
+            raise self._failure
         while not self._left:
             with HeldSignals() as signals:
                 if not self._receive():
@@ -127,6 +143,7 @@ def serve_others(ranks: Sequence[int], reader: Reader, room: torch.Tensor, world
     failure: BaseException | None = None
     sent, left = 0, list(ranks)
     with HeldSignals() as signals:
+        world.raise_together(None, _BEGIN)
         while left:
             lists, failed = _lists(left, world)
             try:

@@ -158,16 +158,15 @@ def _once(
     plan = spans_within(plan, plan.chunk_size)
     table = table_of(plan.reads)
     tables = world.all_gather_object(table, "planning the exchange")
-    with world.phase("reading own slices"):
-        exchange = exchange_schedule(tables, plan.chunk_size, BETWEEN)
-        alone = frozenset(exchange.alone[world.rank])
-        # Computations make their reads in no order that ranks could agree on.
-        own = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n in alone))
-        others = tuple(r for n, r in enumerate(plan.reads) if n not in alone)
-        rest = replace(plan, reads=others, computations=())
-        execute(own, storages, progress, tuning.threads, reader, tuning.depth)
-        read = progress.done
-        reader = ExchangeReader(exchange.steps, tables, reader, world, tuning.threads)
+    exchange = exchange_schedule(tables, plan.chunk_size, BETWEEN)
+    alone = frozenset(exchange.alone[world.rank])
+    # Computations make their reads in no order that ranks could agree on.
+    own = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n in alone))
+    others = tuple(r for n, r in enumerate(plan.reads) if n not in alone)
+    rest = replace(plan, reads=others, computations=())
+    execute(own, storages, progress, tuning.threads, reader, tuning.depth)
+    read = progress.done
+    reader = ExchangeReader(exchange.steps, tables, reader, world, tuning.threads)
     execute(rest, storages, progress, 1, reader, tuning.depth)
     return TransferStats(
         read=read + reader.read_bytes,
@@ -182,18 +181,17 @@ def _from_holder(
     """Read from a mapping that some ranks hold, the first of which serves those that do not."""
     holders = plan.storage.readers(world.size)
     holds = world.rank in holders
-    with world.phase("agreeing who reads what"):
-        table = table_of(() if holds else tuple(plan.all_reads()))
-        longest = max(plan.chunk_size, int(table[:, 2].max(initial=0)))
-        told = world.all_gather_object((len(table), longest), "agreeing who reads what")
-        served = [rank for rank, (requests, _) in enumerate(told) if requests]
-        room = torch.empty(max(nbytes for _, nbytes in told), dtype=torch.uint8, device="cpu")
-        reader = HeldReader(table, holders[0], len(served), room, world)
+    table = table_of(() if holds else tuple(plan.all_reads()))
+    longest = max(plan.chunk_size, int(table[:, 2].max(initial=0)))
+    told = world.all_gather_object((len(table), longest), "agreeing who reads what")
+    served = [rank for rank, (requests, _) in enumerate(told) if requests]
+    room = torch.empty(max(nbytes for _, nbytes in told), dtype=torch.uint8, device="cpu")
     if not holds:
+        reader = HeldReader(table, holders[0], len(served), room, world)
         execute(plan, storages, progress, 1, reader, tuning.depth)
         return TransferStats(0, 0, reader.received_bytes)
-    sent = 0
-    if world.rank == holders[0]:
-        sent = serve_others(served, tuning.reader(plan), room, world)
+    # Those that hold it too, and serve nobody, begin with the others as well.
+    mine = served if world.rank == holders[0] else []
+    sent = serve_others(mine, tuning.reader(plan), room, world)
     execute(plan, storages, progress, tuning.threads, tuning.reader(plan), tuning.depth)
     return TransferStats(progress.done + sent, plan.read_bytes + sent)

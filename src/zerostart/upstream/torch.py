@@ -95,6 +95,12 @@ def require() -> None:
     demand(TOUCHED)
 
 
+@functools.cache
+def _require_truncated_normal() -> None:
+    """The same for the initialiser alone: what is of FSDP2 is imported for FSDP2."""
+    demand((_TRUNCATED_NORMAL,))
+
+
 def storage_users(storage: torch.UntypedStorage) -> int:
     """How many tensors share ``storage``, and this handle of it."""
     require()
@@ -152,7 +158,7 @@ def hide_padding(parameter: nn.Parameter, owned: int) -> None:
 @contextlib.contextmanager
 def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Inside, ``trunc_normal_`` calls ``handler(original, tensor, ...)``, however it was imported."""
-    require()
+    _require_truncated_normal()
     module: Any = nn.init
     original = module._no_grad_trunc_normal_
     new = functools.partial(handler, original)
