@@ -55,7 +55,13 @@ class FlatGroup:
         """Of the parameter number ``place``, of ``shape``: what lies in each rank's part of the buffer."""
         one = FlatGroup((self.offsets[place],), (self.numels[place],), self.numel)
         size = self.numel // partitions
-        return lambda rank: flat_run(shape, *shares(one, rank * size, (rank + 1) * size)[0])
+        nothing = flat_run(shape, 0, 0)  # what all ranks but one or two have of it, in a large world
+
+        def share(rank: int) -> Layout:
+            ((start, stop),) = shares(one, rank * size, (rank + 1) * size)
+            return flat_run(shape, start, stop) if start < stop else nothing
+
+        return share
 
     def gaps(self) -> list[tuple[int, int]]:
         """The padding, as ranges of elements ``(start, stop)``."""
