@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.recipe.lists import convert_with
-from tests.recipe.shards import compare, recipe_of, symbols_of
+from tests.recipe.shards import compare, module_with, recipe_of, symbols_of
 
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.errors import ConversionError
@@ -234,7 +234,7 @@ def test_what_asks_for_values_or_memory_is_refused(name: str) -> None:
     catalog = memory_catalog({"w": source()["w"]}, (0,))
     targets = {"w": Target("w", (8, 6), torch.float32)}
     with pytest.raises(ConversionError, match=r"memory|values"):
-        trace(catalog, torch.nn.Module(), targets, convert)
+        trace(catalog, module_with({"w": source()["w"]}), targets, convert)
 
 
 def test_writes_to_what_was_not_made_in_the_converter_are_refused() -> None:
