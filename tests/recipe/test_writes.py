@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.recipe.lists import convert_with
 from tests.recipe.shards import compare, module_with, recipe_of, symbols_of
 
@@ -185,6 +187,24 @@ def test_constants_have_values_and_may_be_results() -> None:
             "half": d["u"][:half],
             "zeros": torch.zeros(3, 5),
             "scale": scale,
+        }
+
+    check(convert)
+
+
+def test_a_converter_may_read_files_of_its_own(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(6.0), "b": torch.ones(8, 1)}, tmp_path / "more.pt")
+    save_file({"c": torch.arange(48.0).view(8, 6)}, tmp_path / "more.safetensors")
+    np.save(tmp_path / "more.npy", np.full((8, 6), 3, np.float32))
+
+    def convert(d: Tensors) -> Tensors:
+        more = torch.load(tmp_path / "more.pt") | load_file(tmp_path / "more.safetensors")
+        more["b"] *= 2
+        array = torch.from_numpy(np.load(tmp_path / "more.npy"))
+        return {
+            "w": (d["w"] + more["a"]) * more["b"],
+            "u": d["u"] - more["c"],
+            "array": array[1:] + d["u"][1:],
         }
 
     check(convert)

@@ -367,6 +367,12 @@ def _view_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if func is aten.resize_.default and (resized := _resized(cls, target, args[1])) is not None:
         target.become(resized)
         return target
+    if func._schema.name == "aten::set_" and isinstance(args[1], torch.UntypedStorage):
+        real = torch.empty(0, dtype=target.dtype, device="cpu")
+        memory = Memory.of_constant(func(real, *args[1:], **kwargs))
+        memory.exported = True  # a file that is read has others in it
+        target.become(cls(memory))
+        return target
     functional = _functional(func)
     if functional is None or not isinstance(target, cls) or not _is_view(functional):
         raise refusal(
