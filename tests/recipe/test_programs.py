@@ -101,6 +101,8 @@ def check_layouts(seed: int) -> None:
 
 def layout(t: torch.Tensor) -> Any:
     sizes = tuple(t.shape), t.dtype, t.storage_offset()
+    if not t.numel():
+        return sizes
     strides = [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
     return sizes, strides, t.is_contiguous(), t.is_conj(), t.is_neg()
 

@@ -82,10 +82,22 @@ def test_what_shares_memory_changes_together() -> None:
         both[0][0] = 7
         again = d["u"].detach()
         again.t_()
+        windows = d["v"].unfold(0, 2, 1)
+        windows[::2] = 0
+        d["z"].expand(3, 8)[::3].mul_(2)
         again[1] = d["w"].data[0, 0]
-        return {"early": early, "part": part, "w": d["w"], "turned": both[1], "u": d["u"], "again": again}
+        return {
+            "early": early,
+            "part": part,
+            "w": d["w"],
+            "turned": both[1],
+            "u": d["u"],
+            "again": again,
+            "v": d["v"],
+            "z": d["z"],
+        }
 
-    check(convert)
+    check(convert, {**source(), "v": torch.arange(9.0), "z": torch.arange(8.0)})
 
 
 def test_results_of_operators_with_a_place_for_them() -> None:

@@ -361,7 +361,7 @@ def _functional(func: Any) -> Any:
 def _view_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """An operator that makes a tensor another view of its memory, such as ``t_``."""
     target = args[0]
-    if func is aten.set_.source_Tensor and isinstance(args[1], cls) and isinstance(target, cls):
+    if func is aten.set_.source_Tensor and _settable(cls, target, args[1]):
         target.become(args[1].detach())
         return target
     if func is aten.resize_.default and (resized := _resized(cls, target, args[1])) is not None:
@@ -391,3 +391,9 @@ def _resized(cls: Any, target: Any, shape: Sequence[int]) -> Any:
     if target.storage_offset() + prod(shape) <= room and not any(step.reads_anew for step in target.steps):
         return target.as_strided(shape, row_major_strides(shape))
     return target.new_empty(shape) if not room else None
+
+
+def _settable(cls: Any, target: Any, source: Any) -> bool:
+    """Whether ``set_`` makes one the other: a conjugate or negative bit would stay with the target."""
+    both = (target, source)
+    return all(isinstance(t, cls) and not t.is_conj() and not t.is_neg() for t in both)

@@ -2,7 +2,7 @@
 
 Known for the versions in ``upstream.torch.SUPPORTED``. Used of it: ``Tensor._make_wrapper_subclass``,
 ``torch._C._set_throw_on_mutable_data_ptr``, which makes every access to the memory that such a tensor lacks
-an error, and the dispatch keys of the conjugate and negative bits, which are the same for a tensor and
+an error, and the conjugate and negative bits with their dispatch keys, which are the same for a tensor and
 what wraps it. ``torch._C._DisableTorchDispatch`` has operators run past the modes and classes in Python.
 """
 
@@ -18,7 +18,7 @@ import torch
 from zerostart.upstream.torch import SUPPORTED
 from zerostart.upstream.versions import demand
 
-__all__ = ["make_wrapper", "resizable", "shares_storage", "without_dispatch"]
+__all__ = ["become_wrapper", "make_wrapper", "resizable", "shares_storage", "without_dispatch"]
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -26,7 +26,7 @@ T = TypeVar("T", bound=torch.Tensor)
 @functools.cache
 def _require() -> None:
     """Raise UnsupportedVersionError unless everything that this file uses is there."""
-    bits = ("_dispatch_keys", "_additional_keys_to_prop_for_wrapper_tensors")
+    bits = ("_set_conj", "_set_neg", "_dispatch_keys", "_additional_keys_to_prop_for_wrapper_tensors")
     demand(
         torch,
         SUPPORTED,
@@ -62,6 +62,27 @@ def make_wrapper(
         made = make(cls, shape, strides, offset, *options)
     native._set_throw_on_mutable_data_ptr(made)
     return made
+
+
+def become_wrapper(wrapper: torch.Tensor, other: torch.Tensor) -> None:
+    """Give ``wrapper`` the dtype, shape, strides and bits of ``other``, which ``make_wrapper`` made too."""
+    offset = int(other.storage_offset())
+    bare = make_wrapper(type(wrapper), other.shape, other.stride(), offset, other.dtype)
+    _set_bits(wrapper, conj=False, neg=False)
+    if wrapper.dtype == other.dtype:  # also in inference mode
+        with without_dispatch():
+            torch.ops.aten.set_.source_Tensor(wrapper, bare)
+    else:
+        torch.Tensor.data.__set__(wrapper, bare)  # type: ignore[attr-defined]
+    _set_bits(wrapper, conj=other.is_conj(), neg=other.is_neg())
+
+
+def _set_bits(wrapper: torch.Tensor, conj: bool, neg: bool) -> None:
+    native: Any = torch._C
+    if wrapper.is_conj() != conj:  # only complex tensors have it
+        native._set_conj(wrapper, conj)
+    if wrapper.is_neg() != neg:
+        native._set_neg(wrapper, neg)
 
 
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
