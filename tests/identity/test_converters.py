@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import zerostart
 from ranks import run_ranks
+from tiny import TinyCheckpoints
 
 WIDTH = 96
 
@@ -95,3 +99,41 @@ def test_the_plan_says_what_is_computed_whole_and_what_it_costs() -> None:
     assert plan.computed == ("fused.weight", "norm.weight", "norm.bias", "out.weight")
     # The whole product is in memory on every rank beside the shards, in fp32.
     assert all(rank.peak_host_bytes >= rank.device_bytes + WIDTH * WIDTH * 4 for rank in plan.ranks)
+
+
+class SwapHalves(ConversionOps):
+    """An operation of one's own that writes into slices."""
+
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        made = {}
+        for name, tensors in input_dict.items():
+            made[name] = swapped(tensors[0] if isinstance(tensors, list) else tensors)
+        return made
+
+
+def swapped(tensor: torch.Tensor) -> torch.Tensor:
+    out = tensor.clone()
+    half = len(out) // 2
+    out[:half] = tensor[half : 2 * half]
+    out[half : 2 * half].copy_(tensor[:half]).mul_(2)
+    return out
+
+
+def test_slice_writes_in_a_list_of_conversions(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3")
+    conversions = [WeightConverter(["q_proj.weight"], ["q_proj.weight"], [SwapHalves()])]
+    expected = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    model = zerostart.load(path, engine="fsdp2", converter=conversions, chunk_size=1 << 16, progress=False)
+    found = dict(zerostart.full_tensors(model))
+    changed = [name for name in expected if name.endswith("q_proj.weight")]
+    assert sorted(zerostart.report(model).converted) == sorted(changed)
+    for name, want in expected.items():
+        assert torch.equal(found[name], swapped(want) if name in changed else want), name
+
+
+def test_a_converter_that_asks_numpy_is_refused() -> None:
+    def through_numpy(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(tensor.numpy() * 2) for name, tensor in state.items()}
+
+    with pytest.raises(zerostart.ZerostartError, match="values of weights"):
+        zerostart.load(Small().state_dict(), Small, engine="fsdp2", converter=through_numpy, progress=False)

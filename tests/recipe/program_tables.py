@@ -74,7 +74,7 @@ VIEWS = """
 2 any {v} = {x}.mT.contiguous()
 2 any {v} = einops.rearrange({x}, 'a b -> b a')
 1 any {v} = einops.rearrange({x}, '(h a) ... -> a h ...', h={heads})
-0 any {v} = {x}.view({dtype})
+0 real {v} = {x}.view({dtype})
 1 any {v} = {x}.squeeze({d})
 0 any {v} = {x}.as_strided({x}.size(), {x}.stride())
 1 any {v} = {x}.clone().T

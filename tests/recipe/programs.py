@@ -136,7 +136,7 @@ def _runs(line: str, space: dict[str, Any]) -> bool:
     with quiet():
         try:
             exec(line, space)
-        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, UserWarning):
+        except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError, UserWarning):
             return False
     return True
 

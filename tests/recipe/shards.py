@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.layout import dimension_shard, flat_partition
@@ -18,6 +19,14 @@ Tensors = dict[str, torch.Tensor]
 def symbols_of(source: Tensors) -> dict[str, SymbolicTensor]:
     """The tensors of a checkpoint, as a trace has them."""
     return {name: SymbolicTensor.of(name, tuple(t.shape), t.dtype) for name, t in source.items()}
+
+
+def module_with(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A module on meta that expects ``tensors``."""
+    made = nn.Module()
+    for name, tensor in tensors.items():
+        made.register_buffer(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    return made
 
 
 def recipe_of(name: str, symbolic: SymbolicTensor) -> Recipe:

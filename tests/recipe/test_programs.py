@@ -14,8 +14,7 @@ import pytest
 import torch
 from tests.recipe.lists import convert_with
 from tests.recipe.programs import Program, draw_program, quiet
-from tests.recipe.shards import compare, symbols_of
-from torch import nn
+from tests.recipe.shards import compare, module_with, symbols_of
 
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.errors import ConversionError
@@ -32,7 +31,8 @@ MOST_REFUSED = 0.05
 def as_callable(program: Program, expected: Mapping[str, torch.Tensor]) -> Mapping[str, Recipe]:
     """The recipes of the program as a caller's converter."""
     targets = {name: Target(name, tuple(t.shape), t.dtype) for name, t in expected.items()}
-    return trace(memory_catalog(program.sources, (0,)), nn.Module(), targets, program.converter()).by_name
+    model = module_with(expected)
+    return trace(memory_catalog(program.sources, (0,)), model, targets, program.converter()).by_name
 
 
 def as_list(program: Program, expected: Mapping[str, torch.Tensor]) -> Mapping[str, Recipe]:
@@ -101,6 +101,8 @@ def check_layouts(seed: int) -> None:
 
 def layout(t: torch.Tensor) -> Any:
     sizes = tuple(t.shape), t.dtype, t.storage_offset()
+    if not t.numel():
+        return sizes
     strides = [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
     return sizes, strides, t.is_contiguous(), t.is_conj(), t.is_neg()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.recipe.lists import convert_with
-from tests.recipe.shards import compare, recipe_of, symbols_of
+from tests.recipe.shards import compare, module_with, recipe_of, symbols_of
 
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.errors import ConversionError
@@ -80,10 +82,22 @@ def test_what_shares_memory_changes_together() -> None:
         both[0][0] = 7
         again = d["u"].detach()
         again.t_()
+        windows = d["v"].unfold(0, 2, 1)
+        windows[::2] = 0
+        d["z"].expand(3, 8)[::3].mul_(2)
         again[1] = d["w"].data[0, 0]
-        return {"early": early, "part": part, "w": d["w"], "turned": both[1], "u": d["u"], "again": again}
+        return {
+            "early": early,
+            "part": part,
+            "w": d["w"],
+            "turned": both[1],
+            "u": d["u"],
+            "again": again,
+            "v": d["v"],
+            "z": d["z"],
+        }
 
-    check(convert)
+    check(convert, {**source(), "v": torch.arange(9.0), "z": torch.arange(8.0)})
 
 
 def test_results_of_operators_with_a_place_for_them() -> None:
@@ -190,6 +204,24 @@ def test_constants_have_values_and_may_be_results() -> None:
     check(convert)
 
 
+def test_a_converter_may_read_files_of_its_own(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(6.0), "b": torch.ones(8, 1)}, tmp_path / "more.pt")
+    save_file({"c": torch.arange(48.0).view(8, 6)}, tmp_path / "more.safetensors")
+    np.save(tmp_path / "more.npy", np.full((8, 6), 3, np.float32))
+
+    def convert(d: Tensors) -> Tensors:
+        more = torch.load(tmp_path / "more.pt") | load_file(tmp_path / "more.safetensors")
+        more["b"] *= 2
+        array = torch.from_numpy(np.load(tmp_path / "more.npy"))
+        return {
+            "w": (d["w"] + more["a"]) * more["b"],
+            "u": d["u"] - more["c"],
+            "array": array[1:] + d["u"][1:],
+        }
+
+    check(convert)
+
+
 READS: dict[str, Callable[[torch.Tensor], object]] = {
     "numpy": lambda t: t.numpy(),
     "numpy unbound": lambda t: torch.Tensor.numpy(t),
@@ -234,7 +266,7 @@ def test_what_asks_for_values_or_memory_is_refused(name: str) -> None:
     catalog = memory_catalog({"w": source()["w"]}, (0,))
     targets = {"w": Target("w", (8, 6), torch.float32)}
     with pytest.raises(ConversionError, match=r"memory|values"):
-        trace(catalog, torch.nn.Module(), targets, convert)
+        trace(catalog, module_with({"w": source()["w"]}), targets, convert)
 
 
 def test_writes_to_what_was_not_made_in_the_converter_are_refused() -> None:

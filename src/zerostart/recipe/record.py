@@ -365,11 +365,17 @@ def _functional(func: Any) -> Any:
 def _view_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """An operator that makes a tensor another view of its memory, such as ``t_``."""
     target = args[0]
-    if func is aten.set_.source_Tensor and isinstance(args[1], cls) and isinstance(target, cls):
+    if func is aten.set_.source_Tensor and _settable(cls, target, args[1]):
         target.become(args[1].detach())
         return target
     if func is aten.resize_.default and (resized := _resized(cls, target, args[1])) is not None:
         target.become(resized)
+        return target
+    if func._schema.name == "aten::set_" and isinstance(args[1], torch.UntypedStorage):
+        real = torch.empty(0, dtype=target.dtype, device="cpu")
+        memory = Memory.of_constant(func(real, *args[1:], **kwargs))
+        memory.exported = True  # a file that is read has others in it
+        target.become(cls(memory))
         return target
     functional = _functional(func)
     if functional is None or not isinstance(target, cls) or not _is_view(functional):
@@ -389,3 +395,9 @@ def _resized(cls: Any, target: Any, shape: Sequence[int]) -> Any:
     if target.storage_offset() + prod(shape) <= room and not any(step.reads_anew for step in target.steps):
         return target.as_strided(shape, row_major_strides(shape))
     return target.new_empty(shape) if not room else None
+
+
+def _settable(cls: Any, target: Any, source: Any) -> bool:
+    """Whether ``set_`` makes one the other: a conjugate or negative bit would stay with the target."""
+    both = (target, source)
+    return all(isinstance(t, cls) and not t.is_conj() and not t.is_neg() for t in both)

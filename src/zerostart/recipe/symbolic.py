@@ -24,7 +24,7 @@ from zerostart.recipe.refusals import refusal
 from zerostart.recipe.sealed import Sealed
 from zerostart.recipe.values import Value, constant
 from zerostart.recipe.views import Layout, Step, straight
-from zerostart.upstream.torch_wrapper import make_wrapper, without_dispatch
+from zerostart.upstream.torch_wrapper import become_wrapper, make_wrapper, without_dispatch
 
 __all__ = ["SymbolicTensor", "settled"]
 
@@ -137,11 +137,7 @@ class SymbolicTensor(Sealed, torch.Tensor):
 
     def become(self, other: SymbolicTensor) -> None:
         """Be another view, as ``t.data = other`` and ``t.t_()`` have it."""
-        if (self.dtype, self.is_conj(), self.is_neg()) == (other.dtype, other.is_conj(), other.is_neg()):
-            with without_dispatch():
-                torch.ops.aten.set_.source_Tensor(self, other)  # shape and strides; also in inference mode
-        else:
-            torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        become_wrapper(self, other)
         self.memory, self.steps = other.memory, other.steps
         self._meta, self._known = other.meta, None
 

@@ -73,7 +73,7 @@ class Step:
     @property
     def repeats(self) -> bool:
         """Whether the view may show an element more than once, so that a write has to go by addresses."""
-        return self.func is aten.expand.default and 0 in self.layout.strides
+        return self.func in (aten.expand.default, _STRIDED) and self.layout.overlaps()
 
     def of(self, base: Value) -> Value:
         """What the view shows of ``base``."""

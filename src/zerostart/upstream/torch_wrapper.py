@@ -12,7 +12,7 @@ import torch
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.versions import TORCH
 
-__all__ = ["TOUCHED", "make_wrapper", "resizable", "shares_storage", "without_dispatch"]
+__all__ = ["TOUCHED", "become_wrapper", "make_wrapper", "resizable", "shares_storage", "without_dispatch"]
 
 TOUCHED = (
     Use(
@@ -30,7 +30,7 @@ TOUCHED = (
     Use(
         library=TORCH,
         owner="torch:_C",
-        names=("_dispatch_keys", "_additional_keys_to_prop_for_wrapper_tensors"),
+        names=("_set_conj", "_set_neg", "_dispatch_keys", "_additional_keys_to_prop_for_wrapper_tensors"),
         why="the conjugate and negative bits are the same for a tensor and what wraps it",
     ),
     Use(
@@ -73,6 +73,27 @@ def make_wrapper(
         made = make(cls, shape, strides, offset, *options)
     native._set_throw_on_mutable_data_ptr(made)
     return made
+
+
+def become_wrapper(wrapper: torch.Tensor, other: torch.Tensor) -> None:
+    """Give ``wrapper`` the dtype, shape, strides and bits of ``other``, which ``make_wrapper`` made too."""
+    offset = int(other.storage_offset())
+    bare = make_wrapper(type(wrapper), other.shape, other.stride(), offset, other.dtype)
+    _set_bits(wrapper, conj=False, neg=False)
+    if wrapper.dtype == other.dtype:  # also in inference mode
+        with without_dispatch():
+            torch.ops.aten.set_.source_Tensor(wrapper, bare)
+    else:
+        torch.Tensor.data.__set__(wrapper, bare)  # type: ignore[attr-defined]
+    _set_bits(wrapper, conj=other.is_conj(), neg=other.is_neg())
+
+
+def _set_bits(wrapper: torch.Tensor, conj: bool, neg: bool) -> None:
+    native: Any = torch._C
+    if wrapper.is_conj() != conj:  # only complex tensors have it
+        native._set_conj(wrapper, conj)
+    if wrapper.is_neg() != neg:
+        native._set_neg(wrapper, neg)
 
 
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
