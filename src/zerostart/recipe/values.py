@@ -64,9 +64,11 @@ class Value:
 
     def lying(self, tensor: torch.Tensor) -> Value:
         """The value in the strides of ``tensor``, which holds it."""
-        if tensor.is_contiguous():
+        # A handler may give a value as it took it, strides and all, for a tensor that lies otherwise.
+        strides = None if tensor.is_contiguous() else tuple(tensor.stride())
+        if strides == self.strides:
             return self
-        return Value(self.pieces, self.shape, self.dtype, self.stored, tensor.stride())
+        return Value(self.pieces, self.shape, self.dtype, self.stored, strides)
 
     def on_meta(self) -> torch.Tensor:
         """A tensor on the meta device with the shape, dtype and strides."""
