@@ -104,9 +104,11 @@ def _patch(file: str, point: Touched) -> dict[str, Any]:
 
 def _misfit(point: Touched) -> str:
     """What the installed library has otherwise than declared; empty for nothing."""
+    from zerostart.upstream.versions import DEEPSPEED
+
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed says there what it found.
         try:
-            if point.library.name == "deepspeed":
+            if point.library is DEEPSPEED:
                 from zerostart.upstream.deepspeed import import_deepspeed
 
                 import_deepspeed()
