@@ -97,8 +97,8 @@ def test_one_column(tmp_path: Path, vectored: bool) -> None:
 def test_rows_beyond_the_end_name_file_and_offset(tmp_path: Path, vectored: bool) -> None:
     path = tmp_path / "model.bin"
     path.write_bytes(os.urandom(20_000))
-    with FileReader([str(path)], [20_000]) as reader:
+    ended = pytest.raises(ReadError, match=rf"{path} ended at offset 15000")
+    with ended, FileReader([str(path)], [20_000]) as reader:
         reader.gather(0, 0, Rows(4, 100, 5000), memoryview(bytearray(400)), 100)
         os.truncate(path, 12_000)
-        with pytest.raises(ReadError, match=rf"{path} ended at offset 15000"):
-            reader.gather(0, 0, Rows(4, 100, 5000), memoryview(bytearray(400)), 100)
+        reader.gather(0, 0, Rows(4, 100, 5000), memoryview(bytearray(400)), 100)
