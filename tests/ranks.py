@@ -242,6 +242,8 @@ def _rank_main(pickled: bytes, folder: str, rank: int) -> None:
     stacks = (root / f"{rank}.stacks").open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    # A shell ignores it for what it starts in the background, and that is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     kind = "value"
     try:
         outcome = pickle.dumps(Outcome(rank, value=_call(pickle.loads(pickled))))

@@ -293,7 +293,7 @@ def killed_at(job: Job, path: Path, options: dict[str, Any], victim: int, number
         job(path, options)
 
 
-@pytest.mark.slow  # what is seen of it depends on the machine's load
+@pytest.mark.slow
 def test_signals_at_any_time(paths: dict[str, Path]) -> None:
     """SIGINT in the midst of messages leaves nobody waiting, nor half a message."""
     for wrong, stopped in run_ranks(load_interrupted, 2, paths["small"]):
