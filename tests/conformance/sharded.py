@@ -20,7 +20,7 @@ from zerostart.loading.equality import equal_in
 from zerostart.models import Built, Origins, Program
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.planning.plan import Plan
-from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype, trace
+from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype
 from zerostart.transfer import Progress, execute
 
 __all__ = ["Reference", "SEED", "compare", "reference"]
@@ -103,10 +103,10 @@ def _prepare(kind: Any, path: Path, converter: Any) -> _Loaded:
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
     first = next((dtype for dtype in stored.values() if dtype.is_floating_point), None)
     built = models.build(kind, catalog.root, None, first, main_dtype(catalog.tensors.values()))
-    aliases = models.Aliases.of(built.model)
+    aliases = models.Aliases.of(built.model, built.library.keeps_views)
     models.set_dtypes(built, stored)
-    recipes = trace(catalog, built.model, models.expectations(built), converter)
-    coverage = models.tie_names(built.model, recipes, equal_in(catalog, World(0, 1, None)))
+    recipes = built.recipes(catalog, built.library.expectations(built), converter)
+    coverage = models.tie_names(built, recipes, equal_in(catalog, World(0, 1, None)))
     names: dict[int, list[str]] = {}
     for name, parameter in built.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

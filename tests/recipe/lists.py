@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from tests.recipe.tracing import trace
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from zerostart.checkpoint.memory import memory_catalog
-from zerostart.recipe import Recipe, Target, trace
+from zerostart.recipe import Recipe, Target
 
 __all__ = ["convert_with"]
 

@@ -15,10 +15,11 @@ import torch
 from tests.recipe.lists import convert_with
 from tests.recipe.programs import Program, draw_program, quiet
 from tests.recipe.shards import compare, module_with, symbols_of
+from tests.recipe.tracing import trace
 
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.errors import ConversionError
-from zerostart.recipe import Recipe, Target, trace
+from zerostart.recipe import Recipe, Target
 from zerostart.recipe.recording import recorded
 
 Traced = Callable[[Program, Mapping[str, torch.Tensor]], Mapping[str, Recipe]]

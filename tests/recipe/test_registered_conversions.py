@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerostart.errors import ConversionError
+from zerostart.models.libraries.transformers_conversions import convert
 from zerostart.recipe import SymbolicTensor, Target
-from zerostart.recipe.transformers import convert
 from zerostart.upstream.transformers import registered_conversions
 
 

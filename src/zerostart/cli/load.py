@@ -189,20 +189,24 @@ def _forecast(options: dict[str, Any], place: tuple[int, int] | None) -> list[di
 
 
 def _differences(model: Any, source: str, dtype: Any) -> list[str]:
-    """Names of the tensors that differ from ``from_pretrained`` of the same class; found on rank 0."""
+    """Names of the tensors that differ from the library's own loading of the class; found on rank 0."""
     import torch
     import torch.distributed as dist
 
     import zerostart
     from zerostart.checkpoint.source import open_catalog
-    from zerostart.upstream.transformers import is_pretrained
+    from zerostart.models import library_of
 
-    if not is_pretrained(model):
-        raise ConfigError("--verify compares with transformers, and this checkpoint is of another library")
+    loading = library_of(model).own_loading(type(model))
+    root = open_catalog(source).root
+    if loading is None or root is None:
+        raise ConfigError(
+            f"--verify compares with what a model's library loads, and {type(model).__name__} has none"
+        )
     reference: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     if dist.get_rank() == 0:
-        plain = _plain_class(model).from_pretrained(open_catalog(source).root, dtype=dtype or "auto")
+        plain = loading(root, dtype)
         reference, buffers = plain.state_dict(), dict(plain.named_buffers())
     wrong = []
     seen = set()
@@ -214,11 +218,6 @@ def _differences(model: Any, source: str, dtype: Any) -> list[str]:
     own = {name: buffer.cpu() for name, buffer in model.named_buffers()}
     wrong += [name for name, buffer in buffers.items() if name not in own or not _same(own[name], buffer)]
     return sorted({*wrong, *(reference.keys() - seen)})
-
-
-def _plain_class(model: Any) -> Any:
-    """The model's class as the library defines it: FSDP2 puts a class of its own in front."""
-    return next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
 
 
 def _same(a: Any, b: Any) -> bool:

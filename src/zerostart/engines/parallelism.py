@@ -10,7 +10,7 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
 from zerostart.layout.partition_config import Linear, partition_plan
-from zerostart.upstream.transformers import is_pretrained, parallel_rules, tied_names
+from zerostart.models import library_of
 
 __all__ = ["resolve"]
 
@@ -44,7 +44,7 @@ def _experts(
     model: nn.Module, mesh: Mesh, shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, str] | None
 ) -> ParallelPlan:
     kind, size = type(model).__name__, mesh.expert_parallel
-    rules = parallel_rules(model, "ep") if given is None else given
+    rules = library_of(model).parallel_rules(model, "ep") if given is None else given
     plan = expert_plan(rules, {name: len(shape) for name, shape in shapes.items()}, _modules(model))
     if not plan.cuts:
         if not any("experts" in name for name in shapes):
@@ -82,7 +82,7 @@ def _tensors(
             raise ConfigError("engine_config has both tp_plan and tensor_parallel; leave one of them out")
         plan = _partitioned(model, size, section)
     else:
-        rules = parallel_rules(model, "tp") if given is None else given
+        rules = library_of(model).parallel_rules(model, "tp") if given is None else given
         plan = tensor_plan(rules, {name: len(shape) for name, shape in shapes.items()}, _modules(model))
     if not plan.cuts:
         raise ConfigError(
@@ -114,7 +114,7 @@ def _partitioned(model: nn.Module, size: int, section: Mapping[str, Any]) -> Par
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
-    tied = tied_names(model) if is_pretrained(model) else {}
+    tied = library_of(model).ties(model)
     names = {*tied, *tied.values()}
     config: Any = getattr(model, "config", None)
     return partition_plan(

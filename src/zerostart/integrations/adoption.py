@@ -32,7 +32,6 @@ from zerostart.upstream import transformers_loading as loading_parts
 from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
 from zerostart.upstream.deepspeed_active import config_stage
 from zerostart.upstream.deepspeed_saving import Consolidation
-from zerostart.upstream.diffusers import is_diffusers
 
 __all__ = ["Settings", "disable", "enable", "enabled"]
 
@@ -83,8 +82,8 @@ def _check(settings: Settings) -> None:
             raise ConfigError(f"{name} is given, but no engine; name it: enabled(engine=..., {name}=...)")
 
 
-def _choose(kind: type, arguments: dict[str, Any]) -> Call | None:
-    """What serves a call of ``kind.from_pretrained``; None where it is the library's own affair."""
+def _choose(served: type[Call], kind: type, arguments: dict[str, Any]) -> Call | None:
+    """What serves a call of ``kind.from_pretrained``, of the class ``served``; None: the library itself."""
     settings = _stack[-1]
     active = _resolved(settings, kind)
     if active is None:
@@ -97,7 +96,7 @@ def _choose(kind: type, arguments: dict[str, Any]) -> Call | None:
             )
         return None
     join_ranks(active.family.host_backend)
-    call: Call = (_WatchedDiffusion if is_diffusers(kind) else _Watched)(settings, active, arguments)
+    call = served(settings, active, arguments)
     call.check()
     return call
 
@@ -250,8 +249,8 @@ def _left(model: nn.Module) -> None:
         _accelerate.hold(model)
 
 
-_transformers = loading_parts.Override(_choose, _left)
-_diffusers = diffusers_parts.Override(_choose, _left)
+_transformers = loading_parts.Override(functools.partial(_choose, _Watched), _left)
+_diffusers = diffusers_parts.Override(functools.partial(_choose, _WatchedDiffusion), _left)
 _accelerate = accelerate_parts.Override(_sharded, _partitioned, _whole_of_flat)
 _consolidation = Consolidation(_whole_state)
 _overrides = (_transformers, _diffusers, _accelerate)

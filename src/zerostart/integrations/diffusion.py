@@ -12,7 +12,7 @@ import torch
 from zerostart.checkpoint.source import Files
 from zerostart.errors import ConfigError
 from zerostart.integrations.pretrained import Call
-from zerostart.models import Built
+from zerostart.models import Built, library_of
 from zerostart.upstream.served import Findings
 from zerostart.upstream.transformers import without_weights
 
@@ -49,6 +49,6 @@ class DiffusionCall(Call):
                 f"{state_dict} is quantised, and quantised weights are not trained; load weights that are not"
             )
         asked = config.get("dtype")
-        built = Built(model, self._log, self._active.dtype or asked, True)
+        built = Built(model, self._log, self._active.dtype or asked, True, library_of(model))
         source = Files(tuple(files or ()), str(state_dict))
         return self._run(source, built, None, bool(config.get("ignore_mismatched_sizes")))

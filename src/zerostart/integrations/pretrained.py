@@ -18,7 +18,7 @@ from zerostart.integrations.active import Active
 from zerostart.loading.record import record_of
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
-from zerostart.models import Built
+from zerostart.models import Built, library_of
 from zerostart.models.operator_log import OperatorLog
 from zerostart.upstream.served import Findings
 from zerostart.upstream.transformers_quantizers import dequantizer
@@ -114,7 +114,8 @@ class Call:
         source = (
             state_dict if state_dict is not None else Files(tuple(files or ()), model.config.name_or_path)
         )
-        built = Built(model, self._log, self._active.dtype or self._dtype, True, quantizer)
+        dtype = self._active.dtype or self._dtype
+        built = Built(model, self._log, dtype, True, library_of(model), quantizer)
         converter = None if quantizer is not None else config.weight_mapping
         found = self._run(source, built, converter, config.ignore_mismatched_sizes)
         # The configuration names the dtype that was asked for, whatever the engine trains in.

@@ -20,7 +20,7 @@ from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
 from zerostart.loading.source import check_model, described, open_source
 from zerostart.models import Aliases, Built, Origins
-from zerostart.recipe import Coverage, Recipes, Target, main_dtype, torch_dtype, trace
+from zerostart.recipe import Coverage, Recipes, Target, main_dtype, torch_dtype
 
 __all__ = ["Prepared", "prepare", "undisturbed"]
 
@@ -69,7 +69,7 @@ def prepare(
         parallelism = engine.parallelism(built.model)
     with clock.phase("plan"), world.phase("planning"):
         recipes = _recipes(request, engine, catalog, built)
-        coverage = models.tie_names(built.model, recipes, equal_in(catalog, world))
+        coverage = models.tie_names(built, recipes, equal_in(catalog, world))
         coverage.check(described(request.source, catalog), type(built.model).__name__, strict)
         origins = models.resolve_origins(built, recipes, aliases)
     return Prepared(engine, catalog, built, aliases, parallelism, recipes, coverage, origins)
@@ -82,7 +82,7 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     built = models.build(request.model, catalog.root, dtype, first, main_dtype(catalog.tensors.values()))
-    aliases = Aliases.of(built.model)
+    aliases = Aliases.of(built.model, built.library.keeps_views)
     models.set_dtypes(built, stored)
     computing = engine.computing_dtype
     if computing is not None:
@@ -92,8 +92,8 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
 
 
 def _recipes(request: Request, engine: Engine, catalog: Catalog, built: Built) -> Recipes:
-    targets = _as_cast(models.expectations(built), engine.cast_dtype)
-    recipes = trace(catalog, built.model, targets, request.converter, built.quantizer, built.log)
+    targets = _as_cast(built.library.expectations(built), engine.cast_dtype)
+    recipes = built.recipes(catalog, targets, request.converter)
     if request.reinitialised is not None:
         request.reinitialised.update(recipes.coverage.mismatched)
         recipes = replace(recipes, coverage=replace(recipes.coverage, mismatched={}))

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
-from zerostart import models
 from zerostart.checkpoint.source import Files
 from zerostart.checkpoint.states import check_unchanged
 from zerostart.distributed.world import World, default_device, joined_world
@@ -204,13 +202,9 @@ def _keep_aliases(known: Prepared) -> None:
 
 
 def _finish(request: Request, known: Prepared) -> None:
-    """Leave a model of transformers or diffusers as ``from_pretrained`` leaves it."""
-    model: Any = known.built.model
-    catalog = known.catalog
-    model.eval()
+    """Leave a model as its library's own loading leaves it."""
+    built, catalog = known.built, known.catalog
+    built.model.eval()
     named = isinstance(request.source, (str, os.PathLike, Files))
-    if models.is_pretrained(model):
-        name = described(request.source, catalog) if named else model.config.name_or_path
-        models.finish_pretrained(model, known.recipes, name, catalog.root, known.built.dtype)
-    elif models.is_diffusers(model) and named and str(request.source) not in catalog.files:
-        models.finish_diffusers(model, described(request.source, catalog))
+    name = described(request.source, catalog) if named else None
+    built.library.finish(built, known.recipes, name, catalog)

@@ -72,9 +72,7 @@ def check_model(model: Any, catalog: Catalog) -> None:
     """Raise ConfigError if ``model`` needs a configuration file, which only a directory has."""
     if not catalog.storage.name:
         return
-    if model is None or (
-        isinstance(model, type) and (models.is_pretrained(model) or models.is_diffusers(model))
-    ):
+    if models.from_config(model):
         what = "without model=" if model is None else f"for model={model.__name__}"
         raise ConfigError(
             f"source is {catalog.storage.name}, which has no config.json to build from {what}; pass a model "

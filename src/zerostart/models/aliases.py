@@ -17,8 +17,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from zerostart.errors import BuildError
 from zerostart.models.operator_log import storage_key
 from zerostart.models.slots import Slot, registered, tensor_slots
-from zerostart.upstream.diffusers import is_diffusers
-from zerostart.upstream.transformers import is_pretrained
 
 __all__ = ["Alias", "Aliases"]
 
@@ -63,17 +61,16 @@ class Aliases:
     alive: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def of(model: nn.Module) -> Aliases:
+    def of(model: nn.Module, views: bool = True) -> Aliases:
         """What there is in a model that has just been built.
 
+        Without ``views`` its loader gives each name a tensor of its own, whatever shared memory before.
         Raises BuildError, with the names, for memory of parameters that is shared in a way no load can keep.
         """
         named = {id(tensor): (slot, tensor) for slot, tensor in reversed([*_registered(model)])}
         own = {id(p) for p in model.parameters()}
         memory = {_memory(t): slot.path for slot, t in named.values() if id(t) in own and _memory(t)}
-        # Loaders of transformers and diffusers give each name a tensor of its own.
-        plain = not (is_pretrained(model) or is_diffusers(model))
-        if plain:
+        if views:
             _check_parameters(named.values(), memory)
         kept: list[Alias] = []
         others: list[tuple[Slot, str | None, torch.Tensor]] = []
@@ -93,8 +90,8 @@ class Aliases:
                     "could not follow it. Keep the parameter itself there, or take the view in forward"
                 )
         buffers = [(slot, slot.path, t) for slot, t in named.values() if id(t) not in own]
-        views = tuple(_views([*reversed(buffers), *others])) if plain else ()
-        return Aliases(tuple(kept), views, {alias.name: _tensor(model, alias.name) for alias in kept})
+        looking = tuple(_views([*reversed(buffers), *others])) if views else ()
+        return Aliases(tuple(kept), looking, {alias.name: _tensor(model, alias.name) for alias in kept})
 
     def without_values(self) -> set[int]:
         """``id`` of the tensors in unregistered places that need no values of their own."""

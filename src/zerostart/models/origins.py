@@ -15,8 +15,8 @@ from torch import nn
 
 from zerostart.errors import BuildError
 from zerostart.models.aliases import Aliases
-from zerostart.models.build import Built
 from zerostart.models.initialise import Program, program_of
+from zerostart.models.library import Built
 from zerostart.models.slots import tensor_slots
 from zerostart.models.tensors import (
     owner_of,
@@ -25,15 +25,6 @@ from zerostart.models.tensors import (
     state_names,
 )
 from zerostart.recipe import Coverage, Recipe, Recipes, SymbolicTensor
-from zerostart.upstream.diffusers import ignorable_unexpected, is_diffusers
-from zerostart.upstream.transformers import (
-    ignorable,
-    initialise,
-    is_pretrained,
-    mark_loaded,
-    tie,
-    tied_names,
-)
 
 __all__ = ["Origins", "resolve_origins", "tie_names"]
 
@@ -56,49 +47,31 @@ class Origins:
     start: int | None = None
 
 
-def tie_names(model: nn.Module, recipes: Recipes, equal: Equal) -> Coverage:
+def tie_names(built: Built, recipes: Recipes, equal: Equal) -> Coverage:
     """Tie what the model ties, and say what the checkpoint then still lacks.
 
     Follows transformers: of a tied pair the name that the checkpoint has stays; where it has both, they are
     tied only if they are equal, for a checkpoint may contradict its configuration. A recipe that a tie makes
     superfluous is dropped.
     """
-    present = recipes.by_name
-    if is_pretrained(model):
-        tied = tied_names(model)
-        for name, source in list(tied.items()):
-            if name in present and source in present:
-                if equal(present[name], present[source]):
-                    del present[name]
-                else:
-                    del tied[name]
-                    _untie(model, name, source)
-        missing = {name for name, _, _ in state_names(model)} - present.keys()
-        tie(model, missing)
+    model, library, present = built.model, built.library, recipes.by_name
+    for name, source in list(library.ties(model).items()):
+        if name in present and source in present:
+            if equal(present[name], present[source]):
+                del present[name]
+            else:
+                library.untie(model, name, source)
+    library.tie(model, {name for name, _, _ in state_names(model)} - present.keys())
     tensors = {name: tensor for name, tensor, _ in state_names(model)}
     supplied = {id(tensor) for name, tensor in tensors.items() if name in present}
     before = recipes.coverage
-    # A module's own loading may fill what the checkpoint lacks, and may miss what is no tensor.
-    open_names = tensors if is_pretrained(model) else before.missing
     lacking = tuple(
         name
-        for name in open_names
+        for name in library.lacking(model, before)
         if name not in present and name not in before.mismatched and id(tensors.get(name)) not in supplied
     )
     coverage = Coverage(lacking, before.unexpected, before.mismatched, before.ignored)
-    if is_diffusers(model):
-        return coverage.ignoring((), ignorable_unexpected(model))
-    return coverage.ignoring(*ignorable(model)) if is_pretrained(model) else coverage
-
-
-def _untie(model: nn.Module, name: str, source: str) -> None:
-    """Give ``name`` a parameter of its own where a constructor has tied it."""
-    (owner, leaf), (other, other_leaf) = owner_of(model, name), owner_of(model, source)
-    parameter = owner._parameters.get(leaf)
-    if parameter is not None and parameter is other._parameters.get(other_leaf):
-        owner._parameters[leaf] = nn.Parameter(
-            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-        )
+    return coverage.ignoring(*library.ignorable(model))
 
 
 def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins:
@@ -117,8 +90,8 @@ def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins
     missing = {name: p for name, p in model.named_parameters() if id(p) not in sources}
     for parameter in model.parameters():
         if id(parameter) in sources:
-            mark_loaded(parameter)
-    start = len(built.log.ops) if is_pretrained(model) else None
+            built.library.mark_loaded(parameter)
+    start = len(built.log.ops) if built.library.initialiser(model) is not None else None
     aliases.follow(model)  # An initialiser may go by them.
     _run_initialiser(built, missing)
     parameters: dict[str, Recipe | Program] = {}
@@ -165,7 +138,7 @@ def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
             real[id(buffer)] = value = _value(built, name, buffer, recipe is not None, unknown)
             if recipe is not None:
                 loaded[name] = recipe
-                mark_loaded(value)
+                built.library.mark_loaded(value)
         replace_tensor(model, name, real[id(buffer)])
     if unknown:
         raise BuildError(
@@ -182,16 +155,17 @@ def _value(built: Built, name: str, buffer: torch.Tensor, loaded: bool, unknown:
     if not loaded and any(built.log.writers(buffer)):
         (value,) = built.log.values([buffer], torch.device("cpu"))
         return value
-    if not loaded and not is_pretrained(built.model):
+    if not loaded and built.library.initialiser(built.model) is None:
         unknown.append(name)
     return torch.zeros(buffer.shape, dtype=buffer.dtype)
 
 
 def _run_initialiser(built: Built, missing: dict[str, nn.Parameter]) -> None:
     """Run the model's initialiser on meta, under the log; buffers are real and get real values."""
-    if is_pretrained(built.model):
-        with _aliases_aside(built.model), built.log:
-            initialise(built.model)
+    initialise = built.library.initialiser(built.model)
+    if initialise is not None:
+        with _aliases_aside(built), built.log:
+            initialise()
     elif not built.logged:
         for owner in dict.fromkeys(owner_of(built.model, name)[0] for name in missing):
             reset = getattr(owner, "reset_parameters", None)
@@ -201,16 +175,17 @@ def _run_initialiser(built: Built, missing: dict[str, nn.Parameter]) -> None:
 
 
 @contextlib.contextmanager
-def _aliases_aside(model: nn.Module) -> Iterator[None]:
+def _aliases_aside(built: Built) -> Iterator[None]:
     """Inside, tied names hold marked stand-ins: a tied parameter is initialised under its own name alone."""
     aside: dict[str, nn.Parameter] = {}
-    for name in tied_names(model):
+    model, library = built.model, built.library
+    for name in library.ties(model):
         owner, leaf = owner_of(model, name)
         parameter = owner._parameters.get(leaf)
         if parameter is not None:
             aside[name] = parameter
             stand_in = recast(parameter, parameter.dtype)
-            mark_loaded(stand_in)
+            library.mark_loaded(stand_in)
             replace_tensor(model, name, stand_in)
     try:
         yield

@@ -22,9 +22,10 @@ from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.errors import BuildError, ConfigError, WriteError
 from zerostart.models.noise import Noise
+from zerostart.models.registry import library_of
 from zerostart.models.shrink import scaled, tiny
 from zerostart.recipe.dtypes import spelling, torch_dtype
-from zerostart.upstream.transformers import dtype_plan, ignorable_on_save, revert, tied_names, without_weights
+from zerostart.upstream.transformers import ignorable_on_save, without_weights
 
 __all__ = ["Synthesised", "synthesise"]
 
@@ -219,7 +220,7 @@ def _plan(
         raise BuildError(
             f"{kind.__name__} cannot be built from this configuration: {type(error).__name__}: {error}"
         ) from error
-    tensors = revert(model, _stored(model, dtype))
+    tensors = library_of(kind).revert(model, _stored(model, dtype))
     described = [(name, spelling(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
     parameters = sum(tensor.numel() for tensor in tensors.values())
     return plan_shards(described, max_shard_size, total_parameters=parameters), parameters
@@ -227,8 +228,9 @@ def _plan(
 
 def _stored(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The meta tensors that save_pretrained would store: nothing tied, nothing that is not to be saved."""
-    left_out = set(tied_names(model)) | set(ignorable_on_save(model))
-    plan = dtype_plan(model, dtype)
+    library = library_of(model)
+    left_out = set(library.ties(model)) | set(ignorable_on_save(model))
+    plan = library.dtype_plan(model, dtype)
     stored = {}
     for name, tensor in model.state_dict().items():
         if name in left_out:

@@ -5,9 +5,10 @@ from zerostart.recipe.computed import BLOCK, Computed, Cut, Operand
 from zerostart.recipe.coverage import Coverage
 from zerostart.recipe.dtypes import main_dtype, spelling, torch_dtype
 from zerostart.recipe.recipe import Recipe, Recipes, Target
-from zerostart.recipe.symbolic import SymbolicTensor
+from zerostart.recipe.recording import recorded
+from zerostart.recipe.symbolic import SymbolicTensor, settled
 from zerostart.recipe.threads import one_thread
-from zerostart.recipe.trace import trace
+from zerostart.recipe.trace import assembled, loaded_into, matched, run_converter, symbols_of
 
 __all__ = [
     "BLOCK",
@@ -19,9 +20,15 @@ __all__ = [
     "Recipes",
     "SymbolicTensor",
     "Target",
+    "assembled",
+    "loaded_into",
     "main_dtype",
+    "matched",
     "one_thread",
+    "recorded",
+    "run_converter",
+    "settled",
     "spelling",
+    "symbols_of",
     "torch_dtype",
-    "trace",
 ]

@@ -1,14 +1,14 @@
-"""From a catalog and a model's expectations to recipes.
+"""The steps from a catalog and a model's expectations to recipes, all on symbolic tensors.
 
-Four kinds of conversion meet here, all run on symbolic tensors: a module's own ``load_state_dict``, the
-mapping that transformers registers for the model, the converter that diffusers registers, and one of the
-caller's.
+A library of models puts them together: what the checkpoint holds (``symbols_of``), a conversion of it, its
+own or the caller's (``run_converter``), and then either names that are matched (``matched``, ``assembled``)
+or a module's own loading (``loaded_into``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,6 @@ import torch
 from zerostart import geometry
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.errors import ConversionError
-from zerostart.recipe import diffusers
-from zerostart.recipe import transformers as hf
 from zerostart.recipe.coverage import Coverage
 from zerostart.recipe.dtypes import torch_dtype
 from zerostart.recipe.modules import Loaded, load_module
@@ -26,63 +24,28 @@ from zerostart.recipe.operators import cast
 from zerostart.recipe.recipe import Recipe, Recipes, Target
 from zerostart.recipe.recording import recorded
 from zerostart.recipe.symbolic import SymbolicTensor, settled
-from zerostart.recipe.threads import one_thread
-from zerostart.upstream.diffusers import is_diffusers
-from zerostart.upstream.transformers import is_pretrained, registered_conversions
 
-__all__ = ["trace"]
+__all__ = ["assembled", "loaded_into", "matched", "run_converter", "symbols_of"]
 
 
-@one_thread()
-def trace(
-    catalog: Catalog,
-    model: torch.nn.Module,
-    targets: Mapping[str, Target],
-    converter: Any = None,
-    quantizer: Any = None,
-    log: AbstractContextManager[object] | None = None,
-) -> Recipes:
-    """The recipe of every target that the checkpoint covers, and what is left open.
-
-    ``model`` has its true shapes (on meta, before sharding). ``converter`` is None (the registered mapping),
-    a callable from state dict to state dict, or a list of transformers conversions. ``quantizer`` is
-    transformers' own, which adds the dequantisation to the registered mapping. ``log`` is the model's, for
-    what loading it does to its own tensors. Raises ConversionError for a conversion that fails, is random, or
-    depends on the values of weights.
-    """
-    symbols = {
+def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
+    """A symbolic tensor for each tensor of the checkpoint, by its name."""
+    return {
         name: SymbolicTensor.of(name, entry.shape, torch_dtype(entry.dtype, name), entry.strides)
         for name, entry in catalog.tensors.items()
     }
-    plain = not (is_pretrained(model) or is_diffusers(model))
-    if callable(converter):
-        name = getattr(converter, "__name__", type(converter).__name__)
-        symbols = _run(name, converter, symbols)
-        if not plain:
-            return _made(symbols, targets)
-    elif converter is not None and not is_pretrained(model):
-        raise ConversionError(
-            f"converter is a list of conversions, which are for a transformers model, and "
-            f"{type(model).__name__} is none; pass a callable from state dict to state dict"
-        )
-    if plain:
-        versions = None if callable(converter) else catalog.versions
-        return _loaded(load_module(model, symbols, targets, versions, log or nullcontext()), model, targets)
-    if is_pretrained(model):
-        mapping = registered_conversions(model, quantizer) if converter is None else list(converter)
-        result = hf.convert(model, mapping, symbols, targets)
-        return _assemble(targets, result.tensors, result.unexpected, result.converted, result.used)
-    reading = diffusers.convert(model, symbols, targets, _run)
-    return _made(reading.tensors, targets, reading.others)
 
 
-def _run(
-    name: str,
+def run_converter(
     converter: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
     symbols: Mapping[str, SymbolicTensor],
+    known_as: str | None = None,
 ) -> dict[str, SymbolicTensor]:
-    """Run the converter ``name`` on a state dict of symbolic tensors."""
+    """Run the converter on a state dict of symbolic tensors; messages call it ``known_as``, or by its name.
 
+    Raises ConversionError for a conversion that fails, is random, or depends on the values of weights.
+    """
+    name = known_as or str(getattr(converter, "__name__", type(converter).__name__))
     given: dict[str, torch.Tensor] = {key: symbol.copied() for key, symbol in symbols.items()}
 
     def run() -> dict[str, SymbolicTensor]:
@@ -110,12 +73,23 @@ def _state_dict(name: str, made: Any) -> dict[str, SymbolicTensor]:
     return {str(key): settled(value) for key, value in made.items()}
 
 
-def _made(
+def matched(
     tensors: Mapping[str, SymbolicTensor], targets: Mapping[str, Target], ignored: tuple[str, ...] = ()
 ) -> Recipes:
-    """Recipes out of what a converter made."""
+    """Recipes out of a state dict whose names are the model's."""
     unexpected = [key for key in tensors if key not in targets]
-    return _assemble(targets, tensors, unexpected, frozenset(tensors), (), ignored)
+    return assembled(tensors, targets, unexpected, frozenset(tensors), (), ignored)
+
+
+def loaded_into(
+    model: torch.nn.Module,
+    symbols: Mapping[str, SymbolicTensor],
+    targets: Mapping[str, Target],
+    versions: Mapping[str, Mapping[str, Any]] | None,
+    log: AbstractContextManager[object],
+) -> Recipes:
+    """Recipes out of what the module's own ``load_state_dict`` makes of ``symbols``; see ``load_module``."""
+    return _loaded(load_module(model, symbols, targets, versions, log), model, targets)
 
 
 def _loaded(loaded: Loaded, model: torch.nn.Module, targets: Mapping[str, Target]) -> Recipes:
@@ -138,15 +112,15 @@ def _loaded(loaded: Loaded, model: torch.nn.Module, targets: Mapping[str, Target
     return Recipes(by_name, Coverage(loaded.missing, loaded.unexpected, loaded.mismatched))
 
 
-def _assemble(
-    targets: Mapping[str, Target],
+def assembled(
     tensors: Mapping[str, SymbolicTensor],
+    targets: Mapping[str, Target],
     unexpected: list[str],
     converted: frozenset[str],
     conversions: tuple[object, ...],
     ignored: tuple[str, ...] = (),
 ) -> Recipes:
-    """Match what the conversion gives with what the model expects."""
+    """Match what a conversion gives, of which ``converted`` are not merely renamed, with what is expected."""
     by_name: dict[str, Recipe] = {}
     missing: list[str] = []
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}

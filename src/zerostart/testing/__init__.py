@@ -5,7 +5,8 @@ pytest, and nothing else that zerostart does not need itself.
 """
 
 from zerostart.testing.engines import EngineConformance
+from zerostart.testing.libraries import ModelLibraryConformance
 from zerostart.testing.ranks import on_ranks
 from zerostart.testing.storages import StorageConformance
 
-__all__ = ["EngineConformance", "StorageConformance", "on_ranks"]
+__all__ = ["EngineConformance", "ModelLibraryConformance", "StorageConformance", "on_ranks"]

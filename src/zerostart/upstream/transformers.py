@@ -202,10 +202,8 @@ def ignorable_on_save(model: Any) -> tuple[str, ...]:
 def parallel_rules(model: Any, axis: str) -> dict[str, str]:
     """The expert (``"ep"``) or tensor (``"tp"``) parallel plan of a model: names (``*``: a layer) to styles.
 
-    Declared by its configuration and its class, and put together when it was built; {} for any other module.
+    Declared by its configuration and its class, and put together when it was built.
     """
-    if not is_pretrained(model):
-        return {}
     _check()
     return dict(getattr(model, f"_{axis}_plan", None) or {})
 

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from zerostart.errors import ConversionError
-from zerostart.recipe.recipe import Target
-from zerostart.recipe.recording import recorded
-from zerostart.recipe.symbolic import SymbolicTensor, settled
+from zerostart.recipe import SymbolicTensor, Target, recorded, settled
 from zerostart.upstream.transformers import loading_core
 
 __all__ = ["Converted", "convert"]

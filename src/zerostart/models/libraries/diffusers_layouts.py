@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerostart.errors import ConversionError
-from zerostart.recipe.recipe import Target
-from zerostart.recipe.symbolic import SymbolicTensor
+from zerostart.recipe import SymbolicTensor, Target, run_converter
 from zerostart.upstream.diffusers import fix_names, original_layout
 
 __all__ = ["Reading", "convert"]
 
 Symbols = Mapping[str, SymbolicTensor]
-#: Runs the converter of that name on symbolic tensors.
-Run = Callable[[str, Callable[[dict[str, Any]], dict[str, Any]], Symbols], dict[str, SymbolicTensor]]
 
 
 @dataclass(frozen=True)
@@ -32,14 +29,14 @@ class Reading:
     others: tuple[str, ...] = ()
 
 
-def convert(model: Any, symbols: Symbols, targets: Mapping[str, Target], run: Run) -> Reading:
+def convert(model: Any, symbols: Symbols, targets: Mapping[str, Target]) -> Reading:
     """The reading of ``symbols`` that covers most of ``targets``, by name and shape.
 
     Raises ConversionError if the registered converter fails and the names are not the model's own either.
     """
     best, most = Reading({}), -1
     failure: ConversionError | None = None
-    for read in _readings(model, symbols, run):
+    for read in _readings(model, symbols):
         try:
             reading = read()
         except ConversionError as error:  # it looks up keys that a file in another layout has not
@@ -61,7 +58,7 @@ def convert(model: Any, symbols: Symbols, targets: Mapping[str, Target], run: Ru
     return best
 
 
-def _readings(model: Any, symbols: Symbols, run: Run) -> Iterator[Callable[[], Reading]]:
+def _readings(model: Any, symbols: Symbols) -> Iterator[Callable[[], Reading]]:
     """The ways to read the checkpoint, the plainest first."""
 
     def as_it_is(part: Symbols, others: tuple[str, ...] = ()) -> Reading:
@@ -75,9 +72,9 @@ def _readings(model: Any, symbols: Symbols, run: Run) -> Iterator[Callable[[], R
     if stripped is not None:
         yield lambda: as_it_is(stripped, others)
     if converter is not None:
-        yield lambda: Reading(_converted(converter, model, part, run), others)
+        yield lambda: Reading(_converted(converter, model, part), others)
         if stripped is not None:
-            yield lambda: Reading(_converted(converter, model, stripped, run), others)
+            yield lambda: Reading(_converted(converter, model, stripped), others)
 
 
 def _component(
@@ -92,9 +89,7 @@ def _component(
     return part, stripped, tuple(name for name in symbols if name not in part)
 
 
-def _converted(
-    converter: Callable[..., Any], model: Any, part: Symbols, run: Run
-) -> dict[str, SymbolicTensor]:
+def _converted(converter: Callable[..., Any], model: Any, part: Symbols) -> dict[str, SymbolicTensor]:
     """What diffusers' own converter makes of the component."""
 
     def convert(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -102,4 +97,4 @@ def _converted(
         # One that looks for a key with `get` leaves None where the checkpoint has none.
         return {name: value for name, value in made.items() if value is not None}
 
-    return run(getattr(converter, "__name__", "of diffusers"), convert, part)
+    return run_converter(convert, part, getattr(converter, "__name__", "of diffusers"))

@@ -1,0 +1,1 @@
+"""The libraries of models that zerostart knows itself."""

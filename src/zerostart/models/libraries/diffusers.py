@@ -1,0 +1,138 @@
+"""Models of diffusers: built from their configuration, and left as ``from_pretrained`` leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.source import CONFIG_NAME, read_config
+from zerostart.errors import BuildError
+from zerostart.models.libraries import diffusers_layouts as layouts
+from zerostart.models.library import Built, Construction, ModelLibrary, OwnLoading, Stored
+from zerostart.models.tensors import state_names
+from zerostart.recipe import Recipes, Target, matched, symbols_of
+from zerostart.upstream import diffusers as upstream
+from zerostart.upstream.diffusers import model_class, require
+
+__all__ = ["Diffusers"]
+
+
+class Diffusers(ModelLibrary):
+    """diffusers; what a checkpoint lacks is initialised by the model's own constructor."""
+
+    name = "diffusers"
+
+    def handles(self, kind: type) -> bool:
+        """Whether it is a ``ModelMixin``."""
+        return upstream.is_diffusers(kind)
+
+    def describes(self, root: str | None) -> bool:
+        """Whether the configuration has ``_class_name``, as those of diffusers alone have."""
+        config = (read_config(root) if root else None) or {}
+        return isinstance(config.get("_class_name"), str)
+
+    def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
+        """Import diffusers, and the class where the configuration names it."""
+        if kind is None:
+            _named_class(str(root))
+
+    def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
+        """In the dtype that the model is to have, since buffers depend on it."""
+        chosen = _named_class(str(stored.root)) if kind is None else kind
+        building = _floating(stored.asked or stored.main)
+        return Construction(chosen.__name__, lambda: _construct(chosen, stored.root), building, stored.asked)
+
+    def expectations(self, built: Built) -> dict[str, Target]:
+        """As ``ModelMixin.from_pretrained`` casts: what it keeps in float32, and all else to the one dtype.
+
+        Without one, all else is as the checkpoint stores it.
+        """
+        kept = upstream.kept_in_fp32(built.model)
+        targets: dict[str, Target] = {}
+        for name, tensor, buffer in state_names(built.model):
+            dtype, as_stored = tensor.dtype, False
+            if dtype.is_floating_point:
+                if not kept.isdisjoint(name.split(".")):
+                    dtype = torch.float32
+                elif built.dtype is None:
+                    as_stored = True
+                else:
+                    dtype = built.dtype
+            targets[name] = Target(name, tuple(tensor.shape), dtype, buffer, as_stored)
+        return targets
+
+    def recipes(
+        self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: Any = None
+    ) -> Recipes:
+        """By the layout that fits of those that a checkpoint may have, or by a callable."""
+        if converter is not None:
+            return super().recipes(built, catalog, targets, converter)
+        reading = layouts.convert(built.model, symbols_of(catalog), targets)
+        return matched(reading.tensors, targets, reading.others)
+
+    def ignorable(self, model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The model's own patterns."""
+        return (), upstream.ignorable_unexpected(model)
+
+    def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
+        """Leave the name in the configuration, as ``from_pretrained`` does; ``from_single_file`` does not."""
+        model: Any = built.model
+        if name is not None and name not in catalog.files:
+            model.register_to_config(_name_or_path=name)
+
+    def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
+        """``from_pretrained`` of the class as the library defines it: FSDP2 puts one of its own in front."""
+        plain: Any = next(k for k in kind.__mro__ if k.__module__.startswith("diffusers."))
+        return lambda root, dtype: plain.from_pretrained(root, torch_dtype=dtype)
+
+
+def _floating(dtype: torch.dtype | None) -> torch.dtype:
+    """``dtype`` where torch can compute in it, else the default."""
+    return dtype if dtype is not None and dtype.itemsize > 1 else torch.get_default_dtype()
+
+
+def _named_class(root: str) -> type[nn.Module]:
+    """The class of diffusers that the configuration in ``root`` names. Raises BuildError if there is none."""
+    require()
+    name = str((read_config(root) or {}).get("_class_name"))
+    kind = model_class(name)
+    if kind is None:
+        import diffusers
+
+        raise BuildError(
+            f"{Path(root) / CONFIG_NAME} names the class {name}, which is no model of diffusers "
+            f"{diffusers.__version__}; pass model= with the class or a callable that builds it"
+        )
+    return kind
+
+
+def _construct(kind: Any, root: str | None) -> nn.Module:
+    """Build the diffusers class from the configuration in ``root``, as ``from_pretrained`` does.
+
+    Raises BuildError if there is no configuration, or one that is not of a class of diffusers.
+    """
+    config = read_config(root) if root else None
+    if config is None:
+        raise BuildError(
+            f"there is no {CONFIG_NAME} in {root} to build {kind.__name__} from. Put the diffusers model's "
+            f"beside the file, or pass model=lambda: {kind.__name__}(...)"
+        )
+    _check_described(config, kind, Path(str(root)) / CONFIG_NAME)
+    model: nn.Module = kind.from_config(kind.load_config(root))
+    return model
+
+
+def _check_described(config: Mapping[str, Any], kind: type, path: Path) -> None:
+    """Original releases have a config.json too, of which diffusers would take nothing and say little."""
+    name = config.get("_class_name")
+    known = {base.__name__ for base in kind.__mro__}
+    if name is not None and name not in known and model_class(str(name)) is None:
+        raise BuildError(
+            f"{path} describes the class {name}, which diffusers does not have: it is the original release's "
+            f"own. Pass model=lambda: {kind.__name__}(...), or put the diffusers configuration there"
+        )

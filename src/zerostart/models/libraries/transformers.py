@@ -1,0 +1,213 @@
+"""Models of transformers: built, tied, initialised and left as ``from_pretrained`` does it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.errors import BuildError
+from zerostart.models.libraries import transformers_conversions as conversions
+from zerostart.models.library import Built, Construction, ModelLibrary, OwnLoading, Stored
+from zerostart.models.tensors import state_names
+from zerostart.recipe import Coverage, Recipes, Target, assembled, symbols_of
+from zerostart.upstream import transformers as upstream
+from zerostart.upstream.transformers_quantizers import dequantizer, prepare
+
+__all__ = ["Transformers"]
+
+logger = logging.getLogger("zerostart")
+
+
+class Transformers(ModelLibrary):
+    """transformers, by its own rules for names, ties, dtypes and what is missing."""
+
+    name = "transformers"
+
+    def handles(self, kind: type) -> bool:
+        """Whether it is a ``PreTrainedModel``."""
+        return upstream.is_pretrained(kind)
+
+    def describes(self, root: str | None) -> bool:
+        """It is asked last, and takes any configuration: its errors say what is wrong with one."""
+        return True
+
+    def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
+        """Import transformers and the class."""
+        _configured(root, kind)
+
+    def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
+        """In the dtype that was asked for, else the configuration's, else that of the checkpoint."""
+        made, config = _configured(stored.root, kind)
+        dtype = stored.asked or _named_dtype(getattr(config, "dtype", None)) or stored.first
+        chosen = dtype or torch.get_default_dtype()
+        return Construction(made.__name__, lambda: made(_with_dtype(config, chosen)), chosen, chosen)
+
+    def whole_dtype(self, model: nn.Module, stored: Stored, given: bool) -> torch.dtype | None:
+        """As ``construction``; the configuration is the file's for a model that the caller has built."""
+        config: Any = model.config
+        if given:
+            path = Path(stored.root or "") / "config.json"
+            named = _read_config(stored.root) if stored.root and path.is_file() else {}
+            own = _named_dtype(named.get("dtype") or named.get("torch_dtype"))
+        else:
+            own = _named_dtype(getattr(config, "dtype", None))
+        return stored.asked or own or stored.first
+
+    def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> Any:
+        """The quantizer that the configuration beside the weights calls for."""
+        if not root or not (Path(root) / "config.json").is_file():
+            return None
+        quantization = _read_config(root).get("quantization_config")
+        if quantization is None:
+            return None
+        quantizer = dequantizer(quantization, root)
+        prepare(quantizer, model, dtype or torch.get_default_dtype())
+        return quantizer
+
+    def dtype_plan(self, model: nn.Module, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
+        """What the model keeps in another dtype."""
+        return upstream.dtype_plan(model, dtype)
+
+    def recipes(
+        self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: Any = None
+    ) -> Recipes:
+        """By the mapping registered for the model, by a list of conversions, or by a callable."""
+        if callable(converter):
+            return super().recipes(built, catalog, targets, converter)
+        mapping = (
+            upstream.registered_conversions(built.model, built.quantizer)
+            if converter is None
+            else list(converter)
+        )
+        made = conversions.convert(built.model, mapping, symbols_of(catalog), targets)
+        return assembled(made.tensors, targets, made.unexpected, made.converted, made.used)
+
+    def revert(self, model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Under hub names and shapes."""
+        return upstream.revert(model, state_dict)
+
+    def ties(self, model: nn.Module) -> dict[str, str]:
+        """As the model's class and configuration say."""
+        return upstream.tied_names(model)
+
+    def tie(self, model: nn.Module, missing: set[str]) -> None:
+        """By the model's own method."""
+        upstream.tie(model, missing)
+
+    def untie(self, model: nn.Module, name: str, source: str) -> None:
+        """The model then no longer says that they are tied, either."""
+        del upstream.tied_names(model)[name]
+        super().untie(model, name, source)
+
+    def lacking(self, model: nn.Module, coverage: Coverage) -> Iterable[str]:
+        """Any name: a mismatch that is to be ignored is initialised."""
+        return (name for name, _, _ in state_names(model))
+
+    def ignorable(self, model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The model's own patterns."""
+        return upstream.ignorable(model)
+
+    def mark_loaded(self, tensor: torch.Tensor) -> None:
+        """With the library's mark."""
+        upstream.mark_loaded(tensor)
+
+    def initialiser(self, model: nn.Module) -> Callable[[], None] | None:
+        """The model's own."""
+        return functools.partial(upstream.initialise, model)
+
+    def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
+        """Set what later library calls look at.
+
+        The conversions that matched (``save_pretrained`` reverses them), the name and dtype in the
+        configuration, and the generation configuration that lies beside the weights.
+        """
+        model: Any = built.model
+        upstream.keep_conversions(model, recipes.conversions)
+        model.config.name_or_path = model.config.name_or_path if name is None else name
+        if built.dtype is not None:
+            model.config.dtype = built.dtype
+        root = catalog.root
+        path = Path(root or "") / "generation_config.json"
+        if root and path.is_file() and model.can_generate():
+            from transformers import GenerationConfig
+
+            try:
+                model.generation_config = GenerationConfig.from_pretrained(root)
+            except (OSError, ValueError, TypeError) as error:
+                logger.warning("%s was not understood and is left out: %s", path, error)
+
+    def parallel_rules(self, model: nn.Module, axis: str) -> dict[str, str]:
+        """As the model's configuration and class declare."""
+        return upstream.parallel_rules(model, axis)
+
+    def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
+        """``from_pretrained`` of the class as the library defines it: FSDP2 puts one of its own in front."""
+        plain: Any = next(k for k in kind.__mro__ if k.__module__.startswith("transformers."))
+        return lambda root, dtype: plain.from_pretrained(root, dtype=dtype or "auto")
+
+
+def _configured(root: str | None, kind: type[nn.Module] | None) -> tuple[type[nn.Module], Any]:
+    """The transformers class and configuration of a checkpoint directory."""
+    import transformers
+
+    _read_config(root)
+    # A class takes its own configuration, which may be a part of the checkpoint's, as from_pretrained does.
+    reader = getattr(kind, "config_class", None) or transformers.AutoConfig
+    try:
+        config = reader.from_pretrained(root)
+    except (ValueError, KeyError, OSError) as error:
+        raise BuildError(f"{root}/config.json names no model that transformers knows: {error}") from error
+    # The model is built as if it were not quantised, since it is dequantised on the way.
+    config.__dict__.pop("quantization_config", None)
+    if kind is not None:
+        return kind, config
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type):
+            return found, config
+    mapping = transformers.MODEL_MAPPING
+    if type(config) in mapping:
+        return mapping[type(config)], config
+    raise BuildError(
+        f"{root}/config.json names the architecture {config.architectures}, which transformers "
+        f"{transformers.__version__} does not have; pass model= with the class or a callable that builds it"
+    )
+
+
+def _read_config(root: str | None) -> dict[str, Any]:
+    path = Path(root) / "config.json" if root else None
+    if path is None or not path.is_file():
+        raise BuildError(
+            f"there is no config.json in {root}; pass model= with the class or a callable that builds it"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BuildError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise BuildError(f"{path} does not hold an object")
+    return raw
+
+
+def _named_dtype(value: Any) -> torch.dtype | None:
+    found = getattr(torch, value, None) if isinstance(value, str) else value
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _with_dtype(config: Any, dtype: torch.dtype) -> Any:
+    """The configuration says what the weights are, as after ``from_pretrained``; sub-configurations too."""
+    config.dtype = dtype
+    for name in getattr(config, "sub_configs", {}):
+        sub = getattr(config, name, None)
+        if sub is not None:
+            sub.dtype = dtype
+    return config

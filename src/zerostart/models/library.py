@@ -1,0 +1,227 @@
+"""What zerostart asks of a library of models.
+
+An outsider's library is a subclass of ``ModelLibrary``, registered by name (``register_model_library``, or
+the entry point group ``zerostart.model_libraries``); ``zerostart.testing.ModelLibraryConformance`` is what it
+has to pass. What a subclass leaves out is as for models whose checkpoints have their state dict's own names.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.errors import BuildError, ConversionError
+from zerostart.models.operator_log import OperatorLog
+from zerostart.models.tensors import owner_of, replace_tensor, state_names
+from zerostart.recipe import Coverage, Recipes, Target, matched, one_thread, run_converter, symbols_of
+
+__all__ = ["Built", "Construction", "Converter", "ModelLibrary", "OwnLoading", "Stored"]
+
+#: From a state dict under the checkpoint's names and shapes to one under the model's.
+Converter = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+#: From a directory and the dtype that is asked for (None: the checkpoint's own) to the whole model.
+OwnLoading = Callable[[str, torch.dtype | None], nn.Module]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is known of a checkpoint, and asked for, when a model is built for it.
+
+    ``root`` is the directory of its configuration, if it has one; ``asked`` the dtype that the caller wants;
+    ``first`` that of its first floating tensor, ``main`` that of most of its elements.
+    """
+
+    root: str | None
+    asked: torch.dtype | None = None
+    first: torch.dtype | None = None
+    main: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Construction:
+    """How a model is built from its configuration: ``make()``, with ``building`` as torch's default dtype.
+
+    ``dtype`` is as in ``Built``; ``name`` is the class's, for messages.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    building: torch.dtype
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model on meta, the log of its construction, and the library that it is of.
+
+    ``dtype`` is the floating dtype that the load gives the model as a whole; None lets each tensor keep the
+    dtype that the checkpoint stores. ``logged`` is False for a module that the caller had built before.
+    ``quantizer`` is the library's own, set to dequantise, for a checkpoint that is quantised.
+    """
+
+    model: nn.Module
+    log: OperatorLog
+    dtype: torch.dtype | None
+    logged: bool
+    library: ModelLibrary
+    quantizer: Any = None
+
+    @one_thread()
+    def recipes(self, catalog: Catalog, targets: Mapping[str, Target], converter: Any = None) -> Recipes:
+        """``ModelLibrary.recipes`` of this model, with bits that no number of threads decides."""
+        return self.library.recipes(self, catalog, targets, converter)
+
+
+class ModelLibrary(ABC):
+    """How the models of one library are built, converted, tied, initialised and finished."""
+
+    #: The name under which it is registered.
+    name: ClassVar[str]
+    #: Whether a class is built from the configuration beside the weights, and not by calling it.
+    from_config: ClassVar[bool] = True
+    #: Whether loading leaves tensors that share memory sharing it, as ``load_state_dict`` does.
+    keeps_views: ClassVar[bool] = False
+
+    @abstractmethod
+    def handles(self, kind: type) -> bool:
+        """Whether ``kind`` is a class of this library; told without importing the library."""
+
+    def describes(self, root: str | None) -> bool:
+        """Whether the configuration in the directory ``root`` is this library's, by a mark of its own."""
+        return False
+
+    def require(self, kind: type[nn.Module] | None, root: str | None) -> None:  # noqa: B027  # may be left
+        """Import what building ``kind``, or without one what ``root`` names, needs.
+
+        Raises BuildError or UnsupportedVersionError.
+        """
+
+    def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
+        """How to build ``kind``, or without one the class that ``stored.root`` names. Raises BuildError."""
+        raise BuildError(
+            f"{self.name} does not build from a configuration; pass model= with a callable that builds it"
+        )
+
+    def whole_dtype(self, model: nn.Module, stored: Stored, given: bool) -> torch.dtype | None:
+        """``Built.dtype`` of a model that the caller's callable has made, or (``given``) the caller."""
+        return stored.asked
+
+    def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> Any:
+        """What dequantises the weights in ``root``, the model made ready for it; None if they need none."""
+        return None
+
+    def dtype_plan(self, model: nn.Module, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
+        """Patterns of parameters that a model loaded in ``dtype`` keeps in another, and which."""
+        return []
+
+    def expectations(self, built: Built) -> dict[str, Target]:
+        """What each state-dict name of the model expects of the checkpoint."""
+        kept = [] if built.dtype is None else self.dtype_plan(built.model, built.dtype)
+        targets: dict[str, Target] = {}
+        for name, tensor, buffer in state_names(built.model):
+            dtype = next((other for pattern, other in kept if pattern.search(name)), tensor.dtype)
+            targets[name] = Target(name, tuple(tensor.shape), dtype, buffer, built.dtype is None)
+        return targets
+
+    def converter(self, model: nn.Module) -> Converter | None:
+        """From the checkpoint's state dict to the model's; None where they are the same.
+
+        It is run on symbolic tensors, and may only move elements or calculate by torch's operators.
+        """
+        return None
+
+    def recipes(
+        self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: Any = None
+    ) -> Recipes:
+        """The recipe of every target that the checkpoint covers, and what is left open.
+
+        ``converter`` is the caller's: None for the library's own, or a callable from state dict to state
+        dict. Raises ConversionError for one that fails, is random, or depends on the values of weights.
+        """
+        converter = self.own_or_callable(built.model, converter)
+        symbols = symbols_of(catalog)
+        return matched(symbols if converter is None else run_converter(converter, symbols), targets)
+
+    def own_or_callable(self, model: nn.Module, converter: Any) -> Converter | None:
+        """The converter to run. Raises ConversionError for a list of conversions, which it is not for."""
+        if converter is None:
+            return self.converter(model)
+        if not callable(converter):
+            raise ConversionError(
+                f"converter is a list of conversions, which are for a transformers model, and "
+                f"{type(model).__name__} is none; pass a callable from state dict to state dict"
+            )
+        chosen: Converter = converter
+        return chosen
+
+    def revert(self, model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A state dict of the model under the checkpoint's names and shapes; also of meta tensors."""
+        return dict(state_dict)
+
+    def ties(self, model: nn.Module) -> dict[str, str]:
+        """State-dict names that are tied, and the name that each is tied to."""
+        return {}
+
+    def tie(self, model: nn.Module, missing: set[str]) -> None:
+        """Tie what ``ties`` says; of a pair the name that is not in ``missing`` is the one that stays."""
+        for name, source in self.ties(model).items():
+            kept, other = (name, source) if source in missing and name not in missing else (source, name)
+            owner, leaf = owner_of(model, kept)
+            replace_tensor(model, other, owner.get_parameter(leaf))
+
+    def untie(self, model: nn.Module, name: str, source: str) -> None:
+        """Give ``name`` a parameter of its own: the checkpoint has another one there than for ``source``."""
+        (owner, leaf), (other, other_leaf) = owner_of(model, name), owner_of(model, source)
+        parameter = owner._parameters.get(leaf)
+        if parameter is not None and parameter is other._parameters.get(other_leaf):
+            owner._parameters[leaf] = nn.Parameter(
+                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+            )
+
+    def lacking(self, model: nn.Module, coverage: Coverage) -> Iterable[str]:
+        """State-dict names that the checkpoint may lack once the model is tied."""
+        return coverage.missing
+
+    def ignorable(self, model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Patterns (regular expressions, searched) of names that may be missing, and that may be too much."""
+        return (), ()
+
+    def mark_loaded(self, tensor: torch.Tensor) -> None:  # noqa: B027  # only for some initialisers
+        """Tell the model's initialiser to leave ``tensor``, a parameter or buffer, alone."""
+
+    def initialiser(self, model: nn.Module) -> Callable[[], None] | None:
+        """What gives the whole model its first values, as the library's own loading does it.
+
+        Run on meta, where its calls are logged. Without one, a parameter that the checkpoint lacks gets what
+        its constructor gives it.
+        """
+        return None
+
+    def finish(  # noqa: B027  # may be left
+        self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog
+    ) -> None:
+        """Leave on the loaded model what later calls of the library look at.
+
+        ``name`` is the source's, None for tensors in memory.
+        """
+
+    def parallel_rules(self, model: nn.Module, axis: str) -> dict[str, str]:
+        """The expert (``"ep"``) or tensor (``"tp"``) parallel plan that the model declares.
+
+        Names of modules or parameters (``*``: a layer) to transformers' styles.
+        """
+        return {}
+
+    def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
+        """The library's own loading of the class ``kind``, unsharded, on the CPU; None where it has none.
+
+        A load is compared with it, and never made of it.
+        """
+        return None

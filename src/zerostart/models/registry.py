@@ -1,0 +1,79 @@
+"""Libraries of models: those of zerostart, and those that other packages bring."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from importlib.metadata import EntryPoint, entry_points
+
+from torch import nn
+
+from zerostart.errors import ConfigError
+from zerostart.models.library import ModelLibrary
+
+__all__ = ["library_in", "library_of", "model_library_names", "register_model_library"]
+
+#: Entry points of other packages: a name, and the subclass of ``ModelLibrary``.
+GROUP = "zerostart.model_libraries"
+#: Names, and where the class is. Each is asked in turn, so the last two take what nobody else has taken:
+#: a configuration, and a class.
+_OWN = {
+    "diffusers": ("zerostart.models.libraries.diffusers", "Diffusers"),
+    "transformers": ("zerostart.models.libraries.transformers", "Transformers"),
+    "plain": ("zerostart.models.libraries.plain", "Plain"),
+}
+_registered: dict[str, ModelLibrary] = {}
+
+
+def register_model_library(kind: type[ModelLibrary]) -> type[ModelLibrary]:
+    """Have ``kind`` asked, before zerostart's own, for what it handles; also a decorator.
+
+    Raises ConfigError for a name that another library has.
+    """
+    there = _registered.get(kind.name)
+    if kind.name in _OWN or (there is not None and type(there) is not kind):
+        raise ConfigError(f"a model library named {kind.name!r} is there already; choose another name")
+    if there is None:
+        _registered[kind.name] = kind()
+    return kind
+
+
+def model_library_names() -> list[str]:
+    """The names of all libraries, in the order in which they are asked."""
+    return [library.name for library in _libraries()]
+
+
+def library_of(model: nn.Module | type) -> ModelLibrary:
+    """The library of a model or class. Raises ConfigError for an installed one that cannot be imported."""
+    kind = model if isinstance(model, type) else type(model)
+    return next(library for library in _libraries() if library.handles(kind))
+
+
+def library_in(root: str | None) -> ModelLibrary:
+    """The library that the configuration in the directory ``root`` is of. Raises as ``library_of`` does."""
+    return next(library for library in _libraries() if library.describes(root))
+
+
+def _libraries() -> tuple[ModelLibrary, ...]:
+    return (*_registered.values(), *_installed(), *_own())
+
+
+@functools.cache
+def _own() -> tuple[ModelLibrary, ...]:
+    return tuple(getattr(importlib.import_module(module), name)() for module, name in _OWN.values())
+
+
+@functools.cache
+def _installed() -> tuple[ModelLibrary, ...]:
+    return tuple(map(_made, entry_points(group=GROUP)))
+
+
+def _made(point: EntryPoint) -> ModelLibrary:
+    try:
+        library: ModelLibrary = point.load()()
+    except Exception as error:
+        raise ConfigError(
+            f"the model library {point.name} ({point.value}), which another package brings, cannot be "
+            f"imported: {type(error).__name__}: {error}; repair that package, or uninstall it"
+        ) from error
+    return library
