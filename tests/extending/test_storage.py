@@ -137,3 +137,16 @@ def test_schemes_that_nobody_has_registered() -> None:
     with pytest.raises(errors.ConfigError, match="http:// is there already"):
         register_storage(Other)
     assert register_storage(HttpFile) is HttpFile
+
+
+def test_a_storage_has_schemes_and_says_what_lies_at_a_url() -> None:
+    with pytest.raises(errors.ConfigError, match="HttpFile names no scheme"):
+        register_storage(type("HttpFile", (HttpFile,), {"schemes": ()}))
+
+    class Unreached(Storage):
+        schemes = ("unreached",)
+
+    with pytest.raises(errors.ConfigError, match=r"Unreached .*at\(source\)"):
+        register_storage(Unreached)
+    with pytest.raises(errors.ConfigError, match="nothing reads unreached://"):
+        open_catalog("unreached://x")

@@ -21,19 +21,24 @@ _registered: dict[str, type[Storage]] = {}
 def register_storage(kind: type[Storage]) -> type[Storage]:
     """Have sources with one of ``kind.schemes`` read from ``kind``, in this process; also a decorator.
 
-    Raises ConfigError for a scheme that another storage has, and where there is none.
+    Raises ConfigError for a scheme that another storage has, where there is none, and for a class without an
+    ``at`` of its own.
     """
     if not kind.schemes:
         raise ConfigError(f"{kind.__name__} names no scheme of URLs; set schemes")
     for scheme in kind.schemes:
         if _registered.get(scheme, kind) is not kind:
             raise ConfigError(f"a storage of {scheme}:// is there already; choose another scheme")
+    _check_reached(kind)
     _registered.update(dict.fromkeys(kind.schemes, kind))
     return kind
 
 
 def storage_at(source: object) -> Storage | None:
-    """The storage that a URL leads to; None for no URL. Raises ConfigError for an unknown scheme."""
+    """The storage that a URL leads to; None for no URL.
+
+    Raises ConfigError for an unknown scheme, and what ``Storage.at`` raises.
+    """
     match = _URL.fullmatch(source) if isinstance(source, str) else None
     if match is None:
         return None
@@ -42,6 +47,7 @@ def storage_at(source: object) -> Storage | None:
         kind = _registered[scheme]
     elif scheme in _installed():
         kind = _installed()[scheme].load()
+        _check_reached(kind)
     else:
         known = sorted({*_registered, *_installed()})
         raise ConfigError(
@@ -50,6 +56,13 @@ def storage_at(source: object) -> Storage | None:
             + (f", or use {', '.join(known)}" if known else ", or copy the checkpoint to a local directory")
         )
     return kind.at(match.string)
+
+
+def _check_reached(kind: type[Storage]) -> None:
+    if getattr(kind.at, "__func__", None) is Storage.at.__func__:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"{kind.__name__} does not say what lies at a URL; give it a class method at(source)"
+        )
 
 
 @functools.cache
