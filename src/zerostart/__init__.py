@@ -9,25 +9,20 @@ Imports of torch and of the engines wait until a verb is called, so that the com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zerostart import errors
 from zerostart.errors import ZerostartError
 
 if TYPE_CHECKING:
-    import os
-
     import torch
     from torch import nn
 
     from zerostart.forecast import WorldPlan
+    from zerostart.loading.arguments import Converter, ModelLike, Source
     from zerostart.loading.report import Report
-
-    Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
-    ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | None
-    Converter = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | Sequence[Any] | None
 
 __all__ = [
     "ZerostartError",
@@ -49,7 +44,7 @@ def load(
     model: ModelLike = None,
     engine: str = "deepspeed",
     zero_stage: int = 3,
-    engine_config: Mapping[str, Any] | None = None,
+    engine_config: Mapping[str, object] | None = None,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
     dtype: torch.dtype | None = None,
@@ -111,27 +106,11 @@ def load(
     Raises:
         ZerostartError: the same type and text on every rank; see ``zerostart.errors`` for the leaves.
     """
+    given = dict(locals())
     from zerostart.loading.request import Request
     from zerostart.loading.run import run
 
-    request = Request(
-        source=source,
-        model=model,
-        engine=engine,
-        zero_stage=zero_stage,
-        engine_config=engine_config,
-        expert_parallel=expert_parallel,
-        tensor_parallel=tensor_parallel,
-        dtype=dtype,
-        converter=converter,
-        memory_limit=memory_limit,
-        chunk_size=chunk_size,
-        strict=strict,
-        progress=progress,
-        fp32_masters=fp32_masters,
-        exchange=exchange,
-    )
-    return run(request)
+    return run(Request(**given))
 
 
 def plan(
@@ -146,7 +125,7 @@ def plan(
     model: ModelLike = None,
     rank: int | None = None,
     *,
-    engine_config: Mapping[str, Any] | None = None,
+    engine_config: Mapping[str, object] | None = None,
     exchange: bool | None = None,
     memory_limit: int | None = None,
     chunk_size: int | None = None,
@@ -181,26 +160,12 @@ def plan(
     Raises:
         ZerostartError: what ``load`` with ``strict=False`` would raise before reading weights.
     """
-    from zerostart.forecast import Asked
+    given = dict(locals())
     from zerostart.forecast.run import forecast
+    from zerostart.loading.arguments import ForecastArguments, taken
     from zerostart.loading.request import Request
 
-    request = Request(
-        source=source,
-        model=model,
-        engine=engine,
-        zero_stage=zero_stage,
-        expert_parallel=expert_parallel,
-        tensor_parallel=tensor_parallel,
-        dtype=dtype,
-        converter=converter,
-        engine_config=engine_config,
-        exchange=exchange,
-        memory_limit=memory_limit,
-        chunk_size=chunk_size,
-    )
-    asked = Asked(device_memory, host_memory, storage_rate, interconnect_rate, optimizer)
-    return forecast(request, world_size, rank, asked)
+    return forecast(taken(Request, given), world_size, rank, taken(ForecastArguments, given))
 
 
 def report(model: nn.Module) -> Report:
@@ -244,7 +209,7 @@ def gathered(
 def enabled(
     engine: str | None = None,
     zero_stage: int | None = None,
-    engine_config: Mapping[str, Any] | None = None,
+    engine_config: Mapping[str, object] | None = None,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
     memory_limit: int | None = None,
@@ -271,30 +236,30 @@ def enabled(
     Raises:
         ZerostartError: inside, at ``from_pretrained`` and ``accelerator.prepare``, the same on every rank.
     """
-    from zerostart.integrations.adoption import Settings
+    given = dict(locals())
     from zerostart.integrations.adoption import enabled as enabled_with
+    from zerostart.loading.arguments import EnabledArguments
 
-    return enabled_with(
-        Settings(
-            engine,
-            zero_stage,
-            engine_config,
-            expert_parallel,
-            tensor_parallel,
-            memory_limit,
-            chunk_size,
-            progress,
-            fp32_masters,
-        )
-    )
+    return enabled_with(EnabledArguments(**given))
 
 
-def enable(**settings: Any) -> None:
-    """``enabled`` from here on, until ``disable``; takes the same arguments."""
-    from zerostart.integrations.adoption import Settings
+def enable(
+    engine: str | None = None,
+    zero_stage: int | None = None,
+    engine_config: Mapping[str, object] | None = None,
+    expert_parallel: int = 1,
+    tensor_parallel: int = 1,
+    memory_limit: int | None = None,
+    chunk_size: int | None = None,
+    progress: bool = True,
+    fp32_masters: bool = True,
+) -> None:
+    """``enabled`` from here on, until ``disable``; takes the same arguments, and raises the same."""
+    given = dict(locals())
     from zerostart.integrations.adoption import enable as enable_with
+    from zerostart.loading.arguments import EnabledArguments
 
-    enable_with(Settings(**settings))
+    enable_with(EnabledArguments(**given))
 
 
 def disable() -> None:

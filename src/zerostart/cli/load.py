@@ -14,47 +14,29 @@ import typer
 
 from zerostart.checkpoint.strict_json import dump_json
 from zerostart.cli.launch import run_local_ranks
-from zerostart.cli.options import (
-    DtypeOption,
-    EngineConfigOption,
-    EngineOption,
-    ExchangeOption,
-    ExpertParallelOption,
-    MemoryLimitOption,
-    SourceArgument,
-    StageOption,
-    TensorParallelOption,
-    engine_config_of,
-    named_dtype,
-    size_of,
-)
+from zerostart.cli.options import SourceArgument, named_dtype, takes, values_of
 from zerostart.cli.worker import join_group, leave_group, worker_main
 from zerostart.errors import ConfigError, ZerostartError
+from zerostart.loading.arguments import LoadArguments
 
 __all__ = ["command"]
 
 
+@takes(LoadArguments)
 def command(
     source: SourceArgument,
     nproc: Annotated[
         int | None, typer.Option("--nproc", min=1, help="Local ranks.", show_default=False)
     ] = None,
-    engine: EngineOption = "deepspeed",
-    zero_stage: StageOption = 3,
-    engine_config: EngineConfigOption = None,
-    expert_parallel: ExpertParallelOption = 1,
-    tensor_parallel: TensorParallelOption = 1,
-    dtype: DtypeOption = None,
-    exchange: ExchangeOption = None,
-    memory_limit: MemoryLimitOption = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare every element with transformers' unsharded load.")
+        bool, typer.Option("--verify", help="Compare every element with an unsharded load.")
     ] = False,
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=1, help="With --rank: ranks of the whole job.")
     ] = None,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Play this rank alone.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+    **given: Any,
 ) -> None:
     """Rehearse a load: on local ranks, or one rank of a bigger job by itself; time it and measure it.
 
@@ -62,18 +44,10 @@ def command(
     With --world-size and --rank one process reads what that rank reads, and drops it. Ends with what was
     foreseen and what was measured side by side.
     """
-    named_dtype(dtype)
     _check(nproc, world_size, rank, verify)
     options = {
         "source": source,
-        "engine": engine,
-        "zero_stage": zero_stage,
-        "engine_config": engine_config_of(engine_config),
-        "expert_parallel": expert_parallel,
-        "tensor_parallel": tensor_parallel,
-        "dtype": dtype,
-        "exchange": exchange,
-        "memory_limit": size_of(memory_limit),
+        **values_of(given),
         "verify": verify,
         "place": None if rank is None else (rank, world_size),
     }

@@ -1,78 +1,90 @@
-"""Options that several commands share."""
+"""Options that several commands share: the arguments of a load or a forecast, by their description."""
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-__all__ = [
-    "DtypeOption",
-    "EngineConfigOption",
-    "EngineOption",
-    "ExchangeOption",
-    "ExpertParallelOption",
-    "MemoryLimitOption",
-    "SourceArgument",
-    "StageOption",
-    "TensorParallelOption",
-    "engine_config_of",
-    "named_dtype",
-    "size_of",
-]
+from zerostart.loading.arguments import ForecastArguments, LoadArguments, Option, options
+
+__all__ = ["SourceArgument", "named_dtype", "takes", "values_of"]
+
+Command = TypeVar("Command", bound=Callable[..., None])
 
 SourceArgument = Annotated[
     str,
     typer.Argument(help="A checkpoint: directory, file, or hub id in the local cache.", show_default=False),
 ]
-EngineOption = Annotated[str, typer.Option("--engine", help="deepspeed or fsdp2.")]
-StageOption = Annotated[
-    int, typer.Option("--zero-stage", min=0, max=3, help="ZeRO stage; 0: whole on every rank.")
-]
-ExpertParallelOption = Annotated[
-    int, typer.Option("--expert-parallel", min=1, help="Ranks that share experts.")
-]
-TensorParallelOption = Annotated[
-    int, typer.Option("--tensor-parallel", min=1, help="Ranks that share a tensor.")
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option("--dtype", help="Floating dtype, such as bfloat16; default: the checkpoint's own."),
-]
-ExchangeOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--exchange/--no-exchange",
-        help="Read what several ranks want once and exchange it, or on each; default: what is faster.",
-        show_default=False,
-    ),
-]
-EngineConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--engine-config",
-        help="A JSON file: DeepSpeed's configuration, or what is set for fsdp2.",
-        exists=True,
-        dir_okay=False,
-        show_default=False,
-    ),
-]
-MemoryLimitOption = Annotated[
-    str | None,
-    typer.Option(
-        "--memory-limit", metavar="SIZE", help="Most staging buffers of a rank.", show_default=False
-    ),
-]
 
 
-def engine_config_of(path: Path | None) -> dict[str, Any] | None:
-    """The configuration in a JSON file (None for None); raises ConfigError for anything but an object."""
+def takes(*kinds: type) -> Callable[[Command], Command]:
+    """Put the options of the arguments in ``kinds`` in the place of a command's ``**given``.
+
+    They come before the command's own options that may be left out.
+    """
+
+    def extend(command: Command) -> Command:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())
+        required = [p for p in own[:-1] if p.default is p.empty]
+        optional = [p for p in own[:-1] if p.default is not p.empty]
+        shared = [_parameter(*described) for described in options(*kinds)]
+        every = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *shared, *optional)]
+        command.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in every} | {"return": None}
+        return command
+
+    return extend
+
+
+def _parameter(name: str, default: Any, option: Option) -> inspect.Parameter:
+    """One option, as typer reads a command's signature."""
+    word = name.replace("_", "-")
+    more: dict[str, Any] = {"help": option.help, "show_default": default is not None}
+    kind: Any = str
+    if option.kind == "number":
+        kind, more = int, {**more, "min": option.least, "max": option.most}
+    elif option.kind == "switch":
+        kind = bool
+    elif option.kind == "json":
+        kind, more = Path, {**more, "exists": True, "dir_okay": False}
+    elif option.kind in ("size", "rate"):
+        more["metavar"] = option.kind.upper()
+    flag = f"--{word}/--no-{word}" if option.kind == "switch" else f"--{word}"
+    wanted: Any = kind if default is not None else kind | None
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[wanted, typer.Option(flag, **more)],
+    )
+
+
+def values_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was typed, as plain JSON data: sizes in bytes, configurations read; a dtype keeps its name.
+
+    Raises ConfigError for a dtype or a configuration that is none, and a usage error for a size.
+    """
+    read: dict[str, Callable[[Any], object]] = {
+        "size": _size_of,
+        "rate": lambda text: _size_of(text.removesuffix("/s")),
+        "json": _configuration,
+        "dtype": lambda name: str(named_dtype(name)).removeprefix("torch."),
+    }
+    kinds = {name: option.kind for name, _, option in options(LoadArguments, ForecastArguments)}
+    return {
+        name: value if value is None or kinds[name] not in read else read[kinds[name]](value)
+        for name, value in given.items()
+    }
+
+
+def _configuration(path: Path) -> dict[str, Any]:
     from zerostart.errors import ConfigError
 
-    if path is None:
-        return None
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -82,15 +94,12 @@ def engine_config_of(path: Path | None) -> dict[str, Any] | None:
     return config
 
 
-def size_of(value: str | None, a_second: bool = False) -> int | None:
-    """Bytes in "80GB" or "40GiB" (None for None), ``a_second`` also "7GB/s"; raises a usage error."""
+def _size_of(text: str) -> int:
     from zerostart.checkpoint.shards import parse_size
     from zerostart.errors import ConfigError
 
-    if value is None:
-        return None
     try:
-        return parse_size(value.removesuffix("/s") if a_second else value)
+        return parse_size(text)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
 

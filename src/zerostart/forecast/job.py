@@ -22,12 +22,13 @@ from zerostart.forecast.reads import counts_of, owned_by
 from zerostart.forecast.result import RankForecast, WorldPlan
 from zerostart.forecast.seconds import rates_of, timed
 from zerostart.forecast.shares import held_of
+from zerostart.loading.arguments import ForecastArguments
 from zerostart.models import Origins
 from zerostart.planning import Rates
 from zerostart.recipe import Coverage, Recipes
 from zerostart.transfer import Tuning
 
-__all__ = ["Asked", "Subject", "foresee"]
+__all__ = ["Subject", "foresee"]
 
 
 @dataclass(frozen=True)
@@ -41,23 +42,12 @@ class Subject:
     origins: Origins
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The arguments of a forecast beside those of a load; see ``zerostart.plan``."""
-
-    device_memory: int | None = None
-    host_memory: int | None = None
-    storage_rate: float | None = None
-    interconnect_rate: float | None = None
-    optimizer: str | None = None
-
-
 def foresee(
     subject: Subject,
     engine: Engine,
     ranks: Sequence[int],
     tuning: Tuning,
-    asked: Asked,
+    asked: ForecastArguments,
     forced: bool | None,
 ) -> WorldPlan:
     """The plan of ``ranks``; ``forced``: whether bytes that several want must be read once.

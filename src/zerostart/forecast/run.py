@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from zerostart.distributed.world import World, default_device
 from zerostart.engines import RANKS_OF_A_MACHINE
-from zerostart.forecast import Asked, Subject, WorldPlan, foresee
+from zerostart.forecast import Subject, WorldPlan, foresee
+from zerostart.loading.arguments import ForecastArguments
 from zerostart.loading.preparation import prepare, undisturbed
 from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
@@ -15,14 +16,14 @@ __all__ = ["forecast"]
 
 
 def forecast(
-    request: Request, world_size: int, rank: int | None = None, asked: Asked | None = None
+    request: Request, world_size: int, rank: int | None = None, asked: ForecastArguments | None = None
 ) -> WorldPlan:
     """The plan of every rank, or of one, without a process group; see ``zerostart.plan``."""
     with undisturbed():
-        return _forecast(request, world_size, rank, asked or Asked())
+        return _forecast(request, world_size, rank, asked or ForecastArguments())
 
 
-def _forecast(request: Request, world_size: int, rank: int | None, asked: Asked) -> WorldPlan:
+def _forecast(request: Request, world_size: int, rank: int | None, asked: ForecastArguments) -> WorldPlan:
     clock = Clock()
     engine = request.resolve(world_size, rank)
     known = prepare(request, engine, World(0, 1, None), clock, strict=False)

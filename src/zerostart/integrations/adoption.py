@@ -22,8 +22,9 @@ from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
 from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.diffusion import DiffusionCall
-from zerostart.integrations.pretrained import Call, Settings
+from zerostart.integrations.pretrained import Call
 from zerostart.integrations.resizing import resize_token_embeddings
+from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.record import loaded_models, record_of
 from zerostart.state.full_tensors import full_tensors
 from zerostart.upstream import accelerate_preparing as accelerate_parts
@@ -33,17 +34,17 @@ from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
 from zerostart.upstream.deepspeed_active import config_stage
 from zerostart.upstream.deepspeed_saving import Consolidation
 
-__all__ = ["Settings", "disable", "enable", "enabled"]
+__all__ = ["disable", "enable", "enabled"]
 
 #: Settings of FSDP2 that the parameters of a model have, and which cannot be left to the engine's default.
 POLICIES = ("mp_policy", "offload_policy")
 #: Settings that are in force, the innermost last.
-_stack: list[Settings] = []
+_stack: list[EnabledArguments] = []
 #: Models that every rank read whole while zerostart was enabled, for no sharding was set up then.
 _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def enable(settings: Settings) -> None:
+def enable(settings: EnabledArguments) -> None:
     """Put ``settings`` in force until ``disable``; see ``zerostart.enable``."""
     _check(settings)
     with contextlib.ExitStack() as stack:
@@ -64,7 +65,7 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def enabled(settings: Settings) -> Iterator[None]:
+def enabled(settings: EnabledArguments) -> Iterator[None]:
     """``enable`` for a block; see ``zerostart.enabled``."""
     enable(settings)
     try:
@@ -73,7 +74,7 @@ def enabled(settings: Settings) -> Iterator[None]:
         disable()
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: EnabledArguments) -> None:
     if settings.engine is not None:
         engines.check_choice(settings.engine, 3 if settings.zero_stage is None else settings.zero_stage)
         return
@@ -101,7 +102,7 @@ def _choose(served: type[Call], kind: type, arguments: dict[str, Any]) -> Call |
     return call
 
 
-def _resolved(settings: Settings, kind: type) -> Active | None:
+def _resolved(settings: EnabledArguments, kind: type) -> Active | None:
     """The active configuration, or the engine asked for, with the active one's settings where they fit."""
     found = find_active(kind)
     if settings.engine is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from zerostart.checkpoint.source import Files
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.active import Active
+from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.record import record_of
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
@@ -23,7 +23,7 @@ from zerostart.models.operator_log import OperatorLog
 from zerostart.upstream.served import Findings
 from zerostart.upstream.transformers_quantizers import dequantizer
 
-__all__ = ["Call", "Settings"]
+__all__ = ["Call"]
 
 #: Arguments of transformers' ``from_pretrained`` that a sharded load cannot honour, and why.
 REFUSED: Mapping[str, str] = {
@@ -39,28 +39,13 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of ``zerostart.enabled``, as documented there."""
-
-    engine: str | None = None
-    zero_stage: int | None = None
-    engine_config: Mapping[str, Any] | None = None
-    expert_parallel: int = 1
-    tensor_parallel: int = 1
-    memory_limit: int | None = None
-    chunk_size: int | None = None
-    progress: bool = True
-    fp32_masters: bool = True
-
-
 class Call:
     """Builds, loads, and agrees with the other ranks; see ``transformers_loading.Served``."""
 
     #: Arguments that cannot be honoured, and why.
     refused: Mapping[str, str] = REFUSED
 
-    def __init__(self, settings: Settings, active: Active, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, settings: EnabledArguments, active: Active, arguments: Mapping[str, Any]) -> None:
         self._settings = settings
         self._active = active
         self.arguments = dict(arguments)
@@ -126,22 +111,16 @@ class Call:
         """Load; what has another shape is mismatched where that is to be ignored, and else an error."""
         mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         settings, active = self._settings, self._active
+        given = {
+            **vars(settings),
+            "engine": active.engine,
+            "zero_stage": active.zero_stage,
+            "engine_config": active.config,
+        }
+        reinitialised = mismatched if ignore_mismatched else None
         run(
             Request(
-                source=source,
-                model=built,
-                engine=active.engine,
-                zero_stage=active.zero_stage,
-                engine_config=active.config,
-                expert_parallel=settings.expert_parallel,
-                tensor_parallel=settings.tensor_parallel,
-                converter=converter,
-                memory_limit=settings.memory_limit,
-                chunk_size=settings.chunk_size,
-                strict=False,
-                progress=settings.progress,
-                fp32_masters=settings.fp32_masters,
-                reinitialised=mismatched if ignore_mismatched else None,
+                source, model=built, converter=converter, strict=False, reinitialised=reinitialised, **given
             )
         )
         made = record_of(built.model).report

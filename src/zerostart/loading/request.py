@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,31 +11,17 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh
+from zerostart.loading.arguments import LoadArguments
 from zerostart.recipe import main_dtype
 from zerostart.transfer import MIN_CHUNK, Tuning, tune
 
 __all__ = ["Request"]
 
 
-@dataclass(frozen=True)
-class Request:
-    """The arguments of a load, as ``zerostart.load`` documents them."""
+@dataclass(frozen=True, kw_only=True)
+class Request(LoadArguments):
+    """The arguments of a load, and what they are checked for."""
 
-    source: Any
-    model: Any = None
-    engine: str = "deepspeed"
-    zero_stage: int = 3
-    engine_config: Mapping[str, Any] | None = None
-    expert_parallel: int = 1
-    tensor_parallel: int = 1
-    dtype: torch.dtype | None = None
-    converter: Any = None
-    memory_limit: int | None = None
-    chunk_size: int | None = None
-    exchange: bool | None = None
-    strict: bool = True
-    progress: bool = False
-    fp32_masters: bool = True
     #: Takes names and shapes of what has another shape in the checkpoint, which is then initialised as if it
     #: were missing; None: a mismatch is an error.
     reinitialised: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None

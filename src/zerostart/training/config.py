@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from zerostart.errors import ConfigError
+from zerostart.loading.arguments import LoadArguments
 
 if TYPE_CHECKING:
     from zerostart.engines import Engine
@@ -67,8 +68,8 @@ class ModelConfig(_Section):
 
     source: str
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    strict: bool = True
-    fp32_masters: bool = True
+    strict: bool = LoadArguments.strict
+    fp32_masters: bool = LoadArguments.fp32_masters
 
 
 class DataConfig(_Section):
@@ -108,8 +109,8 @@ class EngineConfig(_Section):
     DistributedDataParallel. An engine that another package has registered is known by its name, too.
     """
 
-    name: str = "deepspeed"
-    zero_stage: int = 3
+    name: str = LoadArguments.engine
+    zero_stage: int = LoadArguments.zero_stage
     config: dict[str, Any] | str = Field(default_factory=dict)
 
     def chosen(self) -> Engine:

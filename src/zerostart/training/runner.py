@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch
 import zerostart
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, PeerError
+from zerostart.loading.arguments import LoadArguments, keys
 from zerostart.training.config import TrainConfig
 from zerostart.training.evaluate import HeldOut
 from zerostart.training.export import export_model
@@ -64,14 +66,10 @@ def train(config: TrainConfig) -> TrainResult:
     inputs = read_inputs(config, world)
     torch.manual_seed(config.train.seed)  # for parameters that the checkpoint lacks; the same on every rank
     model = zerostart.load(
-        config.model.source,
+        **{name: attrgetter(key)(config) for name, key in keys(LoadArguments).items()},
         model=model_builder(config.task, inputs.settings),
-        engine=config.engine.name,
-        zero_stage=config.engine.zero_stage,
         engine_config=inputs.engine_config,
         dtype=getattr(torch, config.dtype),
-        strict=config.model.strict,
-        fp32_masters=config.model.fp32_masters,
     )
     display = Display(
         config.train.steps, directory / "metrics.jsonl", config.logging.every, active=world.rank == 0
