@@ -15,18 +15,20 @@ from typing import Any
 import torch
 
 from zerostart import geometry
-from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.errors import ConversionError
 from zerostart.recipe import diffusers
 from zerostart.recipe import transformers as hf
 from zerostart.recipe.coverage import Coverage
 from zerostart.recipe.dtypes import torch_dtype
+from zerostart.recipe.memory import Memory
 from zerostart.recipe.modules import Loaded, load_module
 from zerostart.recipe.operators import cast
 from zerostart.recipe.recipe import Recipe, Recipes, Target
 from zerostart.recipe.recording import recorded
 from zerostart.recipe.symbolic import SymbolicTensor, settled
 from zerostart.recipe.threads import one_thread
+from zerostart.recipe.values import Value
 from zerostart.upstream.diffusers import is_diffusers
 from zerostart.upstream.transformers import is_pretrained, registered_conversions
 
@@ -50,10 +52,7 @@ def trace(
     what loading it does to its own tensors. Raises ConversionError for a conversion that fails, is random, or
     depends on the values of weights.
     """
-    symbols = {
-        name: SymbolicTensor.of(name, entry.shape, torch_dtype(entry.dtype, name), entry.strides)
-        for name, entry in catalog.tensors.items()
-    }
+    symbols = {name: _symbol(tensor) for name, tensor in catalog.weights.items()}
     plain = not (is_pretrained(model) or is_diffusers(model))
     if callable(converter):
         name = getattr(converter, "__name__", type(converter).__name__)
@@ -74,6 +73,14 @@ def trace(
         return _assemble(targets, result.tensors, result.unexpected, result.converted, result.used)
     reading = diffusers.convert(model, symbols, targets, _run)
     return _made(reading.tensors, targets, reading.others)
+
+
+def _symbol(tensor: TensorEntry | Assembled) -> SymbolicTensor:
+    """A tensor of the checkpoint as it is stored, in one place or in several."""
+    dtype = torch_dtype(tensor.dtype, tensor.name)
+    if isinstance(tensor, TensorEntry):
+        return SymbolicTensor.of(tensor.name, tensor.shape, dtype, tensor.strides)
+    return SymbolicTensor(Memory.holding(Value(tensor.pieces, tensor.shape, dtype)))
 
 
 def _run(
