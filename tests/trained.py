@@ -31,7 +31,7 @@ def build(tied: bool = True) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.fromconfig(config(tied))
+    model = AutoModelForCausalLM.from_config(config(tied))
     model.register_buffer("steps_seen", torch.arange(3.0))
     return model
 
