@@ -64,7 +64,8 @@ def load(
 
     Args:
         source: a directory, a ``.safetensors`` file, a file of ``torch.save`` (weights are read as data, no
-            code in it is run), a hub id in the local cache, a URL of a registered storage, or a mapping of
+            code in it is run), a directory that DeepSpeed, ``torch.distributed.checkpoint`` or accelerate
+            saved while training, a hub id in the local cache, a URL of a registered storage, or a mapping of
             name to tensor. Of a diffusers pipeline it is the component of the class of ``model``. A URL and
             a mapping need ``model``; a mapping is held by every rank or, with the others passing None, by
             one, and must not change during the load.

@@ -407,7 +407,7 @@ def test_a_thousand_copies_of_a_copy_are_not_walked(saved: Path) -> None:
 
 def test_limits(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value, what in (
-        (weights_pickle, "MAX_INSTRUCTIONS", 10, "instructions"),
+        (weights_pickle.Machine, "limit", 10, "instructions"),
         (torch_zip, "MAX_PICKLE_BYTES", 10, "beyond the limit"),
         (zip_index, "MAX_DIRECTORY_BYTES", 10, "beyond the limit"),
     ):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from zerostart.checkpoint.storage import Storage
+from zerostart.geometry import Piece
 
-__all__ = ["DTYPE_BITS", "TORCH_NAMES", "Catalog", "TensorEntry", "contiguous_strides"]
+__all__ = ["DTYPE_BITS", "TORCH_NAMES", "Assembled", "Catalog", "TensorEntry", "contiguous_strides"]
 
 #: Width in bits of each element type, in the safetensors spelling.
 DTYPE_BITS: Mapping[str, int] = {
@@ -94,6 +96,29 @@ class TensorEntry:
         return count
 
 
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """One checkpoint tensor that lies in several stored ones: ``pieces`` of these tile its ``shape``.
+
+    ``dtype`` is that of all of them; the sources of the pieces are their names.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.numel * DTYPE_BITS[self.dtype] // 8
+
+
 @dataclass(frozen=True)
 class Catalog:
     """All tensors of a checkpoint and the files that hold them.
@@ -102,6 +127,9 @@ class Catalog:
     directory in which the checkpoint's configuration is looked for, empty where there is none. Of a pipeline
     ``component`` is the name of the model that was chosen. ``versions`` is what torch saves of the modules
     beside their tensors (a state dict's ``_metadata``), by module name; None where there is none.
+
+    Where the ranks of a job wrote their shares, ``tensors`` are those, and ``assembled`` the tensors that
+    they make up; None where what is stored is what is meant.
     """
 
     root: str
@@ -110,6 +138,12 @@ class Catalog:
     metadata: Mapping[str, str] = field(default_factory=dict)
     component: str = ""
     versions: Mapping[str, Mapping[str, Any]] | None = None
+    assembled: Mapping[str, Assembled] | None = None
+
+    @property
+    def weights(self) -> Mapping[str, TensorEntry | Assembled]:
+        """The tensors of the checkpoint by their names, however they are stored."""
+        return self.tensors if self.assembled is None else self.assembled
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -124,7 +158,7 @@ class Catalog:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(entry.nbytes for entry in self.tensors.values())
+        return sum(entry.nbytes for entry in self.weights.values())
 
 
 def contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -22,6 +22,7 @@ from zerostart.checkpoint.storage import Storage, storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.checkpoint.strict_json import DAMAGED, read_json, shown
+from zerostart.checkpoint.training import training_checkpoint
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 __all__ = ["Files", "config_path", "open_catalog", "read_config", "read_files", "resolve_source"]
@@ -72,6 +73,10 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     offsets (in a torch file, of its state dict). A tensor in a listed shard belongs to the checkpoint even if
     the index does not list it, because transformers too loads all that the listed files hold.
 
+    A directory that a training run left is read as what it is: DeepSpeed's ZeRO and universal checkpoints,
+    those of ``torch.distributed.checkpoint`` and accelerate's, and zerostart's own; their tensors lie in the
+    shares of the ranks that wrote them (``Catalog.assembled``).
+
     A directory with a ``model_index.json`` is a pipeline: meant is the component whose class is among
     ``classes``, or the only model that there is.
 
@@ -83,10 +88,14 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     if isinstance(source, Files):
         return replace(_catalog(Path(), [Path(path) for path in source.paths], wanted=None), root="")
     path = resolve_source(source)
+    if path.is_dir() and (saved := _saved_state(path)) is not None:
+        return open_catalog(saved)
     found = components(path) if path.is_dir() else None
     if found is not None:
         component = choose(path, found, classes)
         return replace(open_catalog(component.path), component=component.name)
+    if path.is_dir() and not _has_weights(path) and (trained := training_checkpoint(path)) is not None:
+        return trained
     weights = _weights_in(path) if path.is_dir() else path
     if INDEX_NAME.fullmatch(weights.name):
         return _open_index(weights)
@@ -150,6 +159,17 @@ def _cached_snapshot(name: str, looked_for: Path) -> Path:
             f"{name}: no file or directory {looked_for}, and no such model in the local hub cache "
             f"({huggingface_hub.constants.HF_HUB_CACHE}); fetch it first: hf download {wanted}"
         ) from error
+
+
+def _has_weights(directory: Path) -> bool:
+    """Whether the directory has weights under one of the names of transformers or diffusers."""
+    return any((directory / name).exists() for name in STANDARD_NAMES)
+
+
+def _saved_state(directory: Path) -> Path | None:
+    """The model in a directory of ``save_state``, which is one by itself; None if it is no such directory."""
+    model = directory / "model"
+    return model if (directory / "state.json").is_file() and model.is_dir() else None
 
 
 def _weights_in(directory: Path) -> Path:

@@ -38,6 +38,9 @@ def states_here(catalog: Catalog) -> tuple[FileState, ...]:
             raise CheckpointNotFoundError(f"{path} is not there on this machine, and it is where rank 0 runs")
     known = states_of(catalog)
     copies = [number for number, state in enumerate(states) if state != known[number]]
+    if catalog.assembled is not None:  # parts of files of many kinds: their lengths have to do
+        _check_lengths(catalog, states)
+        return tuple(state for state in states if state is not None)
     expected: dict[int, list[TensorEntry]] = {number: [] for number in copies}
     for entry in catalog.tensors.values():
         if entry.file in expected:
@@ -51,6 +54,15 @@ def states_here(catalog: Catalog) -> tuple[FileState, ...]:
             )
         states[number] = state
     return tuple(state for state in states if state is not None)
+
+
+def _check_lengths(catalog: Catalog, states: Sequence[FileState | None]) -> None:
+    for path, size, state in zip(catalog.files, catalog.sizes, states, strict=True):
+        if state is None or state.size != size:
+            raise ReadError(
+                f"{path} on this machine has another length than on rank 0's; copy the checkpoint to every "
+                "machine again"
+            )
 
 
 def check_unchanged(catalog: Catalog) -> None:

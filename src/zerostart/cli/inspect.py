@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zerostart.checkpoint.catalog import Catalog, TensorEntry
+from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.strict_json import dump_json
 
 __all__ = ["command"]
@@ -52,13 +52,13 @@ def _architectures(config: dict[str, Any]) -> list[str]:
     return [str(name) for name in named] if isinstance(named, list) else []
 
 
-def _largest(catalog: Catalog, count: int) -> list[TensorEntry]:
-    return sorted(catalog.tensors.values(), key=lambda entry: (-entry.nbytes, entry.name))[:count]
+def _largest(catalog: Catalog, count: int) -> list[TensorEntry | Assembled]:
+    return sorted(catalog.weights.values(), key=lambda entry: (-entry.nbytes, entry.name))[:count]
 
 
 def _by_dtype(catalog: Catalog) -> dict[str, dict[str, int]]:
     tensors, elements, size = Counter[str](), Counter[str](), Counter[str]()
-    for entry in catalog.tensors.values():
+    for entry in catalog.weights.values():
         tensors[entry.dtype] += 1
         elements[entry.dtype] += entry.numel
         size[entry.dtype] += entry.nbytes
@@ -76,7 +76,7 @@ def _names(catalog: Catalog) -> list[str]:
 
 def _document(catalog: Catalog, config: dict[str, Any]) -> dict[str, Any]:
     names = _names(catalog)
-    entries = list(catalog.tensors.values())
+    entries = list(catalog.weights.values())
     largest = _largest(catalog, 1)
     return {
         "root": catalog.root,
@@ -96,8 +96,9 @@ def _document(catalog: Catalog, config: dict[str, Any]) -> dict[str, Any]:
                 "name": entry.name,
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),
-                "file": names[entry.file],
-                "offset": entry.offset,
+                # None of both where the ranks of a job hold a part each.
+                "file": names[entry.file] if isinstance(entry, TensorEntry) else None,
+                "offset": entry.offset if isinstance(entry, TensorEntry) else None,
                 "nbytes": entry.nbytes,
             }
             for entry in entries
@@ -118,8 +119,8 @@ def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
         "checkpoint": catalog.root,
         "architecture": ", ".join(_architectures(config)) or "not stated",
         "files": f"{len(catalog.files):,}",
-        "tensors": f"{len(catalog.tensors):,}",
-        "parameters": f"{sum(entry.numel for entry in catalog.tensors.values()):,}",
+        "tensors": f"{len(catalog.weights):,}",
+        "parameters": f"{sum(entry.numel for entry in catalog.weights.values()):,}",
         "bytes": f"{catalog.nbytes:,} ({_readable(catalog.nbytes)})",
     }
     for name, value in rows.items():

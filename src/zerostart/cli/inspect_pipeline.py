@@ -29,8 +29,8 @@ def describe(component: Component, by_dtype: Callable[[Catalog], dict[str, Any]]
         "class": component.kind,
         "root": catalog.root,
         "files": len(catalog.files),
-        "tensor_count": len(catalog.tensors),
-        "parameters": sum(entry.numel for entry in catalog.tensors.values()),
+        "tensor_count": len(catalog.weights),
+        "parameters": sum(entry.numel for entry in catalog.weights.values()),
         "checkpoint_bytes": catalog.nbytes,
         "dtypes": by_dtype(catalog),
     }

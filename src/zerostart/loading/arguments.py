@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import os
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from zerostart.checkpoint.source import Files
     from zerostart.models import ModelLike as ModelLike
 
-    Source = str | os.PathLike[str] | Files | Mapping[str, torch.Tensor] | None
-    Converter = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | Sequence[object] | None
+    Source: TypeAlias = str | os.PathLike[str] | Files | Mapping[str, torch.Tensor] | None
+    Converter: TypeAlias = (
+        Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | Sequence[object] | None
+    )
 
 __all__ = ["EnabledArguments", "ForecastArguments", "LoadArguments", "Option", "keys", "options", "taken"]
 

@@ -78,10 +78,10 @@ def prepare(
 def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, Aliases]:
     """The model on meta, with the dtypes of the load, and where it keeps tensors a second time."""
     dtype = engine.parameter_dtype if request.dtype is None else request.dtype
-    stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
+    stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.weights.items()}
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
-    built = models.build(request.model, catalog.root, dtype, first, main_dtype(catalog.tensors.values()))
+    built = models.build(request.model, catalog.root, dtype, first, main_dtype(catalog.weights.values()))
     aliases = Aliases.of(built.model, built.library.keeps_views)
     models.set_dtypes(built, stored)
     computing = engine.computing_dtype
@@ -113,7 +113,7 @@ def _as_cast(targets: dict[str, Target], dtype: torch.dtype | None) -> dict[str,
 def _stored_wider(catalog: Catalog, dtype: torch.dtype) -> bool:
     """Whether most elements of the checkpoint are stored in a floating dtype of more bytes than ``dtype``."""
     count = {True: 0, False: 0}
-    for entry in catalog.tensors.values():
+    for entry in catalog.weights.values():
         stored = torch_dtype(entry.dtype, entry.name)
         count[stored.is_floating_point and stored.itemsize > dtype.itemsize] += entry.numel
     return count[True] > count[False]

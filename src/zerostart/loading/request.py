@@ -69,6 +69,6 @@ class Request(LoadArguments):
         chunk = self.chunk_size
         elements = engine.chunk_elements
         if chunk is None and elements > 0:
-            stored = main_dtype(catalog.tensors.values())
+            stored = main_dtype(catalog.weights.values())
             chunk = max(MIN_CHUNK, elements * (stored.itemsize if stored is not None else 4))
         return tune(catalog.storage, device.type != "cpu", computes, self.memory_limit, chunk, ranks)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from zerostart.checkpoint.catalog import TensorEntry
+from zerostart.checkpoint.catalog import Assembled, TensorEntry
 from zerostart.errors import CheckpointError
 
 __all__ = ["holds", "main_dtype", "spelling", "torch_dtype"]
@@ -75,7 +75,7 @@ def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     )
 
 
-def main_dtype(entries: Iterable[TensorEntry]) -> torch.dtype | None:
+def main_dtype(entries: Iterable[TensorEntry | Assembled]) -> torch.dtype | None:
     """The floating dtype that most elements are stored in, None if there is no floating tensor."""
     elements = Counter[torch.dtype]()
     for entry in entries:

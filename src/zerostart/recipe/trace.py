@@ -15,25 +15,32 @@ from typing import Any
 import torch
 
 from zerostart import geometry
-from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.errors import ConversionError
 from zerostart.recipe.coverage import Coverage
 from zerostart.recipe.dtypes import torch_dtype
+from zerostart.recipe.memory import Memory
 from zerostart.recipe.modules import Loaded, load_module
 from zerostart.recipe.operators import cast
 from zerostart.recipe.recipe import Recipe, Recipes, Target
 from zerostart.recipe.recording import recorded
 from zerostart.recipe.symbolic import SymbolicTensor, settled
+from zerostart.recipe.values import Value
 
 __all__ = ["assembled", "loaded_into", "matched", "run_converter", "symbols_of"]
 
 
 def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
     """A symbolic tensor for each tensor of the checkpoint, by its name."""
-    return {
-        name: SymbolicTensor.of(name, entry.shape, torch_dtype(entry.dtype, name), entry.strides)
-        for name, entry in catalog.tensors.items()
-    }
+    return {name: _symbol(tensor) for name, tensor in catalog.weights.items()}
+
+
+def _symbol(tensor: TensorEntry | Assembled) -> SymbolicTensor:
+    """A tensor of the checkpoint as it is stored, in one place or in several."""
+    dtype = torch_dtype(tensor.dtype, tensor.name)
+    if isinstance(tensor, TensorEntry):
+        return SymbolicTensor.of(tensor.name, tensor.shape, dtype, tensor.strides)
+    return SymbolicTensor(Memory.holding(Value(tensor.pieces, tensor.shape, dtype)))
 
 
 def run_converter(

@@ -189,7 +189,7 @@ def _built(root: Path, kind: type[nn.Module] | None) -> models.Built:
 
 def _recipes(root: Path, kind: type[nn.Module]) -> tuple[models.Built, Recipes]:
     catalog, built = open_catalog(str(root)), _built(root, kind)
-    models.set_dtypes(built, {name: torch_dtype(e.dtype, name) for name, e in catalog.tensors.items()})
+    models.set_dtypes(built, {name: torch_dtype(e.dtype, name) for name, e in catalog.weights.items()})
     return built, built.recipes(catalog, built.library.expectations(built))
 
 

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TORCH_NAMES, TensorEntry, contiguous_strides
 from zerostart.checkpoint.formats.weights_pickle import VERSIONS, StoredTensor, read_weights_pickle
 from zerostart.checkpoint.formats.zip_index import ZipIndex, read_zip_index
-from zerostart.checkpoint.storage.base import Opener
+from zerostart.checkpoint.storage.base import HeaderBytes, Opener
 from zerostart.checkpoint.storage.files import open_regular
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
-__all__ = ["NOTED_VERSIONS", "WRAPPERS", "read_torch_file"]
+__all__ = ["NOTED_VERSIONS", "WRAPPERS", "TorchArchive", "read_torch_file"]
 
 #: Keys that frameworks put the weights under: Lightning and timm, fairseq, DeepSpeed, tutorials.
 WRAPPERS = ("state_dict", "model", "module", "model_state_dict")
@@ -54,14 +55,70 @@ def read_torch_file(
     """
     name = os.fspath(path)
     with opened(name, "torch") as (handle, size):
-        _check_format(handle.read(512, 0), name)
-        index = read_zip_index(handle, size, name)
-        prefix = _archive(index)
-        value = read_weights_pickle(index.read(f"{prefix}data.pkl", MAX_PICKLE_BYTES), name)
-        weights, metadata = _weights(value, name)
-        places = _Places(index, prefix)
-        entries = [places.entry(key, tensor, file_index) for key, tensor in weights.items()]
+        archive = TorchArchive(handle, size, name)
+        weights, metadata = _weights(archive.value(read_weights_pickle), name)
+        entries = [archive.entry(key, tensor, file_index) for key, tensor in weights.items()]
     return entries, {"format": "pt", **metadata}, size
+
+
+class TorchArchive:
+    """One open archive of ``size`` bytes: what its pickle says, and where its storages lie.
+
+    ``handle`` may show a part of a larger file, which begins at byte ``base`` of that. Raises
+    CheckpointError if it is none of torch's.
+    """
+
+    def __init__(self, handle: HeaderBytes, size: int, path: str, base: int = 0) -> None:
+        _check_format(handle.read(512, 0), path)
+        self._index = read_zip_index(handle, size, path)
+        self._prefix = _archive(self._index)
+        self._base = base
+        self._found: dict[str, tuple[int, int]] = {}
+
+    def value(self, read: Callable[[bytes, str], Any]) -> Any:
+        """What the pickle holds, as ``read`` (of raw bytes and the path) gives it."""
+        return read(self._index.read(f"{self._prefix}data.pkl", MAX_PICKLE_BYTES), self._index.path)
+
+    def entry(self, name: str, tensor: StoredTensor, file_index: int) -> TensorEntry:
+        """The entry of one tensor; raises CheckpointError unless it lies inside its storage."""
+        dtype = TORCH_NAMES.get(tensor.dtype)
+        unit = TORCH_NAMES.get(tensor.storage.dtype)
+        if dtype is None or unit is None:
+            self._refuse(name, f"has elements of type {tensor.dtype}, which this version does not read")
+        if tensor.bits:
+            self._refuse(
+                name, "is stored as a conjugate or negative view; save tensor.resolve_conj().resolve_neg()"
+            )
+        width = DTYPE_BITS[dtype] // 8
+        start, length = self._storage(name, tensor.storage.key)
+        if length != tensor.storage.numel * (DTYPE_BITS[unit] // 8):
+            self._refuse(
+                name, f"has a storage of {length} bytes where the pickle says {tensor.storage.numel} {unit}"
+            )
+        count = 1
+        last = tensor.offset
+        for size, stride in zip(tensor.shape, tensor.strides, strict=True):
+            count *= size
+            last += max(0, size - 1) * stride
+            if count * width > _MAX_COUNT:
+                self._refuse(name, f"has the shape {shown(str(tensor.shape))}, whose size overflows 64 bits")
+        if count and (last + 1) * width > length:
+            self._refuse(name, f"reaches beyond its storage of {length} bytes")
+        plain = count == 0 or contiguous_strides(tensor.shape, tensor.strides)
+        offset = self._base + start + (tensor.offset * width if count else 0)
+        strides = None if plain else tensor.strides
+        return TensorEntry(name, dtype, tensor.shape, file_index, offset, count * width, strides)
+
+    def _storage(self, name: str, key: str) -> tuple[int, int]:
+        if key not in self._found:
+            record = f"{self._prefix}data/{key}"
+            if record not in self._index.records:
+                self._refuse(name, f"lies in record {shown(record)}, which the archive does not have")
+            self._found[key] = self._index.locate(record)
+        return self._found[key]
+
+    def _refuse(self, name: str, reason: str) -> NoReturn:
+        raise CheckpointError(f"{self._index.path}: tensor {shown(name)} {reason}: {DAMAGED}")
 
 
 def _check_format(head: bytes, path: str) -> None:
@@ -147,53 +204,3 @@ def _kind(value: Any) -> str:
 def _listed(values: dict[Any, Any]) -> str:
     names = [shown(key)[1:-1] if type(key) is str else f"a {type(key).__name__}" for key in values]
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-
-
-class _Places:
-    """Where the storages of one archive lie; each is looked up once."""
-
-    def __init__(self, index: ZipIndex, prefix: str) -> None:
-        self._index = index
-        self._prefix = prefix
-        self._found: dict[str, tuple[int, int]] = {}
-
-    def entry(self, name: str, tensor: StoredTensor, file_index: int) -> TensorEntry:
-        """The entry of one tensor; raises CheckpointError unless it lies inside its storage."""
-        dtype = TORCH_NAMES.get(tensor.dtype)
-        unit = TORCH_NAMES.get(tensor.storage.dtype)
-        if dtype is None or unit is None:
-            self._refuse(name, f"has elements of type {tensor.dtype}, which this version does not read")
-        if tensor.bits:
-            self._refuse(
-                name, "is stored as a conjugate or negative view; save tensor.resolve_conj().resolve_neg()"
-            )
-        width = DTYPE_BITS[dtype] // 8
-        start, length = self._storage(name, tensor.storage.key)
-        if length != tensor.storage.numel * (DTYPE_BITS[unit] // 8):
-            self._refuse(
-                name, f"has a storage of {length} bytes where the pickle says {tensor.storage.numel} {unit}"
-            )
-        count = 1
-        last = tensor.offset
-        for size, stride in zip(tensor.shape, tensor.strides, strict=True):
-            count *= size
-            last += max(0, size - 1) * stride
-            if count * width > _MAX_COUNT:
-                self._refuse(name, f"has the shape {shown(str(tensor.shape))}, whose size overflows 64 bits")
-        if count and (last + 1) * width > length:
-            self._refuse(name, f"reaches beyond its storage of {length} bytes")
-        plain = count == 0 or contiguous_strides(tensor.shape, tensor.strides)
-        offset = start + tensor.offset * width if count else start
-        strides = None if plain else tensor.strides
-        return TensorEntry(name, dtype, tensor.shape, file_index, offset, count * width, strides)
-
-    def _storage(self, name: str, key: str) -> tuple[int, int]:
-        if key not in self._found:
-            record = f"{self._prefix}data/{key}"
-            if record not in self._index.records:
-                self._refuse(name, f"lies in record {shown(record)}, which the archive does not have")
-            self._found[key] = self._index.locate(record)
-        return self._found[key]
-
-    def _refuse(self, name: str, reason: str) -> NoReturn:
-        raise CheckpointError(f"{self._index.path}: tensor {shown(name)} {reason}: {DAMAGED}")

@@ -17,7 +17,17 @@ from typing import Any, NoReturn
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
-__all__ = ["VERSIONS", "Opaque", "Storage", "StoredTensor", "plain_versions", "read_weights_pickle"]
+__all__ = [
+    "CALLS",
+    "INSTRUCTIONS",
+    "VERSIONS",
+    "Machine",
+    "Opaque",
+    "Storage",
+    "StoredTensor",
+    "plain_versions",
+    "read_weights_pickle",
+]
 
 #: A tensor takes about 40 instructions: enough for 200 000 tensors, optimizer state included.
 MAX_INSTRUCTIONS = 8_000_000
@@ -113,18 +123,14 @@ def read_weights_pickle(raw: bytes, path: str) -> Any:
     An OrderedDict is a ``dict``, a ``torch.Size`` a ``tuple``. ``path`` serves messages. Raises
     CheckpointError for anything that ``torch.save`` of tensors and plain containers does not write.
     """
-    machine = _Machine(raw, path)
-    try:
-        return machine.run()
-    except (IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{path}: the pickle of the weights is damaged at byte {machine.at} "
-            f"({type(error).__name__}): {DAMAGED}"
-        ) from error
+    return Machine(raw, path).read()
 
 
-class _Machine:
-    """Stack, marks and memo of one run."""
+class Machine:
+    """Stack, marks and memo of one run; ``instructions`` are those that it knows, ``limit`` most of them."""
+
+    instructions: Mapping[int, Callable[[Any], None]]
+    limit = MAX_INSTRUCTIONS
 
     def __init__(self, raw: bytes, path: str) -> None:
         self.at = 0
@@ -134,14 +140,24 @@ class _Machine:
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
 
-    def run(self) -> Any:
+    def read(self) -> Any:
+        """The object in the pickle; raises CheckpointError where it is damaged, or refused."""
+        try:
+            return self._run()
+        except (IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{self._path}: the pickle in it is damaged at byte {self.at} ({type(error).__name__}): "
+                f"{DAMAGED}"
+            ) from error
+
+    def _run(self) -> Any:
         """Step through the instructions up to STOP."""
-        raw, table = self._raw, _INSTRUCTIONS
+        raw, table = self._raw, self.instructions
         count = 0
         while True:
             count += 1
-            if count > MAX_INSTRUCTIONS:
-                self.refuse(f"has more than {MAX_INSTRUCTIONS} instructions")
+            if count > self.limit:
+                self.refuse(f"has more than {self.limit} instructions")
             code = raw[self.at]
             self.at += 1
             if code == _STOP:
@@ -175,9 +191,11 @@ class _Machine:
         return value
 
     def push(self, value: Any) -> None:
+        """Put a value on the stack."""
         self._stack.append(value)
 
     def line(self) -> str:
+        """What follows up to the end of the line."""
         end = self._raw.find(b"\n", self.at, self.at + 1024)
         if end < 0:
             raise IndexError("a name without end")
@@ -188,32 +206,39 @@ class _Machine:
         self.take(1)
 
     def mark(self) -> None:
+        """MARK: begin a stack of its own."""
         self._marks.append(self._stack)
         self._stack = []
 
     def to_mark(self) -> list[Any]:
+        """The values since the last mark."""
         items = self._stack
         self._stack = self._marks.pop()
         return items
 
     def tuple_of(self, count: int) -> None:
+        """Make a tuple of the last ``count`` values."""
         if len(self._stack) < count:
             raise IndexError("stack underflow")
         self._stack[-count:] = [tuple(self._stack[-count:])]
 
     def put(self, index: int) -> None:
+        """Remember the last value under a number."""
         self._memo[index] = self._stack[-1]
 
     def get(self, index: int) -> None:
+        """Put a remembered value on the stack."""
         self._stack.append(self._memo[index])
 
     def extend(self, items: list[Any]) -> None:
+        """Append to the list on the stack."""
         target = self._stack[-1]
         if type(target) is not list:
             self.refuse(f"appends to a {type(target).__name__}")
         target.extend(items)
 
     def set_items(self, items: list[Any]) -> None:
+        """Fill the dictionary on the stack."""
         target = self._stack[-1]
         if type(target) is not dict:
             self.refuse(f"sets items of a {type(target).__name__}")
@@ -224,15 +249,19 @@ class _Machine:
         if len(items) % 2:
             self.refuse("has a dictionary with a key without a value")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) not in _KEY_TYPES:
+            if not self.is_key(key):
                 self.refuse(f"has a dictionary with a {type(key).__name__} for a key")
             target[key] = value
+
+    def is_key(self, key: Any) -> bool:
+        """Whether ``key`` may be one of a dictionary."""
+        return type(key) in _KEY_TYPES
 
     def name_global(self) -> None:
         """GLOBAL: a name, and never the object behind it."""
         name = f"{self.line()}.{self.line()}"
         prefix, _, last = name.rpartition(".")
-        known = name in _CALLS or name in _STORAGES or name in _INERT
+        known = name in CALLS or name in _STORAGES or name in _INERT
         if not known and not (prefix == "torch" and last in _DTYPES):
             self.refuse(f"names {shown(name)}, which is code, and no part of plain tensors")
         self.push(Opaque(name))
@@ -242,7 +271,7 @@ class _Machine:
         arguments, function = self._stack.pop(), self._stack.pop()
         if type(function) is not Opaque or type(arguments) is not tuple:
             self.refuse(f"calls a {type(function).__name__}")
-        call = _CALLS.get(function.name)
+        call = CALLS.get(function.name)
         if call is not None:
             self.push(call(self, arguments))
         elif function.name in _INERT:
@@ -270,7 +299,7 @@ class _Machine:
                 self.refuse("refers to something outside it that is not a storage")
 
 
-def _ordered(machine: _Machine, arguments: tuple[Any, ...]) -> dict[Any, Any]:
+def _ordered(machine: Machine, arguments: tuple[Any, ...]) -> dict[Any, Any]:
     """OrderedDict, empty or of a list of pairs as Python 2 wrote it."""
     made: dict[Any, Any] = {}
     for pair in arguments[0] if len(arguments) == 1 and type(arguments[0]) is list else arguments:
@@ -280,7 +309,7 @@ def _ordered(machine: _Machine, arguments: tuple[Any, ...]) -> dict[Any, Any]:
     return made
 
 
-def _size(machine: _Machine, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+def _size(machine: Machine, arguments: tuple[Any, ...]) -> tuple[int, ...]:
     if len(arguments) != 1 or not _counts(arguments[0]):
         machine.refuse("makes a torch.Size of something other than sizes")
     return tuple(arguments[0])
@@ -290,14 +319,14 @@ def _counts(values: Any) -> bool:
     return type(values) is tuple and all(type(v) is int and 0 <= v <= _MAX_COUNT for v in values)
 
 
-def _tensor(machine: _Machine, arguments: tuple[Any, ...]) -> StoredTensor:
+def _tensor(machine: Machine, arguments: tuple[Any, ...]) -> StoredTensor:
     """_rebuild_tensor(storage, offset, size, stride) and _v2(..., requires_grad, hooks[, metadata])."""
     if len(arguments) not in (4, 6, 7):
         machine.refuse(f"makes a tensor from {len(arguments)} values")
     return _view(machine, arguments[:4], None, len(arguments) == 7 and bool(arguments[6]))
 
 
-def _tensor_v3(machine: _Machine, arguments: tuple[Any, ...]) -> StoredTensor:
+def _tensor_v3(machine: Machine, arguments: tuple[Any, ...]) -> StoredTensor:
     """_rebuild_tensor_v3: as v2, over bytes, with the dtype before the metadata."""
     if len(arguments) not in (7, 8) or type(arguments[6]) is not Opaque:
         machine.refuse(f"makes a tensor from {len(arguments)} values")
@@ -307,7 +336,7 @@ def _tensor_v3(machine: _Machine, arguments: tuple[Any, ...]) -> StoredTensor:
     return _view(machine, arguments[:4], dtype, len(arguments) == 8 and bool(arguments[7]))
 
 
-def _view(machine: _Machine, arguments: tuple[Any, ...], dtype: str | None, bits: bool) -> StoredTensor:
+def _view(machine: Machine, arguments: tuple[Any, ...], dtype: str | None, bits: bool) -> StoredTensor:
     storage, offset, shape, strides = arguments
     right = type(storage) is Storage and _counts((offset,)) and _counts(shape) and _counts(strides)
     if not right or len(shape) != len(strides):
@@ -315,14 +344,14 @@ def _view(machine: _Machine, arguments: tuple[Any, ...], dtype: str | None, bits
     return StoredTensor(storage, dtype or storage.dtype, offset, shape, strides, bits)
 
 
-def _parameter(machine: _Machine, arguments: tuple[Any, ...]) -> StoredTensor:
+def _parameter(machine: Machine, arguments: tuple[Any, ...]) -> StoredTensor:
     """_rebuild_parameter(data, ...): the tensor in it."""
     if not arguments or type(arguments[0]) is not StoredTensor:
         machine.refuse("makes a parameter of something other than a tensor")
     return arguments[0]
 
 
-def _with_attributes(machine: _Machine, arguments: tuple[Any, ...]) -> StoredTensor:
+def _with_attributes(machine: Machine, arguments: tuple[Any, ...]) -> StoredTensor:
     """_rebuild_from_type_v2(function, type, arguments, attributes): a tensor with Python attributes."""
     function, kind, inner = arguments[:3] if len(arguments) == 4 else (None, None, None)
     call = _TENSORS.get(function.name) if type(function) is Opaque else None
@@ -331,15 +360,15 @@ def _with_attributes(machine: _Machine, arguments: tuple[Any, ...]) -> StoredTen
     return call(machine, inner)
 
 
-_Call = Callable[[_Machine, tuple[Any, ...]], Any]
-_TENSORS: dict[str, Callable[[_Machine, tuple[Any, ...]], StoredTensor]] = {
+_Call = Callable[[Machine, tuple[Any, ...]], Any]
+_TENSORS: dict[str, Callable[[Machine, tuple[Any, ...]], StoredTensor]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
 }
-_CALLS: dict[str, _Call] = {
+CALLS: dict[str, _Call] = {
     **_TENSORS,
     "torch._tensor._rebuild_from_type_v2": _with_attributes,
     "collections.OrderedDict": _ordered,
@@ -349,11 +378,11 @@ _CALLS: dict[str, _Call] = {
 _U8, _U16, _U32, _I32 = (struct.Struct(form) for form in ("<B", "<H", "<L", "<l"))
 _F64 = struct.Struct(">d")
 _STOP = ord(".")
-_INSTRUCTIONS: dict[int, Callable[[_Machine], None]] = {
+INSTRUCTIONS: dict[int, Callable[[Machine], None]] = {
     ord(code): step
     for code, step in {
-        "\x80": _Machine.protocol,
-        "(": _Machine.mark,
+        "\x80": Machine.protocol,
+        "(": Machine.mark,
         "t": lambda m: m.push(tuple(m.to_mark())),
         "\x85": lambda m: m.tuple_of(1),
         "\x86": lambda m: m.tuple_of(2),
@@ -378,9 +407,10 @@ _INSTRUCTIONS: dict[int, Callable[[_Machine], None]] = {
         "e": lambda m: m.extend(m.to_mark()),
         "s": lambda m: m.set_items([m._stack.pop(-2), m._stack.pop()]),
         "u": lambda m: m.set_items(m.to_mark()),
-        "c": _Machine.name_global,
-        "R": _Machine.reduce,
-        "b": _Machine.build,
-        "Q": _Machine.persistent,
+        "c": Machine.name_global,
+        "R": Machine.reduce,
+        "b": Machine.build,
+        "Q": Machine.persistent,
     }.items()
 }
+Machine.instructions = INSTRUCTIONS

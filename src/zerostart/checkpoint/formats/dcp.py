@@ -1,0 +1,175 @@
+"""Directories of ``torch.distributed.checkpoint``: boxes of tensors in the ranks' files, and what lies where.
+
+The description is a pickle (``.metadata``), which is read as data; each box is an archive of ``torch.save``
+within a file. Source: ``metadata.py`` and ``filesystem.py`` of ``torch/distributed/checkpoint`` (torch 2.11
+to 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerostart.checkpoint.catalog import TORCH_NAMES, Assembled, TensorEntry
+from zerostart.checkpoint.formats.inert_pickle import Made, read_inert_pickle
+from zerostart.checkpoint.formats.parts import PartFiles, Window
+from zerostart.checkpoint.formats.shares import from_boxes
+from zerostart.checkpoint.formats.torch_zip import WRAPPERS, TorchArchive
+from zerostart.checkpoint.formats.weights_pickle import Opaque, StoredTensor, read_weights_pickle
+from zerostart.checkpoint.strict_json import DAMAGED, shown
+from zerostart.errors import CheckpointError
+
+__all__ = ["is_dcp", "read_dcp"]
+
+METADATA = ".metadata"
+#: A box takes about 300 bytes: enough for ten million of them.
+MAX_METADATA_BYTES = 1 << 32
+
+
+def is_dcp(directory: Path) -> bool:
+    """Whether ``directory`` was written by ``torch.distributed.checkpoint``."""
+    return (directory / METADATA).is_file()
+
+
+def read_dcp(directory: Path, files: PartFiles) -> tuple[dict[str, TensorEntry], dict[str, Assembled]]:
+    """What is stored, and the weights that it makes up, under their names in the model's state dict.
+
+    Where weights are one of several entries (``{"model": ..., "optim": ...}``), its states are what
+    ``get_optimizer_state_dict`` calls them: ``exp_avg:NAME`` for ``optim.state.NAME.exp_avg``. Raises
+    CheckpointError for what is not whole, or compressed.
+    """
+    path = directory / METADATA
+    with files.opened(path) as (handle, size, _):
+        if size > MAX_METADATA_BYTES:
+            raise CheckpointError(f"{path}: {size} bytes are beyond the limit of {MAX_METADATA_BYTES}")
+        value = read_inert_pickle(handle.read(size, 0), str(path))
+    described = _described(value, path)
+    stored = _stored(directory, value, described, files)
+    assembled = {}
+    for key, name in _names(described, value, path).items():
+        shape, dtype, boxes = described[key]
+        parts = [(stored[key, origin], origin) for origin in boxes if (key, origin) in stored]
+        assembled[name] = from_boxes(name, shape, dtype, parts)
+    return {entry.name: entry for entry in stored.values()}, assembled
+
+
+#: Shape, dtype and the origins of the boxes of a tensor.
+Described = tuple[tuple[int, ...], str, list[tuple[int, ...]]]
+
+
+def _described(value: Any, path: Path) -> dict[str, Described]:
+    """The tensors that the description speaks of."""
+    entries = value.get("state_dict_metadata") if type(value) is Made else None
+    if type(entries) is not dict:
+        raise CheckpointError(f"{path}: no description of torch.distributed.checkpoint: {DAMAGED}")
+    out: dict[str, Described] = {}
+    for key, entry in entries.items():
+        if type(entry) is not Made or not entry.name.endswith("TensorStorageMetadata"):
+            continue  # what is pickled: counters, groups of parameters
+        properties, chunks = entry.get("properties"), entry.get("chunks")
+        given = properties.state if type(properties) is Made else None
+        dtype = given.get("dtype") if type(given) is dict else given[0] if type(given) is tuple else None
+        spelled = TORCH_NAMES.get(dtype.name.removeprefix("torch.")) if type(dtype) is Opaque else None
+        if spelled is None:
+            raise CheckpointError(
+                f"{path}: tensor {shown(str(key))} has a type that this version does not read"
+            )
+        boxes = [_sizes(chunk.get("offsets"), path) for chunk in chunks or () if type(chunk) is Made]
+        out[str(key)] = (_sizes(entry.get("size"), path), spelled, boxes)
+    return out
+
+
+@dataclass(frozen=True)
+class _Place:
+    key: str
+    origin: tuple[int, ...]
+    offset: int
+    length: int
+
+
+def _stored(
+    directory: Path, value: Made, described: Mapping[str, Described], files: PartFiles
+) -> dict[tuple[str, tuple[int, ...]], TensorEntry]:
+    """The boxes, by the tensor's key and the box's origin."""
+    by_file: dict[str, list[_Place]] = {}
+    for file, place in _places(value, directory / METADATA):
+        if place.key in described:
+            by_file.setdefault(file, []).append(place)
+    out = {}
+    for file, places in sorted(by_file.items()):
+        if "/" in file or "\\" in file or file in ("", ".", ".."):
+            raise CheckpointError(
+                f"{directory}: a part is said to lie in {shown(file)}, outside the checkpoint"
+            )
+        path = directory / file
+        with files.opened(path) as (handle, size, number):
+            for place in places:
+                if place.offset < 0 or place.length < 0 or place.offset + place.length > size:
+                    raise CheckpointError(
+                        f"{path}: {shown(place.key)} is said to lie beyond its end: {DAMAGED}"
+                    )
+                window = Window(handle, place.offset, place.length)
+                archive = TorchArchive(window, place.length, str(path), place.offset)
+                tensor = archive.value(read_weights_pickle)
+                if type(tensor) is not StoredTensor:
+                    raise CheckpointError(f"{path}: {shown(place.key)} is no tensor there: {DAMAGED}")
+                name = f"{place.key} at {list(place.origin)}"
+                out[place.key, place.origin] = archive.entry(name, tensor, number)
+    return out
+
+
+def _places(value: Made, path: Path) -> Iterator[tuple[str, _Place]]:
+    storage = value.get("storage_data")
+    if type(storage) is not dict:
+        raise CheckpointError(f"{path}: does not say where anything lies: {DAMAGED}")
+    for index, info in storage.items():
+        if type(index) is not Made or type(info) is not Made:
+            raise CheckpointError(f"{path}: does not say where anything lies: {DAMAGED}")
+        origin = index.get("offset")
+        if origin is None:
+            continue  # no tensor
+        if info.get("transform_descriptors"):
+            raise CheckpointError(
+                f"{path}: parts are compressed; save the checkpoint again without extensions"
+            )
+        file, offset, length = (info.get(key) for key in ("relative_path", "offset", "length"))
+        if type(file) is not str or type(offset) is not int or type(length) is not int:
+            raise CheckpointError(f"{path}: says of a part no file and place: {DAMAGED}")
+        yield file, _Place(str(index.get("fqn")), _sizes(origin, path), offset, length)
+
+
+def _names(described: Mapping[str, Described], value: Made, path: Path) -> dict[str, str]:
+    """What each tensor is called here: weights by their names, an optimizer's states by theirs before it."""
+    routes = value.get("planner_data")
+    routes = routes if type(routes) is dict else {}
+    keyed = {key: _route(routes.get(key), key) for key in described}
+    tops = {route[0] for route in keyed.values() if len(route) > 1}
+    wrapped = [name for name in WRAPPERS if name in tops]
+    if len(wrapped) > 1:
+        raise CheckpointError(f"{path}: which weights are meant? It holds {' and '.join(wrapped)}")
+    out = {}
+    for key, route in keyed.items():
+        if wrapped and route[0] == wrapped[0]:
+            out[key] = ".".join(route[1:])
+        elif not wrapped and len(route) == 1:
+            out[key] = route[0]
+        elif len(route) == 4 and route[1] == "state":
+            out[key] = f"{route[3]}:{route[2]}"
+    if not out:
+        raise CheckpointError(
+            f"{path}: no weights at the top nor under {', '.join(WRAPPERS)}; it holds "
+            f"{', '.join(sorted(tops))}"
+        )
+    return out
+
+
+def _route(route: Any, key: str) -> tuple[str, ...]:
+    return tuple(map(str, route)) if type(route) is tuple and route else (key,)
+
+
+def _sizes(value: Any, path: Path) -> tuple[int, ...]:
+    if type(value) is not tuple or any(type(size) is not int or size < 0 for size in value):
+        raise CheckpointError(f"{path}: a shape is no shape: {DAMAGED}")
+    return value

@@ -1,0 +1,90 @@
+"""The many files of a training checkpoint, numbered as they are read, each one and the same throughout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from zerostart.checkpoint.catalog import TensorEntry
+from zerostart.checkpoint.formats.inert_pickle import read_inert_pickle
+from zerostart.checkpoint.formats.torch_zip import TorchArchive
+from zerostart.checkpoint.formats.weights_pickle import StoredTensor
+from zerostart.checkpoint.storage.base import HeaderBytes
+from zerostart.checkpoint.storage.files import FileState, open_regular
+from zerostart.errors import CheckpointError, ReadError
+
+__all__ = ["PartFiles", "Window"]
+
+#: Makes the entry of a tensor (of the name given) that a pickle in a file speaks of.
+Placing = Callable[[str, StoredTensor], TensorEntry]
+
+
+class PartFiles:
+    """Local files, by the numbers that entries call them by."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.states: list[FileState] = []
+
+    @contextlib.contextmanager
+    def opened(self, path: Path) -> Iterator[tuple[HeaderBytes, int, int]]:
+        """Bytes, size and number of a file; raises ReadError if somebody writes to it meanwhile."""
+        before = FileState.at(str(path))
+        with open_regular(str(path), "training") as (handle, size):
+            number = len(self.paths)
+            yield handle, size, number
+        if before is None or FileState.at(str(path)) != before:
+            raise ReadError(f"{path} was changed while it was read; load again when nobody writes to it")
+        self.paths.append(str(path))
+        self.states.append(before)
+
+    def torch_file(self, path: Path) -> tuple[Any, Placing]:
+        """What a file of ``torch.save`` holds, and what places its tensors."""
+        with self.opened(path) as (handle, size, number):
+            archive = TorchArchive(handle, size, str(path))
+            value = archive.value(read_inert_pickle)
+            entries = {id(tensor): _entry(archive, tensor, number) for tensor in _tensors(value)}
+
+        def place(name: str, tensor: StoredTensor) -> TensorEntry:
+            found = entries[id(tensor)]
+            if isinstance(found, CheckpointError):
+                raise found
+            return TensorEntry(
+                name, found.dtype, found.shape, number, found.offset, found.nbytes, found.strides
+            )
+
+        return value, place
+
+
+class Window:
+    """``length`` bytes of an open file from ``base`` on, as a file of their own."""
+
+    def __init__(self, handle: HeaderBytes, base: int, length: int) -> None:
+        self._handle, self._base, self._length = handle, base, length
+
+    def read(self, length: int, offset: int) -> bytes:
+        """As of a file that has no more than the window."""
+        return self._handle.read(max(0, min(length, self._length - offset)), self._base + offset)
+
+
+def _entry(archive: TorchArchive, tensor: StoredTensor, number: int) -> TensorEntry | CheckpointError:
+    """Where a tensor lies, or why it cannot be read, which matters only if somebody wants it."""
+    try:
+        return archive.entry("", tensor, number)
+    except CheckpointError as error:
+        return error
+
+
+def _tensors(value: Any) -> Iterator[StoredTensor]:
+    """Every tensor in what a pickle holds, in containers of any depth."""
+    seen: set[int] = set()
+    open_ones = [value]
+    while open_ones:
+        item = open_ones.pop()
+        if type(item) is StoredTensor:
+            yield item
+        elif type(item) in (dict, list, tuple) and id(item) not in seen:
+            seen.add(id(item))
+            open_ones += item.values() if type(item) is dict else item

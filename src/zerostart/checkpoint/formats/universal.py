@@ -1,0 +1,61 @@
+"""DeepSpeed's universal checkpoints: a folder for each parameter, a file for each of its states."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+from zerostart.checkpoint.catalog import Assembled, TensorEntry
+from zerostart.checkpoint.formats.parts import PartFiles
+from zerostart.checkpoint.formats.shares import from_boxes, from_runs
+from zerostart.checkpoint.formats.weights_pickle import StoredTensor
+from zerostart.checkpoint.formats.zero import MASTERS, read_model_states, shared, weights_beside
+from zerostart.checkpoint.strict_json import DAMAGED
+from zerostart.errors import CheckpointError
+
+__all__ = ["is_universal", "read_universal"]
+
+
+def is_universal(directory: Path) -> bool:
+    """Whether ``directory`` is what ds_to_universal.py writes."""
+    zero = directory / "zero"
+    return zero.is_dir() and any((entry / f"{MASTERS}.pt").is_file() for entry in zero.iterdir())
+
+
+def read_universal(directory: Path, files: PartFiles) -> tuple[dict[str, TensorEntry], dict[str, Assembled]]:
+    """What is stored, and the tensors by the names that ``read_zero`` gives them.
+
+    Raises CheckpointError for files that are not as ds_to_universal.py writes them.
+    """
+    stored: dict[str, TensorEntry] = {}
+    states = read_model_states(directory, files)
+    assembled = weights_beside(states, stored)
+    shapes = {name: shape for group in states.groups for name, shape in group.items()}
+    for folder in sorted(entry for entry in (directory / "zero").iterdir() if entry.is_dir()):
+        name = folder.name
+        for path in sorted(folder.glob("*.pt")):
+            kind = path.stem
+            value, place = files.torch_file(path)
+            tensor = value.get("param") if type(value) is dict else value
+            if type(tensor) is not StoredTensor:
+                raise CheckpointError(f"{path}: holds no tensor: {DAMAGED}")
+            key = name if kind == MASTERS else f"{kind}:{name}"
+            entry = place(f"stored {key}", tensor)
+            stored[entry.name] = entry
+            assembled[key] = _shaped(key, entry, shapes.get(name, entry.shape), path)
+    absent = [name for name in shapes if name not in assembled]
+    if absent:
+        raise CheckpointError(f"{directory / 'zero' / absent[0]}: not here, nor {len(absent) - 1} more")
+    return stored, shared(assembled, states)
+
+
+def _shaped(key: str, entry: TensorEntry, shape: tuple[int, ...], path: Path) -> Assembled:
+    """The state of a parameter of ``shape``: as it is, or as one row, which stage 3 leaves, or a number."""
+    if entry.shape in (shape, ()):
+        return from_boxes(key, entry.shape, entry.dtype, [(entry, (0,) * len(entry.shape))])
+    if entry.shape == (prod(shape),):
+        return from_runs(key, shape, entry.dtype, [(entry, 0, entry.numel)])
+    raise CheckpointError(
+        f"{path}: has the shape {list(entry.shape)} where the model has {list(shape)}; which of its elements "
+        "count is not known here"
+    )

@@ -1,0 +1,42 @@
+"""``zerostart export``: what a training run left, as an ordinary model directory."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+
+class _Dtype(enum.StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def command(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A checkpoint of zerostart, DeepSpeed, torch.distributed.checkpoint or accelerate, or any "
+            "other that can be loaded.",
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(help="Directory to write to.")],
+    dtype: Annotated[
+        _Dtype | None, typer.Option(help="Floating type of the weights; without it each stays as it is.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Most bytes of one file, such as 5GB.")] = "5GB",
+) -> None:
+    """Write the model that RUN holds as a plain directory OUT, in bounded memory, by one process."""
+    import torch
+
+    from zerostart.state.export import export
+
+    chosen = None if dtype is None else getattr(torch, dtype.value)
+    made = export(run, out, chosen, max_shard_size)
+    typer.echo(f"{made.path}: {made.tensors} tensors, {made.bytes:,} bytes in {len(made.files)} files")

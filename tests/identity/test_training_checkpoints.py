@@ -1,0 +1,171 @@
+"""Directories that training with other tools left, as sources: equal to what these tools read of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import rank_outcomes, run_ranks
+from trained import build, write_dcp, write_deepspeed
+from zerostart.checkpoint.source import open_catalog
+from zerostart.cli import main
+from zerostart.errors import CheckpointError
+
+
+def load_whole(source: str, engine: str, stage: int) -> dict[str, torch.Tensor] | None:
+    """Load with zerostart, and give every whole tensor, on rank 0."""
+    import zerostart
+
+    model = zerostart.load(source, model=_meta, engine=engine, zero_stage=stage, dtype=torch.float32)
+    got = dict(zerostart.full_tensors(model))
+    return got if dist.get_rank() == 0 else None  # type: ignore[return-value]
+
+
+def _meta() -> Any:
+    with torch.device("meta"):
+        return build()
+
+
+def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(got) >= set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor.to(got[name].dtype)), name
+
+
+@pytest.mark.parametrize(
+    ("stage", "bf16", "frozen", "world"),
+    [
+        (1, True, False, 2),
+        (2, True, True, 3),
+        (3, True, True, 2),
+        pytest.param(3, False, False, 3, marks=pytest.mark.slow),
+        pytest.param(2, False, False, 2, marks=pytest.mark.slow),
+        pytest.param(1, False, True, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_zero_checkpoint_is_what_zero_to_fp32_reads(
+    tmp_path: Path, stage: int, bf16: bool, frozen: bool, world: int
+) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    out = str(tmp_path / "run")
+    run_ranks(write_deepspeed, world, out, stage, bf16, frozen, True)
+    expected = get_fp32_state_dict_from_zero_checkpoint(out, lazy_mode=False)
+    if stage == 1 and frozen:  # which it does not give
+        states = torch.load(Path(out) / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
+        expected |= {name: tensor.float() for name, tensor in states["module"].items() if "mlp" in name}
+    for engine, at in (("deepspeed", 3), ("fsdp2", 3)):
+        assert_equal(run_ranks(load_whole, 2, out, engine, at)[0], expected)
+
+
+def test_a_rank_reads_its_share_of_a_zero_checkpoint_alone(tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    run_ranks(write_deepspeed, 2, out, 3, True, False, True)
+    catalog = open_catalog(out)
+    assert catalog.assembled is not None
+    stored = {name: entry.nbytes for name, entry in catalog.tensors.items()}
+    # Without the optimizer's states, which are twice as many bytes.
+    assert sum(stored.values()) < 1.1 * sum(
+        tensor.nbytes for name, tensor in catalog.assembled.items() if name != "lm_head.weight"
+    )
+    read = [report["read_bytes"] for report in run_ranks(_reports, 2, out)]
+    assert max(read) < 0.75 * sum(stored.values())
+
+
+def _reports(source: str) -> dict[str, int]:
+    import zerostart
+
+    model = zerostart.load(source, model=_meta, engine="fsdp2", dtype=torch.float32, exchange=False)
+    return {"read_bytes": zerostart.report(model).read_bytes}
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_universal_checkpoint_is_what_zero_to_fp32_reads(tmp_path: Path, stage: int) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    out = tmp_path / "run"
+    run_ranks(write_deepspeed, 2, str(out), stage, True, False, True)
+    tag = (out / "latest").read_text()
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
+            *("--input_folder", str(out / tag), "--output_folder", str(out / "universal")),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    expected = get_fp32_state_dict_from_zero_checkpoint(str(out), lazy_mode=False)
+    assert_equal(run_ranks(load_whole, 2, str(out / "universal"), "fsdp2", 3)[0], expected)
+
+
+@pytest.mark.parametrize(("wrapped", "world"), [(True, 3), pytest.param(False, 2, marks=pytest.mark.slow)])
+def test_a_directory_of_torchs_distributed_checkpoint(tmp_path: Path, wrapped: bool, world: int) -> None:
+    out = str(tmp_path / "dcp")
+    expected = run_ranks(write_dcp, world, out, wrapped)[0]
+    assert_equal(run_ranks(load_whole, 2, out, "deepspeed", 3)[0], expected)
+
+
+def test_the_folders_of_accelerate_are_found(tmp_path: Path) -> None:
+    """``save_state`` leaves FSDP2's weights in ``pytorch_model_fsdp_0``, DeepSpeed's in ``pytorch_model``."""
+    expected = run_ranks(write_dcp, 2, str(tmp_path / "a" / "pytorch_model_fsdp_0"), False)[0]
+    assert_equal(run_ranks(load_whole, 1, str(tmp_path / "a"), "fsdp2", 3)[0], expected)
+    run_ranks(write_deepspeed, 2, str(tmp_path / "b" / "pytorch_model"), 2, True, False, True)
+    assert open_catalog(tmp_path / "b").root == str(tmp_path / "b" / "pytorch_model")
+
+
+def test_a_file_that_is_missing_is_one_error(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run_ranks(write_deepspeed, 3, str(out), 3, True, False, True)
+    tag = out / (out / "latest").read_text()
+    last = next(tag.glob("*zero_pp_rank_2_*_optim_states.pt"))
+    last.unlink()
+    outcomes = rank_outcomes(load_whole, 2, str(out), "fsdp2", 3)
+    assert {o.error.rpartition(".")[2] for o in outcomes} == {"CheckpointError"}
+    assert len({o.message for o in outcomes}) == 1
+    assert "3 ranks" in outcomes[0].message
+    next(tag.glob("*zero_pp_rank_1_*_optim_states.pt")).unlink()
+    with pytest.raises(CheckpointError, match="3 ranks"):
+        open_catalog(out)
+
+
+class _Code:
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return exec, ("import pathlib; pathlib.Path('was_run').touch()",)
+
+
+def test_no_code_in_a_training_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "run"
+    run_ranks(write_deepspeed, 1, str(out), 2, False, False, True)
+    states = next((out / (out / "latest").read_text()).glob("mp_rank_00_model_states.pt"))
+    value = torch.load(states, weights_only=False)
+    value["client"] = _Code()
+    torch.save(value, states)
+    open_catalog(out)
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_inspect_and_plan_take_a_training_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from zerostart import plan
+
+    out = str(tmp_path / "run")
+    run_ranks(write_deepspeed, 2, out, 3, True, False, False)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", out, "--json"])
+    assert not ended.value.code
+    document = json.loads(capsys.readouterr().out)
+    shapes = {entry["name"]: tuple(entry["shape"]) for entry in document["tensors"]}
+    assert shapes["model.embed_tokens.weight"] == (61, 24)
+    planned = plan(out, world_size=2, model=_meta, dtype=torch.float32)
+    assert sum(rank.read_bytes for rank in planned.ranks) >= document["checkpoint_bytes"]
