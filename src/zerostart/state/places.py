@@ -1,0 +1,122 @@
+"""Where a live model has its tensors: the logical ones, by the names that they have in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.distributed.world import World
+from zerostart.engines import Shard, found_shards, plain_name, with_whole
+from zerostart.errors import ConfigError
+from zerostart.loading.record import loaded_model, record_of
+from zerostart.models import state_names
+
+__all__ = ["Places", "places_of", "unwrapped"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """The tensors of ``module``, the model without what was wrapped around it.
+
+    ``shards`` has this rank's share of each parameter once, and ``parameters`` the parameter, by the first
+    name; ``ties`` the first name of every other one. ``buffers`` are the persistent ones, whole on every rank.
+    """
+
+    module: nn.Module
+    shards: dict[str, Shard]
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    ties: dict[str, str]
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The name of a parameter; raises ConfigError for one that is not the model's."""
+        for name, own in self.parameters.items():
+            if own is parameter:
+                return name
+        raise ConfigError(
+            "the optimizer has a parameter that is not the model's; pass the model and the optimizer that "
+            "were trained together, the optimizer made of the model's parameters as they are now"
+        )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside what engines, DistributedDataParallel and torch.compile have put around it."""
+    while (inner := _inside(model)) is not None:
+        model = inner
+    return model
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    library, _, _ = type(model).__module__.partition(".")
+    name = {"deepspeed": "module", "torch": "module"}.get(library, "")
+    for leaf in (name, "_orig_mod"):
+        # Of torch those alone that wrap another module whole, as DistributedDataParallel does.
+        found = model._modules.get(leaf)
+        if found is not None and len(model._modules) == 1:
+            return found
+    return None
+
+
+def places_of(model: nn.Module, world: World) -> Places:
+    """The places of ``model``, whoever has loaded it; adapters of PEFT are under the names beside their layer.
+
+    Raises EngineError for a parameter of which no one place can be said.
+    """
+    outer = unwrapped(model)
+    inner = _without_adapters(outer)
+    loaded = loaded_model(outer)
+    shards = _found(loaded, outer, world)
+    own: dict[str, Shard] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    ties: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, parameter in _named(inner, outer):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            ties[name] = known
+            continue
+        parameters[name] = parameter
+        own[name] = shards[id(parameter)]
+    buffers = {plain_name(name): tensor for name, tensor, buffer in state_names(inner) if buffer}
+    return Places(inner, own, parameters, buffers, ties)
+
+
+def _without_adapters(model: nn.Module) -> nn.Module:
+    """The model that PEFT has been wrapped around; its adapters of layers are inside."""
+    while type(model).__module__.partition(".")[0] == "peft":
+        children: dict[str, Any] = model._modules
+        inner = children.get("base_model") or children.get("model")
+        if inner is None:
+            break
+        model = inner
+    return model
+
+
+def _named(inner: nn.Module, outer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters with their names, aliases included; of what lies around ``inner`` by the names there."""
+    inside = set()
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        inside.add(id(parameter))
+        yield plain_name(name), parameter
+    for name, parameter in outer.named_parameters():
+        if id(parameter) not in inside:
+            yield plain_name(name), parameter
+
+
+def _found(loaded: nn.Module, outer: nn.Module, world: World) -> dict[int, Shard]:
+    """Shards of all parameters of ``outer``, by id; what was loaded lies as its record says."""
+    by_name = with_whole(outer, found_shards(outer, world), world)
+    shards = {id(p): by_name[name] for name, p in outer.named_parameters(remove_duplicate=False)}
+    try:
+        record = record_of(loaded)
+    except ConfigError:
+        return shards
+    known = record.shards(loaded)
+    for name, parameter in loaded.named_parameters(remove_duplicate=False):
+        if name in known:
+            shards[id(parameter)] = known[name]
+    return shards
