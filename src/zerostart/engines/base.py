@@ -217,6 +217,14 @@ class Engine(abc.ABC):
         What is not there is whole on every rank.
         """
 
+    @classmethod
+    def found(cls, model: nn.Module, world: World) -> dict[str, Shard]:
+        """The shards of a live model in which this kind of engine keeps it, whoever has loaded it.
+
+        By parameter name, aliases included; what is not there is not sharded by it.
+        """
+        return {}
+
     # --- What a training run asks.
 
     def kept_dtype(self, mixed_precision: str) -> torch.dtype | None:

@@ -17,13 +17,16 @@ __all__ = ["Shard", "replace_everywhere"]
 class Shard:
     """A rank's share of the parameter ``name``: ``storage`` is 1-D, with ``layout.numel`` elements.
 
-    ``at`` gives the layout of any rank; ranks that hold replicas have the same.
+    ``at`` gives the layout of any rank; ranks that hold replicas have the same. ``held`` is this rank's place
+    among the ranks that hold this very share, and how many they are: what is to be done once, such as writing
+    it, they divide among themselves.
     """
 
     name: str
     layout: Layout
     storage: torch.Tensor
     at: Callable[[int], Layout]
+    held: tuple[int, int] = (0, 1)
 
 
 def replace_everywhere(model: nn.Module, new: dict[int, nn.Parameter]) -> None:

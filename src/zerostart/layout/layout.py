@@ -33,6 +33,21 @@ class Layout:
     owned: int
     boxes: tuple[Placed, ...]
 
+    def part(self, number: int, count: int) -> Layout:
+        """Part ``number`` of ``count`` nearly equal ones without overlap; the storage stays the same."""
+        total = sum(placed.box.numel for placed in self.boxes)
+        first, stop = total * number // count, total * (number + 1) // count
+        kept: list[Placed] = []
+        begin = 0
+        for placed in self.boxes:
+            box, end = placed.box, begin + placed.box.numel
+            for inner in row_major_boxes(box.extent, max(first - begin, 0), min(stop, end) - begin):
+                origin = tuple(a + b for a, b in zip(box.origin, inner.origin, strict=True))
+                moved = sum(o * s for o, s in zip(inner.origin, placed.strides, strict=True))
+                kept.append(Placed(Box(origin, inner.extent), placed.to + moved, placed.strides))
+            begin = end
+        return Layout(self.shape, self.numel, stop - first, tuple(kept))
+
     def runs(self) -> list[tuple[int, int, int]]:
         """The share as unbroken runs ``(first element of the row-major order, count, place in storage)``."""
         runs: list[tuple[int, int, int]] = []

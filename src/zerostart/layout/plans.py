@@ -169,6 +169,13 @@ class Parallelism:
         """Rank and size of ``rank`` among those that hold the same section of ``name``."""
         return self.mesh.expert_data(rank) if name in self.experts.cuts else self.mesh.data(rank)
 
+    def holders(self, name: str, rank: int) -> tuple[int, int]:
+        """Place and number of ``rank`` among those with the same share of ``name``, once its owners share it.
+
+        Sections that no axis cuts are the same on all ranks that share tensors.
+        """
+        return self.mesh.tensor(rank) if self.cut(name) is None else (0, 1)
+
     def peers(self, name: str, rank: int) -> list[int]:
         """The owners of ``rank``'s section of ``name``, by their ranks in the world."""
         step = self.mesh.expert_parallel if name in self.experts.cuts else self.mesh.tensor_parallel

@@ -37,6 +37,7 @@ __all__ = [
     "parameter_device",
     "partition_available",
     "partition_of",
+    "partition_ranks",
     "partitioner",
     "pinned_bytes",
     "require",
@@ -70,6 +71,7 @@ TOUCHED = (
                     "param.ds_numel = param.numel()",
                     "param.ds_tensor = None",
                     "param.ds_persist = True",
+                    "param.ds_process_group = ...",
                     "param.ds_zero_partition_rank = ...",
                     "param.ds_zero_partition_world_size = ...",
                 ),
@@ -367,6 +369,12 @@ def partition_of(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]
     if p.nvme_swapper is not None:
         partition = nvme.current_partition(p, _partition_parameters().PartitionedParamStatus)
     return partition, tuple(p.ds_shape), p.ds_zero_partition_rank, p.ds_zero_partition_world_size
+
+
+def partition_ranks(parameter: torch.Tensor) -> list[int]:
+    """The ranks that share the partitions of a ZeRO-3 parameter."""
+    p: Any = parameter
+    return torch.distributed.get_process_group_ranks(p.ds_process_group)
 
 
 def partition_available(partition: torch.Tensor) -> bool:

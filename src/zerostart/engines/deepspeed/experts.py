@@ -94,5 +94,6 @@ def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) ->
         name = names[alias]
         if parallelism.is_expert(name):
             at = held_layouts(parallelism, name)
-            found[alias] = Shard(name, at(rank), parameter.detach().view(-1), at)
+            held = parallelism.owners(name, rank)
+            found[alias] = Shard(name, at(rank), parameter.detach().view(-1), at, held)
     return found

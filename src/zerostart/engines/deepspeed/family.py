@@ -57,6 +57,13 @@ class DeepSpeed(Engine):
         """See ``Engine``."""
         return DeepSpeedSettings.of(config).stage
 
+    @classmethod
+    def found(cls, model: nn.Module, world: World) -> dict[str, Shard]:
+        """See ``Engine``: ZeRO-3 partitions; the other stages keep parameters whole."""
+        from zerostart.engines.deepspeed.partitioning import current_shards
+
+        return current_shards(model)
+
     @cached_property
     def settings(self) -> DeepSpeedSettings:
         """The configuration, read."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import World
@@ -138,6 +139,23 @@ def _pinned(nbytes: int) -> torch.Tensor:
     return upstream.pinned_bytes(nbytes)
 
 
+def holders_of(ranks: Sequence[int], world_size: int) -> tuple[int, int]:
+    """Of a group that shares partitions, its place among the groups that do, and their number.
+
+    Groups are neighbours, or take every n-th rank. Raises EngineError for others.
+    """
+    size, first = len(ranks), ranks[0]
+    count = world_size // size
+    if list(ranks) == list(range(first, first + size)) and first % size == 0 and count * size == world_size:
+        return first // size, count
+    if list(ranks) == list(range(first, world_size, count)) and first < count:
+        return first, count
+    raise EngineError(
+        f"a parameter is partitioned over the ranks {list(ranks)} of {world_size}, and nothing says what the "
+        "others have; use groups of neighbouring ranks"
+    )
+
+
 def current_shards(model: nn.Module) -> dict[str, Shard]:
     """The ZeRO-3 partitions of ``model`` as they are now."""
     shards = {}
@@ -146,5 +164,8 @@ def current_shards(model: nn.Module) -> dict[str, Shard]:
         if state is not None:
             partition, shape, rank, size = state
             at = functools.partial(flat_partition, tuple(shape), world_size=size)
-            shards[name] = Shard(name, at(rank), partition, at)
+            held = (0, 1)
+            if size < (world := dist.get_world_size()):
+                held = holders_of(upstream.partition_ranks(parameter), world)
+            shards[name] = Shard(name, at(rank), partition, at, held)
     return shards

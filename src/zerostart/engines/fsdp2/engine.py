@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
-from zerostart.engines.fsdp2.storage import give_storage, sharded, sharded_layout
+from zerostart.engines.fsdp2.storage import give_storage, holders, sharded, sharded_layout
 from zerostart.engines.fsdp2.units import units_of
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
@@ -99,5 +99,5 @@ def current_shards(model: nn.Module) -> dict[str, Shard]:
         if isinstance(parameter, DTensor):
             at = functools.partial(sharded_layout, parameter)
             local = parameter.to_local().detach().view(-1)
-            shards[name] = Shard(name, at(dist.get_rank()), local, at)
+            shards[name] = Shard(name, at(dist.get_rank()), local, at, holders(parameter))
     return shards

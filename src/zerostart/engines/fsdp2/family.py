@@ -22,7 +22,7 @@ from zerostart.engines.memory import Held, Moment, Optimizer, Target
 from zerostart.engines.placements import DEVICE, HOST, Placements, placed_on_mesh
 from zerostart.engines.shard import Shard
 from zerostart.engines.training import AccelerateSetup, TrainingJob
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Mesh, Parallelism, dimension_shard
 from zerostart.layout.flat import FlatRules
 from zerostart.models import Alias
@@ -54,6 +54,21 @@ class FSDP2(Engine):
         if not zero_stage:
             return "DistributedDataParallel"
         return "FSDP2" if zero_stage == 3 else f"FSDP2 as ZeRO-{zero_stage}"
+
+    @classmethod
+    def found(cls, model: nn.Module, world: World) -> dict[str, Shard]:
+        """See ``Engine``: DTensors."""
+        from zerostart.engines.fsdp2.engine import current_shards
+
+        shards = current_shards(model)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            mesh = getattr(parameter, "device_mesh", None)
+            if name in shards and mesh is not None and mesh.size() != world.size:
+                raise EngineError(
+                    f"{name} lies on {mesh.size()} of the {world.size} ranks, and nothing says what the "
+                    "others have; load the model with zerostart, or shard it over a mesh of all ranks"
+                )
+        return shards
 
     @cached_property
     def settings(self) -> FSDP2Settings:

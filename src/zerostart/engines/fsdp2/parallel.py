@@ -130,7 +130,8 @@ def parallel_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> di
         if isinstance(parameter, DTensor):
             name = names[alias]  # A tied parameter lies as its first name says.
             at = functools.partial(_layout, parallelism, name, tuple(parameter.shape))
-            shards[alias] = Shard(name, at(rank), parameter.to_local().detach().view(-1), at)
+            local = parameter.to_local().detach().view(-1)
+            shards[alias] = Shard(name, at(rank), local, at, parallelism.holders(name, rank))
     return shards
 
 

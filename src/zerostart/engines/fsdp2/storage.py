@@ -12,11 +12,11 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
-from zerostart.layout import Layout, dimension_shard
+from zerostart.layout import Layout, dimension_shard, replicated
 from zerostart.transfer import Arena
 from zerostart.upstream.torch import adopt_local_tensors, hide_padding, over
 
-__all__ = ["give_storage", "sharded", "sharded_layout"]
+__all__ = ["give_storage", "holders", "sharded", "sharded_layout"]
 
 
 def give_storage(
@@ -67,11 +67,24 @@ def sharded(parameter: nn.Parameter, name: str) -> DTensor:
 
 
 def sharded_layout(parameter: DTensor, rank: int) -> Layout:
-    """What rank ``rank`` holds of a parameter that ``fully_shard`` alone has sharded."""
-    placements = parameter.placements
-    last = placements[-1]
-    if not isinstance(last, ShardPlacement) or not all(isinstance(p, Replicate) for p in placements[:-1]):
+    """What rank ``rank`` holds of a parameter that one axis of its mesh shards, and others replicate."""
+    placements, mesh = parameter.placements, parameter.device_mesh
+    cut = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, ShardPlacement)]
+    if len(cut) > 1 or not all(isinstance(p, (Replicate, ShardPlacement)) for p in placements):
         raise EngineError(f"a parameter has the placements {placements}, which this version does not know")
+    if not cut:
+        return replicated(tuple(parameter.shape))
+    ((axis, placement),) = cut
+    share = int((mesh.mesh == rank).nonzero()[0][axis])
+    return dimension_shard(tuple(parameter.shape), placement.dim, share, mesh.shape[axis])
+
+
+def holders(parameter: DTensor) -> tuple[int, int]:
+    """This rank's place among those of its mesh that hold the same share, and their number."""
+    place, count = 0, 1
     mesh = parameter.device_mesh
-    share = int((mesh.mesh == rank).nonzero()[0][-1])
-    return dimension_shard(tuple(parameter.shape), last.dim, share, mesh.shape[-1])
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Replicate):
+            place = place * mesh.shape[axis] + mesh.get_local_rank(axis)
+            count *= mesh.shape[axis]
+    return place, count

@@ -1,0 +1,210 @@
+"""A save as plain data: the join run backwards, as the writes that one rank makes.
+
+The copies that fill a rank's share of a parameter from a checkpoint, taken the other way, are what the share
+contributes to the tensors of a checkpoint. Each tensor is divided into windows of equal size, the same on
+every rank; what a rank has in one window is one write, put together in memory where it lies in several places
+or in another order, and whatever of the window belongs to other ranks is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from zerostart.checkpoint.shards import SaveLayout
+from zerostart.geometry import Copy, Loop
+from zerostart.layout import Layout
+from zerostart.planning.join import pull_back
+from zerostart.planning.plan import Part
+from zerostart.recipe import Recipe, torch_dtype
+
+__all__ = ["GRAIN", "Origin", "Write", "WritePlan", "own_part", "plan_writes"]
+
+#: Bytes of a replicated share below which it is not divided further among those who hold it.
+GRAIN = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Local storage that a save writes out: elements of ``dtype``.
+
+    ``direct`` tells host memory, which can be written from, from what is behind a staging buffer.
+    """
+
+    name: str
+    dtype: torch.dtype
+    direct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """What a rank has of the elements ``first`` to ``first + span`` of the tensor ``name`` of the files.
+
+    ``parts`` say where: bytes from ``at`` on of that window come out of storage number ``target``, by loops
+    of (size, stride in the file, stride in the storage). They do not overlap, and have ``count`` elements in
+    all: where that is all of the span, it is one run.
+    """
+
+    name: str
+    dtype: torch.dtype
+    first: int
+    span: int
+    count: int
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written."""
+        return self.count * self.dtype.itemsize
+
+    @property
+    def direct(self) -> bool:
+        """Whether it is one run of host memory, in the dtype of the file."""
+        return len(self.parts) == 1 and self.parts[0].direct
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The unbroken runs, as ``(first element, elements)`` relative to ``first``, in order."""
+        if self.count == self.span:
+            yield 0, self.span
+            return
+        found = [_runs(part) for part in self.parts]
+        starts = np.concatenate([s for s, _ in found])
+        order = np.argsort(starts)
+        starts = starts[order]
+        lengths = np.concatenate([np.full(len(s), n) for s, n in found])[order]
+        begins = np.flatnonzero(np.concatenate([[True], starts[1:] != starts[:-1] + lengths[:-1]]))
+        totals = np.add.reduceat(lengths, begins)
+        yield from zip(starts[begins].tolist(), totals.tolist(), strict=True)
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """Everything that one rank writes, out of which storages, into which files."""
+
+    layout: SaveLayout
+    origins: tuple[Origin, ...]
+    writes: tuple[Write, ...]
+    chunk_size: int
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes that the rank writes."""
+        return sum(write.nbytes for write in self.writes)
+
+    @property
+    def staged(self) -> bool:
+        """Whether any write needs a staging buffer."""
+        return any(not write.direct for write in self.writes)
+
+
+def plan_writes(
+    layout: SaveLayout, outgoing: Iterable[tuple[Recipe, Layout, Origin]], chunk_size: int
+) -> WritePlan:
+    """What a rank writes that holds, of the targets of recipes, what the layouts say.
+
+    The sources of the recipes are tensors of ``layout``, whose dtypes the elements take. No write is longer
+    than ``chunk_size`` bytes.
+    """
+    origins: list[Origin] = []
+    windows: dict[tuple[str, int], list[Part]] = {}
+    kinds: dict[str, torch.dtype] = {}
+    for recipe, share, origin in outgoing:
+        number = len(origins)
+        origins.append(origin)
+        for copy in pull_back(recipe, share):
+            name = str(copy.source)
+            if name not in kinds:
+                kinds[name] = torch_dtype(layout.tensors[name].dtype, name)
+            dtype = kinds[name]
+            size = max(1, chunk_size // dtype.itemsize)
+            direct = origin.direct and origin.dtype == dtype
+            for window, part in _parts(copy, dtype, size, number, direct):
+                windows.setdefault((name, window), []).append(part)
+    writes = [
+        _write(name, kinds[name], window * max(1, chunk_size // kinds[name].itemsize), parts)
+        for (name, window), parts in windows.items()
+    ]
+    # In the order of the files, so that each is written from its beginning to its end.
+    places = layout.tensors
+    writes.sort(key=lambda w: (places[w.name].file, places[w.name].offset, w.first))
+    return WritePlan(layout, tuple(origins), tuple(writes), chunk_size)
+
+
+def own_part(layout: Layout, held: tuple[int, int], nbytes: int, turn: int) -> Layout | None:
+    """What one of several holders of a share of ``nbytes`` does for it; None where others do it all.
+
+    Each does an equal part of a large share; of a small one some do, beginning with number ``turn``.
+    """
+    place, holders = held
+    if holders == 1:
+        return layout
+    parts = max(1, min(holders, nbytes // GRAIN))
+    number = (place - turn) % holders
+    return layout.part(number, parts) if number < parts else None
+
+
+def _parts(
+    copy: Copy, dtype: torch.dtype, size: int, number: int, direct: bool
+) -> Iterator[tuple[int, Part]]:
+    """A copy in windows of ``size`` elements of its tensor; ``at`` is the place in the window."""
+    for start, to, loops in _windows(copy.start, copy.to, copy.loops, size):
+        window, at = divmod(start, size)
+        run = not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
+        yield window, Part(at * dtype.itemsize, dtype, number, to, loops, direct and run)
+
+
+def _windows(
+    start: int, to: int, loops: tuple[Loop, ...], size: int
+) -> Iterator[tuple[int, int, tuple[Loop, ...]]]:
+    """Loops, largest stride in the file first, in parts that each lie within one window."""
+    span = 1 + sum((n - 1) * stride for n, stride, _ in loops)
+    if start % size + span <= size:
+        yield start, to, loops
+        return
+    (count, far, local), rest = loops[0], loops[1:]
+    below = span - (count - 1) * far
+    first = 0
+    while first < count:
+        at, place = start + first * far, to + first * local
+        left = size - at % size - below
+        if left < 0:
+            yield from _windows(at, place, rest, size)
+            first += 1
+            continue
+        steps = min(left // far + 1, count - first)
+        yield at, place, ((steps, far, local), *rest) if steps > 1 else rest
+        first += steps
+
+
+def _write(name: str, dtype: torch.dtype, begin: int, parts: list[Part]) -> Write:
+    width = dtype.itemsize
+    low = min(part.at for part in parts)
+    high = max(part.at + part.nbytes for part in parts)
+    moved = tuple(
+        Part(part.at - low, part.dtype, part.target, part.to, part.loops, part.direct) for part in parts
+    )
+    count = sum(_numel(part.loops) for part in parts)
+    return Write(name, dtype, begin + low // width, (high - low) // width, count, moved)
+
+
+def _numel(loops: Iterable[Loop]) -> int:
+    count = 1
+    for size, _, _ in loops:
+        count *= size
+    return count
+
+
+def _runs(part: Part) -> tuple[npt.NDArray[np.int64], int]:
+    """Where the unbroken runs of a part begin, and the length that they all have, in elements."""
+    length, loops = 1, list(part.loops)
+    while loops and loops[-1][1] == length:
+        length *= loops.pop()[0]
+    starts = np.array([part.at // part.dtype.itemsize], dtype=np.int64)
+    for size, stride, _ in loops:
+        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    return starts, length

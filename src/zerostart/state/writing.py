@@ -1,0 +1,157 @@
+"""Shards to safetensors files: each rank writes its own bytes at their final place, without a gather."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from zerostart import geometry
+from zerostart.checkpoint.shards import SaveLayout, plan_shards
+from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.distributed.machine import cores, local_ranks
+from zerostart.distributed.world import World
+from zerostart.engines import Shard
+from zerostart.errors import CheckpointError, ConfigError
+from zerostart.layout import Layout
+from zerostart.planning.writes import GRAIN, Origin, WritePlan, own_part, plan_writes
+from zerostart.recipe import Recipe, Target
+from zerostart.transfer.tuning import MIN_CHUNK
+from zerostart.transfer.writing import write_out
+
+__all__ = ["Entry", "Outgoing", "Written", "plain", "planned", "write_tensors"]
+
+#: Name, dtype in safetensors' spelling, and shape of a tensor of the files.
+Entry = tuple[str, str, Sequence[int]]
+
+MiB = 1 << 20
+#: Bytes of one write, and of a thread's staging buffer, where no limit asks for less.
+CHUNK = 8 * MiB
+#: Most threads that write on one rank.
+THREADS = 4
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A share of one logical tensor that goes into the files.
+
+    ``recipe`` says for each element of its target which element of which tensor of the files it is; ``shard``
+    which of them this rank has.
+    """
+
+    recipe: Recipe
+    shard: Shard
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a save has put where: ``bytes`` are those of this rank, ``seconds`` from its call to its return.
+
+    ``digests`` has the digest of each tensor of the files by its name.
+    """
+
+    layout: SaveLayout
+    bytes: int
+    seconds: float
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+
+def plain(name: str, shard: Shard, dtype: torch.dtype | None = None) -> Outgoing:
+    """``shard`` as the tensor ``name`` of the files, as it is; ``dtype`` is the one that it has there."""
+    target = Target(name, shard.layout.shape, dtype or shard.storage.dtype)
+    return Outgoing(Recipe(target, geometry.whole(name, shard.layout.shape)), shard)
+
+
+def write_tensors(
+    directory: str | os.PathLike[str],
+    entries: Iterable[Entry],
+    outgoing: Iterable[Outgoing],
+    world: World,
+    *,
+    stem: str = "model",
+    max_shard_size: int | str = "5GB",
+    metadata: Mapping[str, str] | None = None,
+    parameters: int | None = None,
+    memory_limit: int | None = None,
+) -> Written:
+    """Write the tensors ``entries`` into safetensors files in ``directory``; collective.
+
+    ``entries``, and the targets of ``outgoing``, are in one order on all ranks, which together have each
+    element of each entry once (``Shard.held`` tells replicas). ``stem``, ``max_shard_size``, ``metadata`` and
+    ``parameters`` are as in ``plan_shards``. Beside the shards a rank takes at most ``memory_limit`` bytes;
+    None: 32 MiB. Raises WriteError, ConfigError and CheckpointError, on every rank; then no file is left.
+    """
+    begun = time.perf_counter()
+    with world.phase("planning what is written"):
+        layout = plan_shards(entries, max_shard_size, stem, metadata, parameters)
+        chunk, threads = _tuned(memory_limit)
+        plan, storages = planned(layout, outgoing, chunk)
+    token = world.broadcast_object(lambda: uuid.uuid4().hex[:12], "naming the files")
+    writer = CheckpointWriter(directory, layout, token)
+    try:
+        # All ranks leave this together: nobody still writes when the files are removed.
+        with world.phase("writing the tensors"):
+            with world.phase("making the files"):
+                if world.rank == 0:
+                    writer.create()
+            with world.phase("writing to the files"):
+                write_out(plan, storages, writer, threads)
+                writer.close()
+            _check_complete(plan, world)
+            if world.rank == 0:
+                writer.commit()
+    except BaseException:
+        writer.discard()
+        raise
+    return Written(layout, plan.nbytes, time.perf_counter() - begun)
+
+
+def planned(
+    layout: SaveLayout, outgoing: Iterable[Outgoing], chunk_size: int
+) -> tuple[WritePlan, list[torch.Tensor]]:
+    """What this rank writes of ``outgoing``, and the storages that the plan is about."""
+    storages: list[torch.Tensor] = []
+
+    def own() -> Iterator[tuple[Recipe, Layout, Origin]]:
+        turn = 0
+        for item in outgoing:
+            storage = item.shard.storage.detach()
+            held = item.shard.layout
+            part = own_part(held, item.shard.held, held.owned * storage.itemsize, turn)
+            # Of the whole tensor, which is the same on all ranks, and so is everybody's turn.
+            turn += 1 + prod(held.shape) * storage.itemsize // GRAIN
+            if part is not None and part.boxes:
+                origin = Origin(item.recipe.target.name, storage.dtype, storage.device.type == "cpu")
+                storages.append(storage)
+                yield item.recipe, part, origin
+
+    return plan_writes(layout, own(), chunk_size), storages
+
+
+def _tuned(memory_limit: int | None) -> tuple[int, int]:
+    """Bytes of a chunk, and threads."""
+    if memory_limit is not None and (type(memory_limit) is not int or memory_limit < MIN_CHUNK):
+        raise ConfigError(f"memory_limit={memory_limit!r} must be a number of bytes, at least {MIN_CHUNK}")
+    limit = THREADS * CHUNK if memory_limit is None else memory_limit
+    threads = min(THREADS, max(2, int(cores()) // local_ranks()), limit // MIN_CHUNK)
+    chunk = min(CHUNK, limit // threads)
+    return chunk - chunk % 4096, threads
+
+
+def _check_complete(plan: WritePlan, world: World) -> None:
+    """Raise CheckpointError, on every rank, unless all bytes of all tensors have been written once."""
+    written = torch.tensor([plan.nbytes], dtype=torch.int64)
+    if world.size > 1:
+        with world.collectives("counting what was written"):
+            dist.all_reduce(written, group=world.group)
+    if int(written) != plan.layout.total_size:
+        raise CheckpointError(
+            f"the ranks together have {int(written)} bytes of the {plan.layout.total_size} of all files: "
+            "a shard that none of them has, or that several have, cannot be saved; nothing was saved"
+        )

@@ -1,0 +1,137 @@
+"""Writing tensors from shards: what ranks with any layouts write together is what one process would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from zerostart.checkpoint.shards import plan_shards
+from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.distributed.world import World
+from zerostart.engines import Shard
+from zerostart.errors import CheckpointError
+from zerostart.layout import Layout, dimension_shard, flat_partition, replicated
+from zerostart.planning.writes import GRAIN, own_part
+from zerostart.recipe import Recipe, SymbolicTensor, Target, spelling
+from zerostart.state.writing import Outgoing, plain, planned, write_tensors
+from zerostart.transfer.writing import write_out
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _fused(t: Tensors) -> Tensors:
+    gate = torch.stack([t[f"experts.{n}.gate"] for n in range(3)])
+    up = torch.stack([t[f"experts.{n}.up"] for n in range(3)])
+    return {"gate_up": torch.cat([gate, up], dim=1)}
+
+
+def _permuted(t: Tensors) -> Tensors:
+    return {"q": t["q"].view(3, 2, 5, 7).transpose(1, 2).reshape(30, 7), "w": t["w"].t().contiguous()}
+
+
+def _interleaved(t: Tensors) -> Tensors:
+    heads = t["qkv"].view(4, 3, 5, 6)
+    return {name: heads[:, n].reshape(20, 6) for n, name in enumerate("qkv")}
+
+
+CONVERSIONS: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, tuple[int, ...]]]] = {
+    "fused": (_fused, {f"experts.{n}.{part}": (4, 5) for n in range(3) for part in ("gate", "up")}),
+    "permuted": (_permuted, {"q": (30, 7), "w": (11, 13)}),
+    "interleaved": (_interleaved, {"qkv": (60, 6)}),
+}
+LAYOUTS: dict[str, Callable[[tuple[int, ...], int, int], tuple[Layout, tuple[int, int]]]] = {
+    "flat": lambda shape, rank, size: (flat_partition(shape, rank, size), (0, 1)),
+    "rows": lambda shape, rank, size: (dimension_shard(shape, 0, rank, size), (0, 1)),
+    "columns": lambda shape, rank, size: (dimension_shard(shape, len(shape) - 1, rank, size), (0, 1)),
+    "replicas": lambda shape, rank, size: (replicated(shape), (rank, size)),
+}
+
+
+def _stored(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Tensors:
+    torch.manual_seed(3)
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+
+
+def _shard(name: str, whole: torch.Tensor, layout: Layout, held: tuple[int, int] = (0, 1)) -> Shard:
+    storage = torch.full((layout.numel,), float("nan"), dtype=whole.dtype)
+    for first, count, place in layout.runs():
+        storage[place : place + count] = whole.reshape(-1)[first : first + count]
+    return Shard(name, layout, storage, lambda _: layout, held)
+
+
+def _outgoing(conversion: str, stored: Tensors, layout: str, rank: int, size: int) -> list[Outgoing]:
+    """What one rank has of the model that the conversion makes of ``stored``."""
+    convert, shapes = CONVERSIONS[conversion]
+    symbols = {n: SymbolicTensor.of(n, shape, stored[n].dtype) for n, shape in shapes.items()}
+    traced = convert(symbols)  # type: ignore[arg-type]
+    found = []
+    for name, whole in convert(stored).items():
+        share, held = LAYOUTS[layout](tuple(whole.shape), rank, size)
+        target = Target(name, tuple(whole.shape), whole.dtype)
+        recipe = Recipe(target, traced[name].value.pieces)  # type: ignore[attr-defined]
+        found.append(Outgoing(recipe, _shard(name, whole, share, held)))
+    return found
+
+
+@pytest.mark.parametrize("chunk", [64, 1 << 20])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_ranks_together_write_what_was_stored(
+    conversion: str, layout: str, size: int, chunk: int, tmp_path: Path
+) -> None:
+    """Through a conversion and any layout, bytes in the files are those that the conversion took."""
+    stored = _stored(CONVERSIONS[conversion][1], torch.bfloat16)
+    files = plan_shards([(n, spelling(t.dtype), tuple(t.shape)) for n, t in stored.items()], 300)
+    written = 0
+    seen: dict[str, torch.Tensor] = {n: torch.zeros(t.numel()) for n, t in stored.items()}
+
+    def noted(name: str, first: int, data: torch.Tensor) -> None:
+        seen[name][first : first + data.numel()] += 1
+
+    with CheckpointWriter(tmp_path, files) as writer:
+        for rank in range(size):
+            plan, storages = planned(files, _outgoing(conversion, stored, layout, rank, size), chunk)
+            assert all(write.span * write.dtype.itemsize <= chunk for write in plan.writes)
+            written += write_out(plan, storages, writer, 2, noted)
+    assert written == files.total_size
+    assert all(bool((count == 1).all()) for count in seen.values()), "an element written twice, or never"
+    found: Tensors = {}
+    for file in files.files:
+        found.update(load_file(tmp_path / file.name))
+    assert found.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
+
+
+def test_cast_on_the_way_out(tmp_path: Path) -> None:
+    """Elements take the dtype of the files, as ``Tensor.to`` gives it."""
+    whole = torch.randn(40, 5)
+    shard = _shard("w", whole, replicated((40, 5)))
+    write_tensors(tmp_path, [("w", "BF16", (40, 5))], [plain("w", shard)], World(0, 1, None))
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], whole.to(torch.bfloat16))
+
+
+def test_what_is_not_whole_is_not_saved(tmp_path: Path) -> None:
+    """A share that no rank has is an error that says so, and leaves no file."""
+    half = _shard("w", torch.randn(8, 2), dimension_shard((8, 2), 0, 0, 2))
+    with pytest.raises(CheckpointError, match="16 bytes"):
+        write_tensors(tmp_path, [("w", "BF16", (8, 2))], [plain("w", half)], World(0, 1, None))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("holders", [1, 2, 3, 7])
+@pytest.mark.parametrize("nbytes", [10, GRAIN, 5 * GRAIN])
+def test_holders_divide_a_share(holders: int, nbytes: int) -> None:
+    """Each element of a replicated share is one holder's, and a small share is not torn."""
+    layout = flat_partition((13, 11), 1, 2)
+    parts = [own_part(layout, (place, holders), nbytes, turn=5) for place in range(holders)]
+    found = sorted(
+        element for p in parts if p is not None for at, n, _ in p.runs() for element in range(at, at + n)
+    )
+    assert found == [element for at, n, _ in layout.runs() for element in range(at, at + n)]
+    assert len([part for part in parts if part is not None]) <= max(1, nbytes // GRAIN)
