@@ -17,13 +17,17 @@ from zerostart.models import state_names
 
 __all__ = ["Places", "places_of", "unwrapped"]
 
+#: Modules of the classes that wrap a whole model.
+_WRAPPERS = ("deepspeed.", "torch.nn.parallel.", "torch._dynamo.")
+
 
 @dataclass(frozen=True)
 class Places:
     """The tensors of ``module``, the model without what was wrapped around it.
 
     ``shards`` has this rank's share of each parameter once, and ``parameters`` the parameter, by the first
-    name; ``ties`` the first name of every other one. ``buffers`` are the persistent ones, whole on every rank.
+    name; ``ties`` the first name of every other one, ``names`` the first names by the parameters' ``id``.
+    ``buffers`` are the persistent ones, whole on every rank. ``alone``: there is no other rank.
     """
 
     module: nn.Module
@@ -31,12 +35,13 @@ class Places:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     ties: dict[str, str]
+    names: dict[int, str]
+    alone: bool
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The name of a parameter; raises ConfigError for one that is not the model's."""
-        for name, own in self.parameters.items():
-            if own is parameter:
-                return name
+        if (name := self.names.get(id(parameter))) is not None:
+            return name
         raise ConfigError(
             "the optimizer has a parameter that is not the model's; pass the model and the optimizer that "
             "were trained together, the optimizer made of the model's parameters as they are now"
@@ -51,14 +56,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _inside(model: nn.Module) -> nn.Module | None:
-    library, _, _ = type(model).__module__.partition(".")
-    name = {"deepspeed": "module", "torch": "module"}.get(library, "")
-    for leaf in (name, "_orig_mod"):
-        # Of torch those alone that wrap another module whole, as DistributedDataParallel does.
-        found = model._modules.get(leaf)
-        if found is not None and len(model._modules) == 1:
-            return found
-    return None
+    if not type(model).__module__.startswith(_WRAPPERS):
+        return None
+    return model._modules.get("module") or model._modules.get("_orig_mod")
 
 
 def places_of(model: nn.Module, world: World) -> Places:
@@ -82,7 +82,7 @@ def places_of(model: nn.Module, world: World) -> Places:
         parameters[name] = parameter
         own[name] = shards[id(parameter)]
     buffers = {plain_name(name): tensor for name, tensor, buffer in state_names(inner) if buffer}
-    return Places(inner, own, parameters, buffers, ties)
+    return Places(inner, own, parameters, buffers, ties, first, world.size == 1)
 
 
 def _without_adapters(model: nn.Module) -> nn.Module:
@@ -109,14 +109,14 @@ def _named(inner: nn.Module, outer: nn.Module) -> Iterator[tuple[str, nn.Paramet
 
 def _found(loaded: nn.Module, outer: nn.Module, world: World) -> dict[int, Shard]:
     """Shards of all parameters of ``outer``, by id; what was loaded lies as its record says."""
-    by_name = with_whole(outer, found_shards(outer, world), world)
-    shards = {id(p): by_name[name] for name, p in outer.named_parameters(remove_duplicate=False)}
+    found = found_shards(outer, world)
     try:
-        record = record_of(loaded)
+        known = record_of(loaded).shards(loaded)
     except ConfigError:
-        return shards
-    known = record.shards(loaded)
-    for name, parameter in loaded.named_parameters(remove_duplicate=False):
-        if name in known:
-            shards[id(parameter)] = known[name]
-    return shards
+        known = {}
+    own = {id(p): name for name, p in loaded.named_parameters(remove_duplicate=False) if name in known}
+    for name, parameter in outer.named_parameters(remove_duplicate=False):
+        if id(parameter) in own:
+            found[name] = known[own[id(parameter)]]
+    every = with_whole(outer, found, world)
+    return {id(p): every[name] for name, p in outer.named_parameters(remove_duplicate=False)}

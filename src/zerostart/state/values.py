@@ -35,6 +35,8 @@ def encoded(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         held = value.detach()
         if held.dim() == 0 and not held.is_complex():
             return {_SCALAR: encoded(held.item(), where, tensors), "dtype": dtype_name(held.dtype)}
+        while where in tensors:
+            where += "'"  # Two places may have one name, where keys have dots.
         tensors[where] = held
         return {_TENSOR: where}
     if isinstance(value, tuple) and type(value) is tuple:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from zerostart.errors import ConfigError, EngineError
+from zerostart.upstream.deepspeed_editing import optimizer_of
 from zerostart.upstream.deepspeed_stage12_optimizers import shares_of
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.stepped import Member, Stepped, plain_steps
@@ -18,13 +19,16 @@ from zerostart.upstream.versions import DEEPSPEED
 __all__ = [
     "TOUCHED",
     "base_optimizer",
+    "check_engine_given",
     "check_movable",
     "counters",
     "drop_gathered",
     "engine_of",
     "engine_stage",
     "gradient_buffer",
+    "is_window_open",
     "set_counters",
+    "set_window",
     "steps_of",
     "window",
 ]
@@ -89,8 +93,21 @@ TOUCHED = (
     PatchPoint(
         library=DEEPSPEED,
         owner=_ENGINE,
-        writes=("global_samples", "global_steps", "micro_steps", "skipped_steps"),
-        attributes=("global_samples", "global_steps", "lr_scheduler", "micro_steps", "skipped_steps"),
+        writes=(
+            "_unmanaged_backward_count",
+            "global_samples",
+            "global_steps",
+            "micro_steps",
+            "skipped_steps",
+        ),
+        attributes=(
+            "_unmanaged_backward_count",
+            "global_samples",
+            "global_steps",
+            "lr_scheduler",
+            "micro_steps",
+            "skipped_steps",
+        ),
         why="a resumed run counts on, as its load_checkpoint has it",
         lasts=Lasts.MODEL,
         shapes=(
@@ -140,6 +157,18 @@ def engine_of(model: Any) -> Any:
             return model
         model = getattr(model, "_orig_mod", None)
     return None
+
+
+def check_engine_given(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise ConfigError if a DeepSpeed engine trains ``parameters``: it has to be given, and not the model."""
+    if any(
+        optimizer_of(parameter) is not None or getattr(parameter, "_hp_mapping", None) is not None
+        for parameter in parameters
+    ):
+        raise ConfigError(
+            "a DeepSpeed engine trains this model, and has the masters and the optimizer: pass what "
+            "deepspeed.initialize or accelerator.prepare returned"
+        )
 
 
 def engine_stage(engine: Any) -> int:
@@ -273,11 +302,31 @@ def _scaler(engine: Any) -> Any:
     return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
 
 
-def window(engine: Any) -> bool:
+def is_window_open(engine: Any) -> bool:
     """Whether gradients have been accumulated that no step has taken yet."""
+    if base_optimizer(engine) is None:
+        return False
     if not engine.managed_gradient_accumulation():
         return bool(engine._unmanaged_backward_count)
     return bool(engine.micro_steps % engine.gradient_accumulation_steps())
+
+
+def window(engine: Any) -> dict[str, Any]:
+    """Where stage 3 is in an open window, as JSON values."""
+    wrapper = _wrapper(engine)
+    return {
+        "micro_step_id": wrapper.micro_step_id,
+        "epilogue_ran": wrapper._epilogue_ran_this_backward,
+        "unmanaged": engine._unmanaged_backward_count,
+    }
+
+
+def set_window(engine: Any, found: Mapping[str, Any]) -> None:
+    """Put back what ``window`` gave."""
+    wrapper = _wrapper(engine)
+    wrapper.micro_step_id = found["micro_step_id"]
+    wrapper._epilogue_ran_this_backward = found["epilogue_ran"]
+    engine._unmanaged_backward_count = found["unmanaged"]
 
 
 def gradient_buffer(engine: Any) -> torch.Tensor | None:
