@@ -118,6 +118,21 @@ class World:
         value: T = made  # type: ignore[assignment]  # every rank has it now
         return value
 
+    def all_reduce_sum(self, values: torch.Tensor, during: str) -> torch.Tensor:
+        """The sum over all ranks of a 1-D CPU tensor of integers, of one length on all, on every rank.
+
+        Raises as ``all_gather_object`` does, and ConfigError where the lengths differ.
+        """
+        _, lengths = self._meet(during, None, announced=values.numel())
+        if len(set(lengths)) > 1:
+            raise _uneven(lengths, during)
+        total = values.clone()
+        if self.size > 1 and total.numel():
+            with HeldSignals() as signals:
+                self._transfer(during, lambda: dist.all_reduce(total, group=self.group))
+            signals.deliver()
+        return total
+
     def raise_together(self, failure: BaseException | None, during: str) -> None:
         """Raise the first failing rank's error on every rank, with the same type and text."""
         self._meet(during, failure)
@@ -251,6 +266,16 @@ def _pickled(value: object) -> tuple[bytes, Exception | None]:
         return pickle.dumps(value), None
     except Exception as error:
         return b"", error
+
+
+def _uneven(lengths: Sequence[int], during: str) -> ConfigError:
+    first = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
+    error = ConfigError(
+        f"the ranks do not do the same: during '{during}' rank 0 has {lengths[0]} numbers and rank {first} "
+        f"{lengths[first]}; call the same functions of zerostart, with the same arguments, on every rank"
+    )
+    mark_agreed(error)
+    return error
 
 
 def _astray(places: Sequence[str]) -> ConfigError:

@@ -1,0 +1,241 @@
+"""Digests of tensors that know no layout: sums over positions, so that shares add up in any order.
+
+The bits of a tensor, elements in row-major order, are read as words of 8 bytes (little-endian, the last one
+filled up with zeros), and words lie in blocks of 8192. In each of two lanes, with keys of their own, ::
+
+    sum over words w = low + 2**32 * high at place r of block q:   B[q] * (A[r] * w + C[r] * high)   mod 2**64
+
+where ``high`` is signed, and ``A``, ``B`` and ``C`` are odd numbers without a pattern. Within a block that
+is the multilinear hash of Lemire and Kaser (Strongly universal string hashing is fast, 2012) over the
+halves ``low`` and ``high``: a product by a number of 64 bits loses no more than 31 of them for a half word.
+So any two different contents meet with a chance of at most some 2**-32 in a lane, 2**-64 in both, wherever
+they differ. It is linear in the bytes: a word of which several ranks have some bytes each is summed up like
+all else. The digest is the BLAKE2b hash, 128 bits, of the lanes with dtype and shape. It finds accidents;
+it is no protection from somebody who looks for a collision.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections.abc import Iterable, Sequence
+from math import prod
+
+import torch
+
+from zerostart.checkpoint.catalog import DTYPE_BITS
+from zerostart.distributed.world import World
+from zerostart.errors import CheckpointError
+
+__all__ = ["Digests"]
+
+#: Words of one block, and blocks at a time: what the CPU's cache holds, and enough to keep others busy.
+WORDS, MANY = 1 << 13, 1 << 6
+BLOCK = 8 * WORDS
+#: Rows whose beginnings are at most so many bytes apart, or four times their length, are laid out among
+#: zeros; others are added one by one or, below so many bytes, element by element, so many at a time.
+NEAR, SHORT, ELEMENTS = 1 << 17, 1 << 8, 1 << 16
+_LANES = 2
+_ALL = (1 << 64) - 1
+#: Seeds of the keys: A of both lanes, C of both, B of both.
+_SEEDS = tuple(number << 48 for number in range(1, 3 * _LANES + 1))
+_STEP, _MIX, _MORE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+class Digests:
+    """The digests of ``entries`` (name, dtype in safetensors' spelling, shape), the same on all ranks.
+
+    Each element is added once by anybody, in any order and in any pieces; :meth:`summed` tells if one was
+    not. Safe to share between threads.
+    """
+
+    def __init__(self, entries: Iterable[tuple[str, str, Sequence[int]]]) -> None:
+        self._entries: dict[str, tuple[str, tuple[int, ...]]] = {
+            name: (dtype, tuple(shape)) for name, dtype, shape in entries
+        }
+        self._sums: dict[str, list[int]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, first: int, data: torch.Tensor | bytes | bytearray | memoryview) -> None:
+        """Add elements of tensor ``name`` from element ``first`` of its row-major order on.
+
+        ``data`` is a contiguous 1-D tensor on any device, with elements as wide as the entry's, or their
+        bytes. Of dtypes narrower than a byte both begin and end at a byte.
+        """
+        bits = self._bits(name)
+        octets = _octets(data)
+        self._note(name, octets.numel() * 8 // bits, _lanes(octets, first * bits // 8))
+
+    def add_rows(self, name: str, first: int, step: int, data: torch.Tensor) -> None:
+        """Add rows: ``data`` is [rows, count], and row ``k`` begins at element ``first + k * step``."""
+        bits = self._bits(name)
+        rows, count = data.shape
+        if step == count or rows == 1:
+            self.add(name, first, data.contiguous().view(-1))
+        elif bits >= 8 and step * bits <= max(8 * NEAR, 4 * count * bits):
+            together = max(1, 8 * MANY * BLOCK // (step * bits))
+            for row in range(0, rows, together):
+                part = data[row : row + together]
+                self._note(name, part.numel(), _spread(part, first + row * step, step, bits // 8))
+        elif bits < 8 or count * bits >= 8 * SHORT:
+            for row in range(rows):
+                self.add(name, first + row * step, data[row].contiguous())
+        else:
+            together = max(1, ELEMENTS // max(count, 1))
+            for row in range(0, rows, together):
+                part = data[row : row + together]
+                self._note(name, part.numel(), _scattered(part, first + row * step, step, bits // 8))
+
+    def summed(self, world: World) -> dict[str, str]:
+        """The digest of each entry as 32 hexadecimal digits; collective, one reduction.
+
+        Raises CheckpointError if the elements added on all ranks are not as many as the entry has.
+        """
+        table = torch.tensor([self._row(name) for name in self._entries], dtype=torch.int64, device="cpu")
+        total = world.all_reduce_sum(table.view(-1), "summing up digests").view(-1, 2 * _LANES + 1)
+        found = {}
+        for (name, (dtype, shape)), row in zip(self._entries.items(), total.tolist(), strict=True):
+            if row[-1] != prod(shape):
+                raise CheckpointError(
+                    f"{name}: {row[-1]} elements were counted for its digest, and it has {prod(shape)}"
+                )
+            lanes = [(row[2 * lane] + (row[2 * lane + 1] << 32)) & _ALL for lane in range(_LANES)]
+            found[name] = _final(dtype, shape, lanes)
+        return found
+
+    def _bits(self, name: str) -> int:
+        return DTYPE_BITS[self._entries[name][0]]
+
+    def _note(self, name: str, elements: int, lanes: Sequence[int]) -> None:
+        with self._lock:
+            sums = self._sums.setdefault(name, [0] * (_LANES + 1))
+            for lane, value in enumerate(lanes):
+                sums[lane] = (sums[lane] + value) & _ALL
+            sums[-1] += elements
+
+    def _row(self, name: str) -> list[int]:
+        """The lanes in halves, whose sum over ranks fits, and the elements."""
+        *lanes, elements = self._sums.get(name, [0] * (_LANES + 1))
+        return [half for lane in lanes for half in (lane & 0xFFFFFFFF, lane >> 32)] + [elements]
+
+
+def _final(dtype: str, shape: Sequence[int], lanes: Sequence[int]) -> str:
+    text = f"{dtype} {list(shape)} ".encode() + b"".join(lane.to_bytes(8, "little") for lane in lanes)
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def _octets(data: torch.Tensor | bytes | bytearray | memoryview) -> torch.Tensor:
+    """The bytes of ``data`` where they lie."""
+    if not isinstance(data, torch.Tensor):
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        if not view.nbytes:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj()).view(-1)
+    return data.detach().view(torch.uint8)
+
+
+def _lanes(octets: torch.Tensor, position: int) -> list[int]:
+    """The sums of both lanes over bytes that begin at byte ``position`` of the tensor."""
+    keys = _keys(octets.device)
+    many = 1 if octets.device.type == "cpu" else MANY
+    sums = [0] * _LANES
+    while octets.numel():
+        block, offset = divmod(position, BLOCK)
+        rows = 0 if offset else min(octets.numel() // BLOCK, many)
+        taken = rows * BLOCK or min(octets.numel(), BLOCK - offset)
+        words = _words(octets[:taken], offset % 8).view(max(rows, 1), -1)
+        place = offset // 8
+        weighted = _weighted(words, keys[:, place : place + words.shape[1]])
+        for lane in range(_LANES):
+            for row, value in enumerate(weighted[lane]):
+                sums[lane] += value * _block_key(lane, block + row)
+        octets, position = octets[taken:], position + taken
+    return [value & _ALL for value in sums]
+
+
+def _words(octets: torch.Tensor, lead: int) -> torch.Tensor:
+    """Bytes as words of 8, of which the first ``lead`` bytes are not there and count as zeros."""
+    rest = -(lead + octets.numel()) % 8
+    if lead or rest:
+        octets = torch.cat([octets.new_zeros(lead), octets, octets.new_zeros(rest)])
+    elif octets.storage_offset() % 8:
+        octets = octets.clone()
+    return octets.view(torch.int64)
+
+
+def _weighted(words: torch.Tensor, keys: torch.Tensor) -> list[list[int]]:
+    """For each lane, for each of the rows ``words``, its sum; ``keys`` are A of both, then C."""
+    upper = words >> 32
+    if words.device.type == "cpu":  # at the speed of the cache; accelerators have it for floats alone
+        found = torch.mv(keys[:_LANES], words[0]) + torch.mv(keys[_LANES:], upper[0])
+        return [[lane] for lane in found.tolist()]
+    sums = [(words * keys[lane]).sum(1) + (upper * keys[_LANES + lane]).sum(1) for lane in range(_LANES)]
+    result: list[list[int]] = torch.stack(sums).tolist()
+    return result
+
+
+def _spread(data: torch.Tensor, first: int, step: int, width: int) -> list[int]:
+    """The sums of both lanes over rows of elements of ``width`` bytes, as ``add_rows`` takes them."""
+    room = data.new_zeros(data.shape[0], step)
+    room[:, : data.shape[1]] = data
+    return _lanes(_octets(room.view(-1)[: (data.shape[0] - 1) * step + data.shape[1]]), first * width)
+
+
+def _scattered(data: torch.Tensor, first: int, step: int, width: int) -> list[int]:
+    """As ``_spread``, without room for what lies between."""
+    rows, count = data.shape
+    device = data.device
+    place = first + step * torch.arange(rows, device=device)[:, None] + torch.arange(count, device=device)
+    octet = place.view(-1) * width
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj())
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
+    # Contiguous, so that elements of two numbers are one row of words.
+    bits = data.detach().contiguous().view(-1).view(kind).to(torch.int64)
+    if width < 8:
+        bits = (bits & ((1 << (8 * width)) - 1)) << (8 * (octet % 8))
+    word = octet // 8
+    block, inside = word // WORDS, word % WORDS
+    keys = _keys(device)
+    found = []
+    for lane in range(_LANES):
+        weighted = keys[lane][inside] * bits + keys[_LANES + lane][inside] * (bits >> 32)
+        found.append(int((weighted * _mixed(block + _signed(_SEEDS[2 * _LANES + lane]))).sum()) & _ALL)
+    return found
+
+
+@functools.cache
+def _keys(device: torch.device) -> torch.Tensor:
+    """A of both lanes, then C of both, [4, WORDS]."""
+    place = torch.arange(WORDS, dtype=torch.int64, device="cpu")
+    return torch.stack([_mixed(place + seed) for seed in _SEEDS[: 2 * _LANES]]).to(device)
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """``_block_key`` of many numbers, which have the seed in them."""
+    mixed = (numbers + 1) * _signed(_STEP)
+    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(_MIX)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(_MORE)
+    return (mixed ^ _shifted(mixed, 31)) | 1
+
+
+@functools.lru_cache(1 << 16)
+def _block_key(lane: int, block: int) -> int:
+    """B of a lane: odd, without a pattern, the same everywhere (the finaliser of SplitMix64)."""
+    mixed = (block + _SEEDS[2 * _LANES + lane] + 1) * _STEP & _ALL
+    mixed = (mixed ^ (mixed >> 30)) * _MIX & _ALL
+    mixed = (mixed ^ (mixed >> 27)) * _MORE & _ALL
+    return (mixed ^ (mixed >> 31)) | 1
+
+
+def _shifted(numbers: torch.Tensor, places: int) -> torch.Tensor:
+    """A shift to the right that brings in zeros."""
+    return (numbers >> places) & ((1 << (64 - places)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The 64-bit integer with the same bits."""
+    return number - (1 << 64) if number >> 63 else number

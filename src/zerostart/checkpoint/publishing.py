@@ -1,0 +1,324 @@
+"""Directories that appear whole or not at all.
+
+What is to be saved is written into a directory beside its place, brought to the disk, marked as complete by a
+file written last, and then takes its place in one step of the file system. Until then the place is as it was.
+
+What a killed process leaves is told by its name, ``.NAME.TOKEN.saving`` (or ``.replaced``) beside ``NAME``,
+and by a lock that nobody holds any more; the next save to ``NAME`` removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zerostart.errors import WriteError, ZerostartError
+
+__all__ = ["FORMAT", "MARKER", "Staging", "recover", "told"]
+
+#: The file that makes a directory valid, unless another is named, and the version of its format.
+MARKER, FORMAT = "zerostart.json", 1
+#: All names of such files: a save replaces what an earlier one of another kind has left in its place, too.
+MARKERS = (MARKER, "state.json")
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+#: What a system or a file system answers that cannot exchange two directories.
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+_SHARD = re.compile(r"(?P<stem>.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+class Staging:
+    """A directory that is to take the place ``path``; one process has it, and writes or leads those who do.
+
+    Everything is written below ``directory``. Then :meth:`complete` publishes it, or :meth:`discard` removes
+    it, which may be called at any time, and more than once.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], marker: str = MARKER) -> None:
+        """Make the directory, after removing what killed processes have left. Raises WriteError."""
+        # A link that leads to a directory goes on doing so.
+        self.path = Path(os.path.realpath(Path(path).expanduser()))
+        self.marker = marker
+        self._token = uuid.uuid4().hex[:12]
+        self.directory = _beside(self.path, self._token, "saving")
+        self._made: list[Path] = []
+        self._published = False
+        self._lock: int | None = None
+        try:
+            self._begin()
+        except BaseException:
+            self.discard()
+            raise
+
+    def _begin(self) -> None:
+        with told(self.path, "nothing was saved"):
+            if self.path.exists() and not self.path.is_dir():
+                raise WriteError(f"{self.path} is a file; save to a directory, or remove it")
+            self._make_parents()
+            recover(self.path)
+            for leftover in _leftovers(self.path):
+                _remove(leftover)
+            self.directory.mkdir()
+            self._lock = _locked(self.directory)
+
+    def complete(self, document: Mapping[str, Any]) -> None:
+        """Bring everything to the disk, write the marker, and put the directory in its place.
+
+        The marker holds ``document``, and "files": for each file its "bytes" and, if it holds no tensors, its
+        "sha256". What lies at the place and is no part of what was saved there before is kept. Raises
+        WriteError; the place is then as it was, unless the message says otherwise.
+        """
+        with told(self.path, "nothing was saved, and what was there is as it was"):
+            files = {name: _described(self.directory / name) for name in _files_below(self.directory)}
+            replaced = _Replaced(self.path, self.directory, files)
+            replaced.keep()
+            for name in files:
+                _sync(self.directory / name, 0)
+            for folder, _, _ in os.walk(self.directory, topdown=False):
+                _sync_directory(Path(folder))
+            self._write_marker({"format": FORMAT, **document, "files": files})
+            old = self._take_place()
+            self._published = True
+        with told(self.path, "all is there, but may be lost if the machine stops now: save again"):
+            _sync_directory(self.path.parent)
+            if old is not None:
+                replaced.keep(old)
+        self._release()
+        if old is not None:
+            _remove(old)
+
+    def discard(self) -> None:
+        """Remove what was written, unless it was published."""
+        self._release()
+        if self._published:
+            return
+        _remove(self.directory)
+        for parent in reversed(self._made):
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+    def _make_parents(self) -> None:
+        missing = [parent for parent in self.path.parents if not parent.exists()]
+        for parent in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                parent.mkdir()
+                self._made.append(parent)
+                _sync_directory(parent.parent)
+
+    def _write_marker(self, document: Mapping[str, Any]) -> None:
+        part = self.directory / f".{self.marker}.part"
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            data = memoryview((json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+            while data:
+                data = data[os.write(handle, data) :]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        part.rename(self.directory / self.marker)
+        _sync_directory(self.directory)
+
+    def _take_place(self) -> Path | None:
+        """Put the directory in its place; gives where that lies now which was there."""
+        if not self.path.exists():
+            self.directory.rename(self.path)
+            return None
+        if _exchanged(self.directory, self.path):
+            return self.directory
+        # Two steps: a process that is killed between them leaves it to ``recover`` to take the second.
+        old = _beside(self.path, self._token, "replaced")
+        self.path.rename(old)
+        try:
+            self.directory.rename(self.path)
+        except OSError:
+            old.rename(self.path)
+            raise
+        return old
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def recover(path: str | os.PathLike[str]) -> None:
+    """Finish, or undo, a replacement of ``path`` in two steps that was killed between them.
+
+    Only where a file system cannot exchange two directories is there such a moment. Raises OSError.
+    """
+    place = Path(os.path.realpath(Path(path).expanduser()))
+    if place.exists() or not place.parent.is_dir():
+        return
+    for old in _leftovers(place):
+        if old.suffix == ".replaced":
+            new = old.with_suffix(".saving")
+            complete = any((new / marker).exists() for marker in MARKERS)
+            (new if complete else old).rename(place)
+            _sync_directory(place.parent)
+            return
+
+
+class _Replaced:
+    """What lies at a place that is to be replaced, and of it what is kept: files that others have put there.
+
+    Not kept are the files that a marker there lists, and weights of a name that is saved anew.
+    """
+
+    def __init__(self, old: Path, new: Path, files: Mapping[str, Any]) -> None:
+        self._old, self._new, self._place = old, new, old
+        self._dropped = set(MARKERS)
+        self._stems = {(str(Path(name).parent), stem) for name in files if (stem := _stem(name))}
+        for marker in MARKERS:
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # none, or not one of ours
+                self._dropped |= set(json.loads((old / marker).read_text(encoding="utf-8"))["files"])
+
+    def keep(self, moved: Path | None = None) -> None:
+        """Give files of the old directory (``moved``, once it was replaced) a name in the new one, too.
+
+        They are not copied: each is one file with two names, until the old directory goes.
+        """
+        old, new = (self._old, self._new) if moved is None else (moved, self._place)
+        if old.is_dir():
+            self._keep_in(old, new, "")
+
+    def _keep_in(self, old: Path, new: Path, below: str) -> None:
+        with os.scandir(old) as entries:
+            for entry in entries:
+                name = below + entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    self._keep_directory(entry.path, new / entry.name, f"{name}/")
+                elif name not in self._dropped and not self._is_saved_anew(name):
+                    with contextlib.suppress(FileExistsError):
+                        _link(entry.path, new / entry.name)
+
+    def _keep_directory(self, old: str, new: Path, below: str) -> None:
+        made = not new.exists()
+        if made:
+            new.mkdir()
+        self._keep_in(Path(old), new, below)
+        if made and any(name.startswith(below) for name in self._dropped):
+            with contextlib.suppress(OSError):  # there is something of others in it
+                new.rmdir()
+
+    def _is_saved_anew(self, name: str) -> bool:
+        stem = _stem(name)
+        return bool(stem) and (str(Path(name).parent), stem) in self._stems
+
+
+def _link(old: str, new: Path) -> None:
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise WriteError(
+            f"{old} was not saved by zerostart and cannot be kept ({error.strerror}): save to a new "
+            "directory, or move it away first"
+        ) from error
+
+
+def _stem(name: str) -> str:
+    """What the file name of weights, or of their index, begins with; empty for other files."""
+    found = _SHARD.fullmatch(Path(name).name)
+    return found["stem"] if found else ""
+
+
+def _beside(path: Path, token: str, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{token}.{kind}")
+
+
+def _leftovers(path: Path) -> list[Path]:
+    """What saves to ``path`` that were killed have left: all that no process has locked."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.(saving|replaced)")
+    found = [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]
+    return sorted(entry for entry in found if _is_free(entry))
+
+
+def _locked(directory: Path) -> int:
+    """A handle of the directory, locked until it is closed, or this process ends."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # a file system without locks: what is left is told by its name alone
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return handle
+
+
+def _is_free(directory: Path) -> bool:
+    try:
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    finally:
+        os.close(handle)
+    return True
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory. Nothing depends on it: what cannot be removed now, the next save removes."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Let two directories change places in one step; False where that cannot be done here."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _files_below(directory: Path) -> list[str]:
+    """Files below a directory, by their names from there with slashes, in order."""
+    found = []
+    for folder, _, names in os.walk(directory):
+        found += [(Path(folder) / name).relative_to(directory).as_posix() for name in names]
+    return sorted(found)
+
+
+def _described(file: Path) -> dict[str, Any]:
+    described: dict[str, Any] = {"bytes": file.stat().st_size}
+    if file.suffix != ".safetensors":
+        with file.open("rb") as handle:
+            described["sha256"] = hashlib.file_digest(handle, "sha256").hexdigest()
+    return described
+
+
+def _sync_directory(directory: Path) -> None:
+    _sync(directory, os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def told(path: Path, state: str) -> Iterator[None]:
+    """Tell an error of the system as one of writing, with what it means for the place."""
+    try:
+        yield
+    except ZerostartError:
+        raise
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise WriteError(f"{path}: saving failed{where}: {error.strerror or error}; {state}") from error
