@@ -261,7 +261,7 @@ def save_state(
     Args:
         path: the directory to be; the same on all ranks, on storage that they share.
         model: what ``load``, ``deepspeed.initialize`` or ``accelerator.prepare`` returned, or any model that
-            DeepSpeed's ZeRO or FSDP2 shards, inside PEFT, DistributedDataParallel or ``torch.compile`` or not.
+            DeepSpeed's ZeRO or FSDP2 shards, inside PEFT, DistributedDataParallel, ``torch.compile`` or not.
         optimizer: the torch optimizer of a model that no DeepSpeed engine steps, or accelerate's wrapper of it.
         extra: any JSON value with tensors in it, the same on all ranks; of other objects pass what describes
             them, such as ``scheduler.state_dict()``.

@@ -57,7 +57,8 @@ def _write(path: str | os.PathLike[str], content: Content, world: World) -> None
                 _write_configuration(content.module, folder / MODEL)
         state = write_tensors(folder / STATE, *content.state, world, stem=STATE)
         publication.document.update(content.document)
-        publication.document["digests"] = {MODEL: dict(model.digests), STATE: dict(state.digests)}
+        publication.add_digests(model.digests, MODEL)
+        publication.add_digests(state.digests, STATE)
 
 
 def _write_configuration(model: Any, folder: Path) -> None:

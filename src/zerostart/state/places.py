@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,13 +11,13 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.engines import Shard, found_shards, plain_name, with_whole
 from zerostart.errors import ConfigError
-from zerostart.loading.record import loaded_model, record_of
+from zerostart.loading.record import bare_model, loaded_model, record_of, wrapped
 from zerostart.models import state_names
 
-__all__ = ["Places", "places_of", "unwrapped"]
+__all__ = ["Places", "places_of"]
 
-#: Modules of the classes that wrap a whole model.
-_WRAPPERS = ("deepspeed.", "torch.nn.parallel.", "torch._dynamo.")
+#: Packages whose modules are put around a whole model; PEFT's have parameters of their own.
+_AROUND = ("torch", "deepspeed", "accelerate")
 
 
 @dataclass(frozen=True)
@@ -48,17 +47,11 @@ class Places:
         )
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def _unwrapped(model: nn.Module) -> nn.Module:
     """The model inside what engines, DistributedDataParallel and torch.compile have put around it."""
-    while (inner := _inside(model)) is not None:
+    while type(model).__module__.partition(".")[0] in _AROUND and (inner := wrapped(model)) is not None:
         model = inner
     return model
-
-
-def _inside(model: nn.Module) -> nn.Module | None:
-    if not type(model).__module__.startswith(_WRAPPERS):
-        return None
-    return model._modules.get("module") or model._modules.get("_orig_mod")
 
 
 def places_of(model: nn.Module, world: World) -> Places:
@@ -66,8 +59,7 @@ def places_of(model: nn.Module, world: World) -> Places:
 
     Raises EngineError for a parameter of which no one place can be said.
     """
-    outer = unwrapped(model)
-    inner = _without_adapters(outer)
+    outer, inner = _unwrapped(model), bare_model(model)
     loaded = loaded_model(outer)
     shards = _found(loaded, outer, world)
     own: dict[str, Shard] = {}
@@ -83,17 +75,6 @@ def places_of(model: nn.Module, world: World) -> Places:
         own[name] = shards[id(parameter)]
     buffers = {plain_name(name): tensor for name, tensor, buffer in state_names(inner) if buffer}
     return Places(inner, own, parameters, buffers, ties, first, world.size == 1)
-
-
-def _without_adapters(model: nn.Module) -> nn.Module:
-    """The model that PEFT has been wrapped around; its adapters of layers are inside."""
-    while type(model).__module__.partition(".")[0] == "peft":
-        children: dict[str, Any] = model._modules
-        inner = children.get("base_model") or children.get("model")
-        if inner is None:
-            break
-        model = inner
-    return model
 
 
 def _named(inner: nn.Module, outer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -67,7 +67,7 @@ TOUCHED = (
                 f"{_STAGE3}._setup_for_real_optimizer",
                 has=(
                     "P = list(itertools.chain.from_iterable(self.fp16_groups))",
-                    "self.grad_partitions_flat_buffer: Tensor = torch.zeros(...)",
+                    "self.grad_partitions_flat_buffer.narrow(0, A, B.partition_numel())",
                 ),
             ),
         ),
@@ -77,12 +77,6 @@ TOUCHED = (
         owner=_ZERO,
         attributes=("loss_scaler", "offloaded_states", "single_partition_of_fp32_groups"),
         why="masters and moments of a rank are its partition of the flat group",
-        shapes=(
-            Shape(
-                f"{_ZERO}._restore_base_optimizer_state",
-                has=("self.optimizer.param_groups[I]['params'][0]",),
-            ),
-        ),
     ),
     Use(
         library=DEEPSPEED,
