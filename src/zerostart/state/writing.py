@@ -23,7 +23,7 @@ from zerostart.layout import Layout
 from zerostart.planning.writes import GRAIN, Origin, WritePlan, own_part, plan_writes
 from zerostart.recipe import Recipe, Target
 from zerostart.transfer.tuning import MIN_CHUNK
-from zerostart.transfer.writing import write_out
+from zerostart.transfer.writing import Change, Source, write_out
 
 __all__ = ["Entry", "Outgoing", "Written", "plain", "planned", "write_tensors"]
 
@@ -42,11 +42,13 @@ class Outgoing:
     """A share of one logical tensor that goes into the files.
 
     ``recipe`` says for each element of its target which element of which tensor of the files it is; ``shard``
-    which of them this rank has.
+    which of them this rank has. ``change``, if any, is asked for what is written in the place of the shard's
+    elements, some at a time.
     """
 
     recipe: Recipe
     shard: Shard
+    change: Change | None = None
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,9 @@ def write_tensors(
 
 def planned(
     layout: SaveLayout, outgoing: Iterable[Outgoing], chunk_size: int
-) -> tuple[WritePlan, list[torch.Tensor]]:
+) -> tuple[WritePlan, list[Source]]:
     """What this rank writes of ``outgoing``, and the storages that the plan is about."""
-    storages: list[torch.Tensor] = []
+    storages: list[Source] = []
 
     def own() -> Iterator[tuple[Recipe, Layout, Origin]]:
         turn = 0
@@ -127,8 +129,9 @@ def planned(
             # Of the whole tensor, which is the same on all ranks, and so is everybody's turn.
             turn += 1 + prod(held.shape) * storage.itemsize // GRAIN
             if part is not None and part.boxes:
-                origin = Origin(item.recipe.target.name, storage.dtype, storage.device.type == "cpu")
-                storages.append(storage)
+                direct = storage.device.type == "cpu" and item.change is None
+                origin = Origin(item.recipe.target.name, storage.dtype, direct)
+                storages.append(Source(storage, item.change))
                 yield item.recipe, part, origin
 
     return plan_writes(layout, own(), chunk_size), storages
