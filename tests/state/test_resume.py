@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from resuming import Case, train
 
 from parity import checkpoint
 from ranks import run_ranks
-from resuming import Case, train
 
 FIRST, MORE = 2, 3
 FSDP2, ZERO = Case("fsdp2"), Case("deepspeed")

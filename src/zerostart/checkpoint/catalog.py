@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from zerostart.checkpoint.storage import Storage
-from zerostart.geometry import Piece
+from zerostart.geometry import Piece, whole
 
 __all__ = ["DTYPE_BITS", "TORCH_NAMES", "Assembled", "Catalog", "TensorEntry", "contiguous_strides"]
 
@@ -86,6 +86,11 @@ class TensorEntry:
         # pickles tens of thousands while the others wait.
         fields = (self.name, self.dtype, self.shape, self.file, self.offset, self.nbytes, self.strides)
         return TensorEntry, fields
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Where each of its elements lies."""
+        return whole(self.name, self.shape, self.strides)
 
     @property
     def numel(self) -> int:

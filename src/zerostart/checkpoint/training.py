@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.catalog import Assembled, Catalog
 from zerostart.checkpoint.formats import dcp, universal, zero
+from zerostart.checkpoint.formats.found import STATE, Found
 from zerostart.checkpoint.formats.parts import PartFiles
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = ["states_catalog", "training_checkpoint"]
+__all__ = ["training_checkpoint", "training_states"]
 
-#: What separates the name of an optimizer's state from that of its parameter.
-STATE = ":"
 CONFIG_NAME = "config.json"
-#: The folders in which accelerate's ``save_state`` leaves a sharded model's weights.
-_ACCELERATE = ("pytorch_model_fsdp_0", "pytorch_model")
+#: The folders in which accelerate's ``save_state`` leaves a sharded model's weights, and FSDP2's optimizer.
+_ACCELERATE, _OPTIMIZER = ("pytorch_model_fsdp_0", "pytorch_model"), "optimizer_0"
 #: The files that name the newest checkpoint of a DeepSpeed directory.
 _LATEST = ("latest", "latest_universal")
 
@@ -26,27 +25,54 @@ def training_checkpoint(directory: Path) -> Catalog | None:
 
     None if it is none of these. Raises CheckpointError where it is one that is not whole.
     """
-    found = _found(directory)
-    if found is None:
+    place = _found(directory)
+    if place is None:
         return None
-    catalog = states_catalog(found)
-    weights = {name: tensor for name, tensor in (catalog.assembled or {}).items() if STATE not in name}
-    parts = {source for tensor in weights.values() for piece in tensor.pieces for source in piece.source}
-    stored = {name: entry for name, entry in catalog.tensors.items() if name in parts}
-    return Catalog(_root(directory, found), catalog.storage, stored, {"format": "pt"}, assembled=weights)
-
-
-def states_catalog(directory: Path) -> Catalog:
-    """Everything in such a directory, the optimizer's states under ``exp_avg:NAME`` and the like."""
     files = PartFiles()
-    if dcp.is_dcp(directory):
-        tensors, assembled = dcp.read_dcp(directory, files)
-    elif universal.is_universal(directory):
-        tensors, assembled = universal.read_universal(directory, files)
-    else:
-        tensors, assembled = zero.read_zero(directory, files)
+    found = _read(place, files)
+    weights = {name: tensor for name, tensor in found.assembled.items() if STATE not in name}
+    return _catalog(found, files, weights, _root(directory, place))
+
+
+def training_states(directory: Path) -> tuple[Found, Catalog, Catalog] | None:
+    """All that such a directory holds, with the catalogs of weights and of an optimizer's states.
+
+    In the second a state has the name ``optimizer/KEY/NAME``. None where the directory is none of these.
+    """
+    place = _found(directory)
+    if place is None:
+        return None
+    files = PartFiles()
+    found = _read(place, files)
+    if place.name == _ACCELERATE[0] and dcp.is_dcp(place.parent / _OPTIMIZER):
+        beside = dcp.read_dcp(place.parent / _OPTIMIZER, files)
+        found.add(beside.tensors.values())
+        found.assembled |= beside.assembled
+        found.numbers, found.groups = beside.numbers, beside.groups
+    weights = {name: tensor for name, tensor in found.assembled.items() if STATE not in name}
+    states = {}
+    for name, tensor in found.assembled.items():
+        key, separator, parameter = name.partition(STATE)
+        if separator:
+            states[f"optimizer/{key}/{parameter}"] = tensor
+    root = _root(directory, place)
+    return found, _catalog(found, files, weights, root), _catalog(found, files, states, root)
+
+
+def _read(place: Path, files: PartFiles) -> Found:
+    if dcp.is_dcp(place):
+        return dcp.read_dcp(place, files)
+    if universal.is_universal(place):
+        return universal.read_universal(place, files)
+    return zero.read_zero(place, files)
+
+
+def _catalog(found: Found, files: PartFiles, tensors: dict[str, Assembled], root: str) -> Catalog:
+    """A catalog of some of the tensors, with what is stored of these."""
+    parts = {source for tensor in tensors.values() for piece in tensor.pieces for source in piece.source}
+    stored = {name: entry for name, entry in found.tensors.items() if name in parts}
     storage = LocalFiles.known(files.paths, files.states)
-    return Catalog(str(directory), storage, tensors, assembled=assembled)
+    return Catalog(root, storage, stored, {"format": "pt"}, assembled=tensors)
 
 
 def _found(directory: Path) -> Path | None:
@@ -69,5 +95,5 @@ def _found(directory: Path) -> Path | None:
 
 def _root(given: Path, found: Path) -> str:
     """Where the configuration is: beside the weights, or above them."""
-    places = [given, found, *(found.parents[:2])]
+    places = [given, found, *found.parents[:2]]
     return str(next((place for place in places if (place / CONFIG_NAME).is_file()), given))

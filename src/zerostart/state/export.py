@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from zerostart import geometry
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.shards import plan_shards
@@ -20,7 +19,6 @@ from zerostart.checkpoint.source import open_catalog, read_config
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
-from zerostart.geometry import Piece
 from zerostart.layout.flat import flat_run
 from zerostart.planning import Destination, join
 from zerostart.recipe import Recipe, Target, torch_dtype
@@ -99,7 +97,7 @@ def _once(weights: Mapping[str, TensorEntry | Assembled], tied: bool) -> dict[st
     seen: set[object] = set()
     out = {}
     for name, tensor in weights.items():
-        place = (_pieces(tensor), tensor.shape)
+        place = (tensor.pieces, tensor.shape)
         key: object = place if isinstance(tensor, Assembled) else name
         if key not in seen:
             seen.add(key)
@@ -109,12 +107,6 @@ def _once(weights: Mapping[str, TensorEntry | Assembled], tied: bool) -> dict[st
 
 def _kept(stored: str, dtype: torch.dtype | None) -> str:
     return stored if dtype is None or stored not in _PLAIN_FLOATS else spelling(dtype)
-
-
-def _pieces(tensor: TensorEntry | Assembled) -> tuple[Piece, ...]:
-    if isinstance(tensor, Assembled):
-        return tensor.pieces
-    return geometry.whole(tensor.name, tensor.shape, tensor.strides)
 
 
 def _read(
@@ -127,7 +119,7 @@ def _read(
         wanted, storages = [], []
         for tensor, first, count in batch:
             dtype = torch_dtype(dtypes[tensor.name], tensor.name)
-            recipe = Recipe(Target(tensor.name, tensor.shape, dtype), _pieces(tensor))
+            recipe = Recipe(Target(tensor.name, tensor.shape, dtype), tensor.pieces)
             layout = flat_run(tensor.shape, first, first + count)
             wanted.append((recipe, layout, Destination(tensor.name, count, count, dtype, True)))
             storages.append(torch.empty(count, dtype=dtype, device="cpu"))

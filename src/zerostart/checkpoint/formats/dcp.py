@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.catalog import TORCH_NAMES, Assembled, TensorEntry
+from zerostart.checkpoint.catalog import TORCH_NAMES, TensorEntry
+from zerostart.checkpoint.formats.found import STATE, Found, Group
 from zerostart.checkpoint.formats.inert_pickle import Made, read_inert_pickle
 from zerostart.checkpoint.formats.parts import PartFiles, Window
 from zerostart.checkpoint.formats.shares import from_boxes
 from zerostart.checkpoint.formats.torch_zip import WRAPPERS, TorchArchive
-from zerostart.checkpoint.formats.weights_pickle import Opaque, StoredTensor, read_weights_pickle
+from zerostart.checkpoint.formats.weights_pickle import Opaque, StoredTensor
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
@@ -33,11 +34,11 @@ def is_dcp(directory: Path) -> bool:
     return (directory / METADATA).is_file()
 
 
-def read_dcp(directory: Path, files: PartFiles) -> tuple[dict[str, TensorEntry], dict[str, Assembled]]:
-    """What is stored, and the weights that it makes up, under their names in the model's state dict.
+def read_dcp(directory: Path, files: PartFiles) -> Found:
+    """What the files of all ranks hold together; ``files`` takes what is read.
 
-    Where weights are one of several entries (``{"model": ..., "optim": ...}``), its states are what
-    ``get_optimizer_state_dict`` calls them: ``exp_avg:NAME`` for ``optim.state.NAME.exp_avg``. Raises
+    Weights are at the top, or one of several entries (``{"model": ..., "optim": ...}``); the states of an
+    optimizer are what ``get_optimizer_state_dict`` calls them, ``optim.state.NAME.exp_avg``. Raises
     CheckpointError for what is not whole, or compressed.
     """
     path = directory / METADATA
@@ -46,13 +47,32 @@ def read_dcp(directory: Path, files: PartFiles) -> tuple[dict[str, TensorEntry],
             raise CheckpointError(f"{path}: {size} bytes are beyond the limit of {MAX_METADATA_BYTES}")
         value = read_inert_pickle(handle.read(size, 0), str(path))
     described = _described(value, path)
-    stored = _stored(directory, value, described, files)
-    assembled = {}
+    stored, pickled = _stored(directory, value, described, files)
+    found = Found()
+    found.add(stored.values())
     for key, name in _names(described, value, path).items():
         shape, dtype, boxes = described[key]
         parts = [(stored[key, origin], origin) for origin in boxes if (key, origin) in stored]
-        assembled[name] = from_boxes(name, shape, dtype, parts)
-    return {entry.name: entry for entry in stored.values()}, assembled
+        kind, _, parameter = name.partition(STATE)
+        if parameter and shape == () and len(parts) == 1:
+            found.numbers.setdefault(kind, {})[parameter] = files.number(parts[0][0])
+        else:
+            found.assembled[name] = from_boxes(name, shape, dtype, parts)
+    _add_groups(value, pickled, found)
+    return found
+
+
+def _add_groups(value: Made, pickled: Mapping[str, Any], found: Found) -> None:
+    """Parameter groups out of entries ``optim.param_groups.0.lr`` and so on."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for key, item in pickled.items():
+        route = _route(_routes(value).get(key), key)
+        if len(route) == 4 and route[1] == "param_groups":
+            groups.setdefault(route[2], {})[route[3]] = item
+    for group in groups.values():
+        names = group.pop("params", None)
+        if type(names) is list:
+            found.groups.append(Group(group, tuple(map(str, names))))
 
 
 #: Shape, dtype and the origins of the boxes of a tensor.
@@ -91,13 +111,13 @@ class _Place:
 
 def _stored(
     directory: Path, value: Made, described: Mapping[str, Described], files: PartFiles
-) -> dict[tuple[str, tuple[int, ...]], TensorEntry]:
-    """The boxes, by the tensor's key and the box's origin."""
+) -> tuple[dict[tuple[str, tuple[int, ...]], TensorEntry], dict[str, Any]]:
+    """The boxes, by the tensor's key and the box's origin, and what is no tensor, by its key."""
     by_file: dict[str, list[_Place]] = {}
     for file, place in _places(value, directory / METADATA):
-        if place.key in described:
-            by_file.setdefault(file, []).append(place)
-    out = {}
+        by_file.setdefault(file, []).append(place)
+    out: dict[tuple[str, tuple[int, ...]], TensorEntry] = {}
+    pickled: dict[str, Any] = {}
     for file, places in sorted(by_file.items()):
         if "/" in file or "\\" in file or file in ("", ".", ".."):
             raise CheckpointError(
@@ -112,12 +132,15 @@ def _stored(
                     )
                 window = Window(handle, place.offset, place.length)
                 archive = TorchArchive(window, place.length, str(path), place.offset)
-                tensor = archive.value(read_weights_pickle)
+                tensor = archive.value(read_inert_pickle)
+                if place.key not in described:
+                    pickled[place.key] = tensor
+                    continue
                 if type(tensor) is not StoredTensor:
                     raise CheckpointError(f"{path}: {shown(place.key)} is no tensor there: {DAMAGED}")
                 name = f"{place.key} at {list(place.origin)}"
                 out[place.key, place.origin] = archive.entry(name, tensor, number)
-    return out
+    return out, pickled
 
 
 def _places(value: Made, path: Path) -> Iterator[tuple[str, _Place]]:
@@ -127,9 +150,7 @@ def _places(value: Made, path: Path) -> Iterator[tuple[str, _Place]]:
     for index, info in storage.items():
         if type(index) is not Made or type(info) is not Made:
             raise CheckpointError(f"{path}: does not say where anything lies: {DAMAGED}")
-        origin = index.get("offset")
-        if origin is None:
-            continue  # no tensor
+        origin = index.get("offset") or ()  # what is no tensor has none
         if info.get("transform_descriptors"):
             raise CheckpointError(
                 f"{path}: parts are compressed; save the checkpoint again without extensions"
@@ -142,8 +163,7 @@ def _places(value: Made, path: Path) -> Iterator[tuple[str, _Place]]:
 
 def _names(described: Mapping[str, Described], value: Made, path: Path) -> dict[str, str]:
     """What each tensor is called here: weights by their names, an optimizer's states by theirs before it."""
-    routes = value.get("planner_data")
-    routes = routes if type(routes) is dict else {}
+    routes = _routes(value)
     keyed = {key: _route(routes.get(key), key) for key in described}
     tops = {route[0] for route in keyed.values() if len(route) > 1}
     wrapped = [name for name in WRAPPERS if name in tops]
@@ -156,13 +176,18 @@ def _names(described: Mapping[str, Described], value: Made, path: Path) -> dict[
         elif not wrapped and len(route) == 1:
             out[key] = route[0]
         elif len(route) == 4 and route[1] == "state":
-            out[key] = f"{route[3]}:{route[2]}"
+            out[key] = f"{route[3]}{STATE}{route[2]}"
     if not out:
         raise CheckpointError(
             f"{path}: no weights at the top nor under {', '.join(WRAPPERS)}; it holds "
             f"{', '.join(sorted(tops))}"
         )
     return out
+
+
+def _routes(value: Made) -> dict[Any, Any]:
+    routes = value.get("planner_data")
+    return routes if type(routes) is dict else {}
 
 
 def _route(route: Any, key: str) -> tuple[str, ...]:

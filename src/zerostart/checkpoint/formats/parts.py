@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from zerostart.errors import CheckpointError, ReadError
 
 __all__ = ["PartFiles", "Window"]
 
+#: How a number of a type is packed.
+_NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 #: Makes the entry of a tensor (of the name given) that a pickle in a file speaks of.
 Placing = Callable[[str, StoredTensor], TensorEntry]
 
@@ -39,6 +42,14 @@ class PartFiles:
             raise ReadError(f"{path} was changed while it was read; load again when nobody writes to it")
         self.paths.append(str(path))
         self.states.append(before)
+
+    def number(self, entry: TensorEntry) -> float:
+        """The value of a stored tensor of one element; raises CheckpointError for another type."""
+        form = _NUMBERS.get(entry.dtype)
+        if form is None or entry.numel != 1:
+            raise CheckpointError(f"{self.paths[entry.file]}: {entry.name} is no number")
+        with open_regular(self.paths[entry.file], "training") as (handle, _):
+            return float(struct.unpack(form, handle.read(struct.calcsize(form), entry.offset))[0])
 
     def torch_file(self, path: Path) -> tuple[Any, Placing]:
         """What a file of ``torch.save`` holds, and what places its tensors."""

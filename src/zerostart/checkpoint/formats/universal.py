@@ -6,10 +6,12 @@ from math import prod
 from pathlib import Path
 
 from zerostart.checkpoint.catalog import Assembled, TensorEntry
+from zerostart.checkpoint.formats.found import STATE, Found, Group
 from zerostart.checkpoint.formats.parts import PartFiles
 from zerostart.checkpoint.formats.shares import from_boxes, from_runs
 from zerostart.checkpoint.formats.weights_pickle import StoredTensor
-from zerostart.checkpoint.formats.zero import MASTERS, read_model_states, shared, weights_beside
+from zerostart.checkpoint.formats.zero import MASTERS
+from zerostart.checkpoint.formats.zero_model import ModelStates, read_model_states
 from zerostart.checkpoint.strict_json import DAMAGED
 from zerostart.errors import CheckpointError
 
@@ -22,15 +24,13 @@ def is_universal(directory: Path) -> bool:
     return zero.is_dir() and any((entry / f"{MASTERS}.pt").is_file() for entry in zero.iterdir())
 
 
-def read_universal(directory: Path, files: PartFiles) -> tuple[dict[str, TensorEntry], dict[str, Assembled]]:
-    """What is stored, and the tensors by the names that ``read_zero`` gives them.
+def read_universal(directory: Path, files: PartFiles) -> Found:
+    """What the folders of all parameters hold; ``files`` takes what is read.
 
     Raises CheckpointError for files that are not as ds_to_universal.py writes them.
     """
-    stored: dict[str, TensorEntry] = {}
     states = read_model_states(directory, files)
-    assembled = weights_beside(states, stored)
-    shapes = {name: shape for group in states.groups for name, shape in group.items()}
+    found, shapes = states.begun(), states.shapes
     for folder in sorted(entry for entry in (directory / "zero").iterdir() if entry.is_dir()):
         name = folder.name
         for path in sorted(folder.glob("*.pt")):
@@ -39,14 +39,28 @@ def read_universal(directory: Path, files: PartFiles) -> tuple[dict[str, TensorE
             tensor = value.get("param") if type(value) is dict else value
             if type(tensor) is not StoredTensor:
                 raise CheckpointError(f"{path}: holds no tensor: {DAMAGED}")
-            key = name if kind == MASTERS else f"{kind}:{name}"
+            key = name if kind == MASTERS else f"{kind}{STATE}{name}"
             entry = place(f"stored {key}", tensor)
-            stored[entry.name] = entry
-            assembled[key] = _shaped(key, entry, shapes.get(name, entry.shape), path)
-    absent = [name for name in shapes if name not in assembled]
+            if entry.shape == () and kind != MASTERS:
+                found.numbers.setdefault(kind, {})[name] = files.number(entry)
+            else:
+                found.add([entry])
+                found.assembled[key] = _shaped(key, entry, shapes.get(name, entry.shape), path)
+    absent = [name for name in shapes if name not in found.assembled]
     if absent:
         raise CheckpointError(f"{directory / 'zero' / absent[0]}: not here, nor {len(absent) - 1} more")
-    return stored, shared(assembled, states)
+    _add_groups(directory / "zero" / "optimizer_state.pt", states, found, files)
+    return states.ended(found)
+
+
+def _add_groups(path: Path, states: ModelStates, found: Found, files: PartFiles) -> None:
+    """The settings of the parameter groups, which one file has for all."""
+    value = files.torch_file(path)[0] if path.is_file() else None
+    groups = value.get("param_groups") if type(value) is dict else None
+    for settings, shapes in zip(groups or (), states.groups, strict=False):
+        if type(settings) is dict:
+            kept = {key: item for key, item in settings.items() if key != "params"}
+            found.groups.append(Group(kept, tuple(shapes)))
 
 
 def _shaped(key: str, entry: TensorEntry, shape: tuple[int, ...], path: Path) -> Assembled:

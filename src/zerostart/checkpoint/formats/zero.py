@@ -10,27 +10,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.catalog import Assembled, TensorEntry
+from zerostart.checkpoint.catalog import TensorEntry
+from zerostart.checkpoint.formats.found import STATE, Found, Group
 from zerostart.checkpoint.formats.inert_pickle import Made
 from zerostart.checkpoint.formats.parts import PartFiles, Placing
-from zerostart.checkpoint.formats.shares import from_boxes, from_runs
+from zerostart.checkpoint.formats.shares import from_runs
 from zerostart.checkpoint.formats.weights_pickle import StoredTensor
-from zerostart.checkpoint.strict_json import DAMAGED, shown
+from zerostart.checkpoint.formats.zero_model import INSTEAD, ModelStates, by_rank, read_model_states
+from zerostart.checkpoint.strict_json import DAMAGED
 from zerostart.errors import CheckpointError
 
-__all__ = ["MASTERS", "ModelStates", "is_zero", "read_model_states", "read_zero"]
+__all__ = ["MASTERS", "is_zero", "read_zero"]
 
 _OPTIMIZER = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
-_MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
-#: What DeepSpeed writes of models that are cut otherwise than by data parallelism.
-_CUT = re.compile(r"layer_\d+.*|expp?_rank_.*|.*_expert_\d+_.*")
-_INSTEAD = "convert it with DeepSpeed's ds_to_universal.py, and load what that writes"
 #: What the fp32 masters are called among the states of a parameter.
 MASTERS = "fp32"
 
@@ -43,16 +41,14 @@ def is_zero(directory: Path) -> bool:
     return any(_OPTIMIZER.fullmatch(entry.name) for entry in directory.iterdir())
 
 
-def read_zero(directory: Path, files: PartFiles) -> tuple[dict[str, TensorEntry], dict[str, Assembled]]:
-    """What is stored, and the tensors that it makes up; ``files`` takes what is read.
+def read_zero(directory: Path, files: PartFiles) -> Found:
+    """What the files of all ranks hold together; ``files`` takes what is read.
 
-    A weight has its own name, the states of its optimizer are ``exp_avg:NAME`` and the like. Raises
-    CheckpointError for files that are not whole, or not of one job.
+    Raises CheckpointError for files that are not whole, or not of one job.
     """
-    stored: dict[str, TensorEntry] = {}
     states = read_model_states(directory, files)
-    assembled = weights_beside(states, stored)
-    ranks = [_Rank.read(path, number, files) for number, path in enumerate(_by_rank(directory, _OPTIMIZER))]
+    found = states.begun()
+    ranks = [_Rank.read(path, number, files) for number, path in enumerate(by_rank(directory, _OPTIMIZER))]
     first = ranks[0]
     for rank in ranks:
         if (rank.stage, rank.partitions) != (first.stage, len(ranks)):
@@ -62,89 +58,21 @@ def read_zero(directory: Path, files: PartFiles) -> tuple[dict[str, TensorEntry]
                 "those of two jobs are mixed"
             )
         for buffers in rank.buffers.values():
-            stored.update({entry.name: entry for entry in buffers})
+            found.add(buffers)
     runs = _at_stage_3(states, ranks) if first.stage == 3 else _below_stage_3(states, ranks)
     for name, shape, places in runs:
         for kind in first.buffers:
             parts = [(ranks[r].buffers[kind][buffer], at, count) for r, buffer, at, count in places]
-            key = name if kind == MASTERS else f"{kind}:{name}"
-            assembled[key] = from_runs(key, shape, first.buffers[kind][0].dtype, parts)
-    return stored, shared(assembled, states)
-
-
-@dataclass(frozen=True)
-class ModelStates:
-    """What the files of the model's states say.
-
-    ``groups`` has the shapes of trained parameters by their groups, ``frozen`` those of the others; of these
-    ``fragments`` has each rank's part, of rank 0 alone where parameters are whole. ``plain`` tensors, buffers
-    and at stage 1 frozen parameters, are stored as they are; ``shared`` names are other names of a parameter.
-    """
-
-    groups: tuple[Mapping[str, tuple[int, ...]], ...]
-    frozen: Mapping[str, tuple[int, ...]]
-    fragments: tuple[Mapping[str, TensorEntry], ...]
-    plain: Mapping[str, TensorEntry]
-    shared: Mapping[str, str]
-
-
-def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
-    """The states of the model beside the optimizer's; raises CheckpointError where they are not whole."""
-    found = []
-    for path in _by_rank(directory, _MODEL):
-        value, place = files.torch_file(path)
-        if type(value) is not dict or type(value.get("module")) is not dict:
-            raise CheckpointError(f"{path}: no states of a model: {DAMAGED}")
-        _refuse_experts(value, path)
-        found.append((value, place, path))
-    value, place, path = found[0]
-    module, shapes = value["module"], value.get("param_shapes")
-    if type(shapes) is not list:
-        raise CheckpointError(f"{path}: does not say which parameters it has (param_shapes); {_INSTEAD}")
-    groups = tuple(_shapes(group) for group in shapes)
-    frozen = _shapes(value.get("frozen_param_shapes") or {})
-    tied = {str(name): str(other) for name, other in _pairs(value.get("shared_params") or {})}
-    plain = set(value.get("buffer_names") or ())
-    if path.name.startswith("mp_rank"):
-        # Whole parameters: one that nothing else names is frozen, at stage 1. At stage 3 they are empty here.
-        plain |= {str(name) for name in module} - {*frozen, *tied, *(n for group in groups for n in group)}
-    return ModelStates(
-        groups=groups,
-        frozen=frozen,
-        fragments=tuple(
-            _placed(v.get("frozen_param_fragments") or {}, p, f"rank {r}: frozen ")
-            for r, (v, p, _) in enumerate(found)
-        ),
-        plain=_placed({name: t for name, t in module.items() if name in plain}, place, "whole "),
-        shared=tied,
-    )
-
-
-def weights_beside(states: ModelStates, stored: dict[str, TensorEntry]) -> dict[str, Assembled]:
-    """Frozen parameters and buffers, whose parts go into ``stored``."""
-    out = {}
-    for name, entry in states.plain.items():
-        stored[entry.name] = entry
-        out[name] = from_boxes(name, entry.shape, entry.dtype, [(entry, (0,) * len(entry.shape))])
-    for name, shape in states.frozen.items():
-        parts = [fragments[name] for fragments in states.fragments if name in fragments]
-        if not parts:
-            raise CheckpointError(f"the frozen parameter {shown(name)} is in no file of the model's states")
-        stored.update({part.name: part for part in parts})
-        if parts[0].shape == shape:  # whole on every rank
-            out[name] = from_boxes(name, shape, parts[0].dtype, [(parts[0], (0,) * len(shape))])
-        else:
-            out[name] = from_runs(name, shape, parts[0].dtype, [(part, 0, part.numel) for part in parts])
-    return out
-
-
-def shared(assembled: dict[str, Assembled], states: ModelStates) -> dict[str, Assembled]:
-    """``assembled`` with tied parameters under all of their names."""
-    for name, other in states.shared.items():
-        if other in assembled:
-            # Whatever else is stored under the name: a universal checkpoint has its rounded value there.
-            assembled[name] = replace(assembled[other], name=name)
-    return assembled
+            key = name if kind == MASTERS else f"{kind}{STATE}{name}"
+            found.assembled[key] = from_runs(key, shape, first.buffers[kind][0].dtype, parts)
+        if places and first.numbers:
+            for key, value in first.numbers[places[0][1]].items():
+                number = files.number(value) if isinstance(value, TensorEntry) else value
+                found.numbers.setdefault(key, {})[name] = number
+    for settings, shapes in zip(first.settings, states.groups, strict=False):
+        found.groups.append(Group(settings, tuple(shapes)))
+    found.engine |= {"stage": first.stage, "scale": dict(first.scale)}
+    return states.ended(found)
 
 
 @dataclass(frozen=True)
@@ -157,6 +85,10 @@ class _Rank:
     buffers: Mapping[str, Sequence[TensorEntry]]
     #: Elements of padding after each parameter of each group; None where there are none.
     paddings: Sequence[Sequence[int]] | None
+    #: Of each buffer the states that are one number, and of each parameter group its settings.
+    numbers: Sequence[Mapping[str, TensorEntry | float]]
+    settings: Sequence[dict[str, Any]]
+    scale: Mapping[str, Any]
 
     @classmethod
     def read(cls, path: Path, number: int, files: PartFiles) -> _Rank:
@@ -167,38 +99,77 @@ class _Rank:
         stage, partitions = _number(states["zero_stage"]), states.get("partition_count")
         if type(partitions) is list:
             if len(set(partitions)) > 1:
-                raise CheckpointError(f"{path}: experts are shared by fewer ranks than the rest; {_INSTEAD}")
+                raise CheckpointError(f"{path}: experts are shared by fewer ranks than the rest; {INSTEAD}")
             partitions = partitions[0] if partitions else 1
         masters = states.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
         if type(masters) is not list or any(type(t) is not StoredTensor for t in masters):
             raise CheckpointError(
                 f"{path}: holds no fp32 masters, and weights are read from these: {DAMAGED}"
             )
-        kinds = {MASTERS: masters, **_optimizer_states(states, [t.shape for t in masters])}
+        base = _Base.of(states, len(masters))
+        kinds = {MASTERS: masters, **base.like([t.shape for t in masters])}
         buffers = {
             kind: [place(f"rank {number}: {kind} {group}", t) for group, t in enumerate(tensors)]
             for kind, tensors in kinds.items()
         }
-        return cls(path, stage, _number(partitions), buffers, states.get("param_alignment_paddings"))
+        return cls(
+            path=path,
+            stage=stage,
+            partitions=_number(partitions),
+            buffers=buffers,
+            paddings=states.get("param_alignment_paddings"),
+            numbers=base.numbers(place),
+            settings=base.settings,
+            scale=_scale(states.get("loss_scaler")),
+        )
 
 
-def _optimizer_states(
-    states: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
-) -> dict[str, list[StoredTensor]]:
-    """The optimizer's own states that lie as the masters do, by name, in the order of the masters."""
-    base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
-    if type(base) is not dict or type(base.get("state")) is not dict:
-        return {}
-    numbers = [n for group in base.get("param_groups") or () for n in group.get("params") or ()]
-    held = [base["state"].get(n) for n in numbers]
-    if len(held) != len(shapes) or any(type(item) is not dict for item in held):
-        return {}
-    return {
-        str(key): [item[key] for item in held]
-        for key in held[0]
-        if all(type(item.get(key)) is StoredTensor for item in held)
-        and all(item[key].shape == shape for item, shape in zip(held, shapes, strict=True))
-    }
+@dataclass(frozen=True)
+class _Base:
+    """The state of the optimizer that ZeRO wraps: of each buffer, and the settings of each group."""
+
+    held: Sequence[dict[str, Any]]
+    settings: Sequence[dict[str, Any]]
+
+    @classmethod
+    def of(cls, states: Mapping[str, Any], buffers: int) -> _Base:
+        base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
+        if type(base) is not dict or type(base.get("state")) is not dict:
+            return cls((), ())
+        groups = [group for group in base.get("param_groups") or () if type(group) is dict]
+        numbers = [n for group in groups for n in group.get("params") or ()]
+        held = [base["state"].get(n) for n in numbers]
+        if len(held) != buffers or any(type(item) is not dict for item in held):
+            held = []
+        return cls(held, [{k: v for k, v in group.items() if k != "params"} for group in groups])
+
+    def like(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[StoredTensor]]:
+        """The states that lie as the masters do, by name."""
+        return {
+            str(key): [item[key] for item in self.held]
+            for key in (self.held[0] if self.held else ())
+            if all(type(item.get(key)) is StoredTensor for item in self.held)
+            and all(item[key].shape == shape for item, shape in zip(self.held, shapes, strict=True))
+        }
+
+    def numbers(self, place: Placing) -> list[dict[str, TensorEntry | float]]:
+        """The states that are one number, of each buffer."""
+        out: list[dict[str, TensorEntry | float]] = []
+        for item in self.held:
+            found: dict[str, TensorEntry | float] = {}
+            for key, value in item.items():
+                if type(value) is StoredTensor and value.shape == ():
+                    found[str(key)] = place(str(key), value)
+                elif type(value) in (int, float):
+                    found[str(key)] = float(value)
+            out.append(found)
+        return out
+
+
+def _scale(scaler: Any) -> dict[str, Any]:
+    """The numbers in a loss scaler's state."""
+    state = scaler.state if type(scaler) is Made and type(scaler.state) is dict else {}
+    return {str(key): value for key, value in state.items() if type(value) in (int, float)}
 
 
 def _below_stage_3(
@@ -237,51 +208,6 @@ def _at_stage_3(
                     places.append((rank, buffer, first - low, last - first))
         yield name, shape, places
         at = stop
-
-
-def _by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """The files of one kind in the order of the ranks; raises CheckpointError where one is missing."""
-    names = sorted(entry.name for entry in directory.iterdir())
-    if cut := next((name for name in names if _CUT.fullmatch(name)), None):
-        raise CheckpointError(f"{directory / cut}: of a model that is cut in stages or experts; {_INSTEAD}")
-    found = {}
-    for name in names:
-        if match := pattern.fullmatch(name):
-            if int(match["model"]):
-                raise CheckpointError(f"{directory / name}: of a model with tensor parallelism; {_INSTEAD}")
-            found[int(match["rank"] or 0)] = directory / name
-    missing = next((rank for rank in range(max(found, default=0) + 1) if rank not in found), None)
-    if missing is not None:
-        raise CheckpointError(
-            f"{directory}: the file of rank {missing} is not here ({pattern.pattern}): copy the checkpoint "
-            "again"
-        )
-    return [found[rank] for rank in range(len(found))]
-
-
-def _refuse_experts(value: Mapping[str, Any], path: Path) -> None:
-    if any("autoep" in key.lower() and value[key] for key in value if type(key) is str):
-        raise CheckpointError(f"{path}: experts are cut over ranks (AutoEP); {_INSTEAD}")
-
-
-def _shapes(group: Any) -> dict[str, tuple[int, ...]]:
-    pairs = list(_pairs(group))
-    if any(type(shape) is not tuple for _, shape in pairs):
-        raise CheckpointError(f"the shapes of parameters are no shapes: {DAMAGED}")
-    return {str(name): shape for name, shape in pairs}
-
-
-def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Items of a dictionary, or of a list of pairs, which older versions write."""
-    yield from value.items() if type(value) is dict else value
-
-
-def _placed(tensors: Mapping[str, Any], place: Placing, prefix: str) -> dict[str, TensorEntry]:
-    return {
-        str(name): place(f"{prefix}{name}", tensor)
-        for name, tensor in tensors.items()
-        if type(tensor) is StoredTensor
-    }
 
 
 def _number(value: Any) -> int:
