@@ -20,11 +20,11 @@ from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError
-from zerostart.geometry import whole
 from zerostart.layout import Layout, dimension_shard, replicated
 from zerostart.loading.source import open_source
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Recipe, Target
+from zerostart.state.foreign import foreign_state
 from zerostart.state.optimizing import Kept, flat, masters_of, restore_groups, restored_moments
 from zerostart.state.random_states import random_rows, set_random_rows
 from zerostart.state.training_state import FORMAT, MARKER, MODEL, STATE, Training, training_of
@@ -54,8 +54,8 @@ class _Saved:
     @property
     def stored(self) -> dict[str, str]:
         """The dtype of each tensor, those of the model as ``model/NAME``."""
-        found = {name: entry.dtype for name, entry in self.state.tensors.items()}
-        return found | {f"{MODEL}/{name}": entry.dtype for name, entry in self.model.tensors.items()}
+        found = {name: entry.dtype for name, entry in self.state.weights.items()}
+        return found | {f"{MODEL}/{name}": entry.dtype for name, entry in self.model.weights.items()}
 
 
 def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> Any:
@@ -80,6 +80,9 @@ def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -
 
 
 def _opened(path: Path, world: World) -> _Saved:
+    foreign = foreign_state(path, world)
+    if foreign is not None:
+        return _Saved(path, *foreign)
     document = world.broadcast_object(lambda: _document(path), "reading the checkpoint's document")
     return _Saved(path, document, open_source(path / MODEL, world), open_source(path / STATE, world))
 
@@ -107,12 +110,12 @@ def _check_names(training: Training, saved: _Saved) -> None:
     shapes |= {name: tuple(buffer.shape) for name, buffer in places.buffers.items()}
     ties = saved.document["ties"]
     known = {_name(name, saved) for name in shapes} | set(places.ties) | {ties.get(n, n) for n in places.ties}
-    missing = sorted(name for name in shapes if _name(name, saved) not in saved.model.tensors)
-    unexpected = sorted(saved.model.tensors.keys() - known)
+    missing = sorted(name for name in shapes if _name(name, saved) not in saved.model.weights)
+    unexpected = sorted(saved.model.weights.keys() - known)
     mismatched = {
-        name: (saved.model.tensors[_name(name, saved)].shape, shape)
+        name: (saved.model.weights[_name(name, saved)].shape, shape)
         for name, shape in shapes.items()
-        if name not in missing and saved.model.tensors[_name(name, saved)].shape != shape
+        if name not in missing and saved.model.weights[_name(name, saved)].shape != shape
     }
     if missing or unexpected or mismatched:
         first = (missing or unexpected or sorted(mismatched))[0]
@@ -128,7 +131,7 @@ def _check_names(training: Training, saved: _Saved) -> None:
 
 def _name(name: str, saved: _Saved) -> str:
     """The name under which the checkpoint has a tensor, which may be tied there."""
-    found: str = name if name in saved.model.tensors else saved.document["ties"].get(name, name)
+    found: str = name if name in saved.model.weights else saved.document["ties"].get(name, name)
     return found
 
 
@@ -146,7 +149,7 @@ def _source(name: str, dtype: torch.dtype, saved: _Saved) -> str:
     """What a parameter, or the master of one, is restored from: what was saved in its dtype, else the master."""
     name = _name(name, saved)
     master = f"master/{name}"
-    if master in saved.state.tensors and dtype_of(saved.model.tensors[name].dtype) != dtype:
+    if master in saved.state.weights and dtype_of(saved.model.weights[name].dtype) != dtype:
         return master
     return f"{MODEL}/{name}"
 
@@ -168,12 +171,12 @@ def _fill(catalog: Catalog, wanted: Iterable[_Wanted], world: World) -> None:
         for name, layout, storage in wanted:
             if not storage.numel():
                 continue
-            entry, direct = catalog.tensors[name], storage.device.type == "cpu"
+            entry, direct = catalog.weights[name], storage.device.type == "cpu"
             if entry.shape != layout.shape:
                 raise CheckpointError(
                     f"{name} has the shape {entry.shape} in the checkpoint, not {layout.shape}"
                 )
-            recipe = Recipe(Target(name, layout.shape, storage.dtype), whole(name, layout.shape))
+            recipe = Recipe(Target(name, layout.shape, storage.dtype), entry.pieces)
             owned = min(layout.owned, storage.numel())
             parts.append((recipe, layout, Destination(name, storage.numel(), owned, storage.dtype, direct)))
             storages.append(storage)
@@ -213,7 +216,7 @@ def _gradients(training: Training, saved: _Saved) -> list[Kept]:
 
     Raises ConfigError for a window that another kind of engine has to end.
     """
-    having = {name.partition("/")[2] for name in saved.state.tensors if name.startswith("gradient/")}
+    having = {name.partition("/")[2] for name in saved.state.weights if name.startswith("gradient/")}
     shards = training.places.shards
     engine, found = training.engine, saved.document["engine"]
     if engine is not None or found["name"] != "torch":
@@ -246,7 +249,7 @@ def _extra(saved: _Saved, world: World) -> dict[str, torch.Tensor]:
     """The tensors of ``extra`` and of what the engine keeps, whole on every rank."""
     found: dict[str, torch.Tensor] = {}
     wanted: list[_Wanted] = []
-    for name, entry in saved.state.tensors.items():
+    for name, entry in saved.state.weights.items():
         if name.partition("/")[0] in ("master", "optimizer", "gradient", "random"):
             continue
         found[name] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="cpu")
@@ -274,13 +277,15 @@ def _restore_random(saved: _Saved, world: World) -> None:
     wanted: list[_Wanted] = []
     same = saved.document["world_size"] == world.size
     for name, now in random_rows().items():
-        entry = saved.state.tensors.get(f"random/{name}")
+        entry = saved.state.weights.get(f"random/{name}")
         if entry is None or entry.shape[1] != now.numel():
             continue
         rows[name] = torch.empty(entry.shape[1], dtype=now.dtype, device="cpu")
         layout = dimension_shard(entry.shape, 0, world.rank if same else 0, entry.shape[0])
         wanted.append((f"random/{name}", layout, rows[name]))
     _fill(saved.state, wanted, world)
+    if "torch" not in rows:
+        return
     if same:
         set_random_rows(rows)
         return

@@ -69,8 +69,10 @@ def read_zero(directory: Path, files: PartFiles) -> Found:
             for key, value in first.numbers[places[0][1]].items():
                 number = files.number(value) if isinstance(value, TensorEntry) else value
                 found.numbers.setdefault(key, {})[name] = number
-    for settings, shapes in zip(first.settings, states.groups, strict=False):
-        found.groups.append(Group(settings, tuple(shapes)))
+    # A group of stage 3 has several buffers, its sub-groups, and ``states.groups`` are these.
+    for group, settings in enumerate(first.settings):
+        held = [names for names, own in zip(states.groups, first.grouped, strict=False) if own == group]
+        found.groups.append(Group(settings, tuple(name for names in held for name in names)))
     found.engine |= {"stage": first.stage, "scale": dict(first.scale)}
     return states.ended(found)
 
@@ -85,8 +87,9 @@ class _Rank:
     buffers: Mapping[str, Sequence[TensorEntry]]
     #: Elements of padding after each parameter of each group; None where there are none.
     paddings: Sequence[Sequence[int]] | None
-    #: Of each buffer the states that are one number, and of each parameter group its settings.
+    #: Of each buffer the states that are one number and its parameter group, of each of these its settings.
     numbers: Sequence[Mapping[str, TensorEntry | float]]
+    grouped: Sequence[int]
     settings: Sequence[dict[str, Any]]
     scale: Mapping[str, Any]
 
@@ -119,6 +122,7 @@ class _Rank:
             buffers=buffers,
             paddings=states.get("param_alignment_paddings"),
             numbers=base.numbers(place),
+            grouped=base.grouped,
             settings=base.settings,
             scale=_scale(states.get("loss_scaler")),
         )
@@ -126,22 +130,27 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Base:
-    """The state of the optimizer that ZeRO wraps: of each buffer, and the settings of each group."""
+    """The state of the optimizer that ZeRO wraps: of each buffer with its group, and the groups' settings."""
 
     held: Sequence[dict[str, Any]]
+    grouped: Sequence[int]
     settings: Sequence[dict[str, Any]]
 
     @classmethod
     def of(cls, states: Mapping[str, Any], buffers: int) -> _Base:
         base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
         if type(base) is not dict or type(base.get("state")) is not dict:
-            return cls((), ())
+            return cls((), (), ())
         groups = [group for group in base.get("param_groups") or () if type(group) is dict]
-        numbers = [n for group in groups for n in group.get("params") or ()]
-        held = [base["state"].get(n) for n in numbers]
+        numbers = [(n, g) for g, group in enumerate(groups) for n in group.get("params") or ()]
+        held = [base["state"].get(n) for n, _ in numbers]
         if len(held) != buffers or any(type(item) is not dict for item in held):
             held = []
-        return cls(held, [{k: v for k, v in group.items() if k != "params"} for group in groups])
+        return cls(
+            held,
+            [g for _, g in numbers],
+            [{k: v for k, v in group.items() if k != "params"} for group in groups],
+        )
 
     def like(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[StoredTensor]]:
         """The states that lie as the masters do, by name."""

@@ -1,0 +1,76 @@
+"""Training states that others wrote, in the words of our own: their documents made from what they hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.formats.found import Found
+from zerostart.checkpoint.training import training_states
+from zerostart.distributed.world import World
+from zerostart.loading.source import open_source
+from zerostart.state.values import encoded
+
+__all__ = ["foreign_state"]
+
+#: Settings of a parameter group that JSON can hold.
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+def foreign_state(path: Path, world: World) -> tuple[dict[str, Any], Catalog, Catalog] | None:
+    """The document and the catalogs of a state of DeepSpeed's, torch's or accelerate's; collective.
+
+    It has what these save of a model and its optimizer; random states, schedules and the positions in the
+    data are left to who saved them. None where ``path`` is no such directory.
+    """
+    found = world.broadcast_object(lambda: _described(path), "looking at the training state")
+    if found is None:
+        return None
+    document, model, state = found
+    return document, open_source(model, world), open_source(state, world)
+
+
+def _described(path: Path) -> tuple[dict[str, Any], Catalog, Catalog] | None:
+    if not path.is_dir() or (read := training_states(path)) is None:
+        return None
+    found, model, state = read
+    return _document(found), model, state
+
+
+def _document(found: Found) -> dict[str, Any]:
+    engine: dict[str, Any] = {"name": "deepspeed", **found.engine} if found.engine else {"name": "torch"}
+    if found.schedule is not None:
+        engine["schedule"] = _simple(found.schedule)
+    return {
+        "format": 1,
+        "world_size": 0,  # of no use: random states of ranks are not there
+        "ties": found.ties,
+        "optimizer": {
+            "class": "",
+            "numbers": {
+                key: [[value, [name]] for name, value in by_name.items()]
+                for key, by_name in found.numbers.items()
+            },
+            "groups": [
+                {"settings": _simple(group.settings), "parameters": list(group.parameters)}
+                for group in found.groups
+            ],
+        }
+        if found.groups
+        else {},
+        "engine": engine,
+        "extra": None,
+    }
+
+
+def _simple(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """The settings that are numbers, words, or tuples and lists of these."""
+    return {
+        str(key): encoded(value, str(key), {})
+        for key, value in values.items()
+        if type(value) in _SIMPLE
+        or (type(value) in (tuple, list) and all(type(item) in _SIMPLE for item in value))
+    }
