@@ -44,6 +44,7 @@ class Case:
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": self.accumulate,
+            "gradient_clipping": 0.0,
             "zero_optimization": {"stage": self.stage, **self.zero},
             "bf16": {"enabled": self.bf16},
             "zero_allow_untested_optimizer": True,
