@@ -18,13 +18,15 @@ FIRST, MORE = 2, 3
 FSDP2, ZERO = Case("fsdp2"), Case("deepspeed")
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
+SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 2e-2}}}
+
 #: On the same ranks, to the bit.
 SAME = {
     "FSDP2": FSDP2,
     "FSDP2, bf16, two groups": Case("fsdp2", bf16=True, groups="two"),
     "ZeRO-3": ZERO,
     "ZeRO-3, bf16, frozen, small sub-groups": Case(
-        "deepspeed", zero={"sub_group_size": 500}, bf16=True, groups="frozen"
+        "deepspeed", zero={"sub_group_size": 500}, bf16=True, groups="frozen", top=SCHEDULE
     ),
     "ZeRO-2, bf16, two groups": Case("deepspeed", 2, bf16=True, groups="two"),
 }
@@ -192,6 +194,10 @@ WINDOWS = {
     "FSDP2": Case("fsdp2", accumulate=3),
     "ZeRO-3": Case("deepspeed", accumulate=3, bf16=True),
     "ZeRO-3, offloaded": Case("deepspeed", zero=OFFLOADED, accumulate=3),
+    "ZeRO-2": Case("deepspeed", 2, accumulate=3, groups="two"),
+    "ZeRO-2, gradients in fp32": Case(
+        "deepspeed", 2, bf16=True, accumulate=3, top={"data_types": {"grad_accum_dtype": "fp32"}}
+    ),
 }
 
 
@@ -200,8 +206,8 @@ def test_gradients_of_a_window_are_added_to(paths: dict[str, Path], tmp_path: Pa
 
 
 def not_in_a_window(path: Path, folder: Path) -> None:
-    for stage in (1, 2):
-        run = Run(path, Case("deepspeed", stage, accumulate=3))
+    for case in (Case("deepspeed", 1, accumulate=3), Case("deepspeed", 2, OFFLOADED, accumulate=3)):
+        run = Run(path, case)
         run.step(0, range(1))
         with pytest.raises(zerostart.ZerostartError, match="middle of a window of gradient accumulation"):
             zerostart.save_state(folder, *run.state)

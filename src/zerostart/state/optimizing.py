@@ -1,4 +1,4 @@
-"""What an optimizer keeps for the parameters of a model, taken out and put in: as logical tensors and numbers.
+"""What an optimizer keeps for a model's parameters, taken out and put in: as logical tensors and numbers.
 
 Engines keep it in different places (flat partitions, sub-groups, the parameters themselves), under the same
 keys. A tensor of a parameter's shape lies as the parameter's own share does, or as the run of it that the
@@ -22,7 +22,16 @@ from zerostart.state.places import Places
 from zerostart.state.values import decoded, dtype_name, dtype_of, encoded
 from zerostart.upstream.stepped import Member, Stepped
 
-__all__ = ["Kept", "masters_of", "moments_of", "restore_groups", "restored_moments", "taken"]
+__all__ = [
+    "Kept",
+    "flat",
+    "masters_of",
+    "moments_of",
+    "restore_groups",
+    "restored_moments",
+    "share_of",
+    "taken",
+]
 
 logger = logging.getLogger("zerostart")
 
@@ -48,7 +57,7 @@ def masters_of(steps: Iterable[Stepped], places: Places) -> Iterator[Kept]:
                 yield Kept(
                     name := places.name_of(member.parameter),
                     "master",
-                    _share(member, places.shards[name], flat(step.tensor)),
+                    share_of(member, places.shards[name], flat(step.tensor)),
                 )
 
 
@@ -68,12 +77,16 @@ def moments_of(steps: Iterable[Stepped], places: Places) -> Iterator[Kept]:
                 )
             for member in step.members:
                 name = places.name_of(member.parameter)
-                yield Kept(name, key, _share(member, places.shards[name], flat(value)))
+                yield Kept(name, key, share_of(member, places.shards[name], flat(value)))
 
 
-def _share(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
-    """The share of a member in a stepped tensor, or in one of its state: a part of the 1-D ``values``."""
-    storage = values[member.at : member.at + member.count]
+def share_of(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
+    """The share of a member in a stepped tensor, or in one of its state: a part of the 1-D ``values``.
+
+    These may be the part already.
+    """
+    part = values.numel() == member.count
+    storage = values if part else values[member.at : member.at + member.count]
     if member.first is None:
         return replace(shard, storage=storage)
     layout = narrowed(shard.layout, member.first, member.first + member.count)
@@ -163,7 +176,7 @@ def restored_moments(
             state[key] = values = _room(key, having, state.get(key), step, stored)
             for member, name in zip(step.members, names, strict=True):
                 if f"optimizer/{key}/{name}" in stored:
-                    yield Kept(name, key, _share(member, places.shards[name], flat(values)))
+                    yield Kept(name, key, share_of(member, places.shards[name], flat(values)))
 
 
 def _numbers(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

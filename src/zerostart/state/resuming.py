@@ -1,4 +1,4 @@
-"""``zerostart.load_state``: a load of a training checkpoint into the layouts that the running engine has now."""
+"""``zerostart.load_state``: a load of a training checkpoint into the layouts that the engine has now."""
 
 from __future__ import annotations
 
@@ -27,7 +27,15 @@ from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Recipe, Target
 from zerostart.state.optimizing import Kept, flat, masters_of, restore_groups, restored_moments
 from zerostart.state.random_states import random_rows, set_random_rows
-from zerostart.state.training_state import FORMAT, MARKER, MODEL, STATE, Training, training_of
+from zerostart.state.training_state import (
+    FORMAT,
+    MARKER,
+    MODEL,
+    STATE,
+    Training,
+    placed_gradients,
+    training_of,
+)
 from zerostart.state.values import decoded, dtype_of
 from zerostart.transfer import Progress
 from zerostart.transfer.strategy import execute_together
@@ -216,23 +224,20 @@ def _gradients(training: Training, saved: _Saved) -> list[Kept]:
     having = {name.partition("/")[2] for name in saved.state.tensors if name.startswith("gradient/")}
     shards = training.places.shards
     engine, found = training.engine, saved.document["engine"]
-    if engine is not None or found["name"] != "torch":
+    if engine is not None or "window" in found:
         if not having:
             return []
-        buffer = deepspeed.gradient_buffer(engine) if engine is not None else None
-        if buffer is None or "window" not in found:
+        room = (
+            deepspeed.gradients(engine, training.steps, make=True)
+            if engine is not None and "window" in found
+            else None
+        )
+        if room is None:
             raise ConfigError(
-                f"{saved.path} was saved in the middle of a window of gradient accumulation, by another kind of "
-                "engine: resume with the same one, or save after optimizer.step() and optimizer.zero_grad()"
+                f"{saved.path} was saved in the middle of a window of gradient accumulation, which this engine "
+                "cannot end: resume with the same one, or save after optimizer.step() and zero_grad()"
             )
-        kept, begin = [], 0
-        for step in training.steps:
-            for member in step.members:
-                name = training.places.name_of(member.parameter)
-                storage = buffer[begin : begin + member.count]
-                kept.append(Kept(name, "gradient", replace(shards[name], storage=storage)))
-                begin += member.count
-        return kept
+        return list(placed_gradients(training, room))
     kept = []
     for name, parameter in training.parameters.items():
         parameter.grad = None
