@@ -20,6 +20,7 @@ from zerostart.distributed.world import World
 from zerostart.engines import Shard, whole_shard
 from zerostart.errors import ConfigError
 from zerostart.layout import Layout, dimension_shard
+from zerostart.loading.record import record_of
 from zerostart.state.optimizing import Kept, flat, masters_of, moments_of, share_of, taken
 from zerostart.state.places import Places, places_of
 from zerostart.state.random_states import random_rows
@@ -100,6 +101,8 @@ class Content:
     state: tuple[list[Entry], list[Outgoing]]
     document: dict[str, Any]
     module: nn.Module
+    #: Where the model was loaded from, empty for one that zerostart has not loaded.
+    root: str
 
     @property
     def outgoing(self) -> Iterator[Outgoing]:
@@ -133,7 +136,14 @@ def collected(model: nn.Module, optimizer: Any, extra: Any, world: World) -> Con
         "extra": encoded(extra, "extra", tensors),
     }
     shares += [_replica(name, tensor, world) for name, tensor in tensors.items()]
-    return Content(_entries(shards), _entries(shares), document, places.module)
+    return Content(_entries(shards), _entries(shares), document, places.module, _root(model))
+
+
+def _root(model: nn.Module) -> str:
+    try:
+        return record_of(model).catalog.root
+    except ConfigError:
+        return ""
 
 
 def _is_copy(kept: Kept, places: Places) -> bool:
