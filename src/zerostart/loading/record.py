@@ -15,7 +15,16 @@ from zerostart.layout import Parallelism
 from zerostart.loading.report import Report
 from zerostart.recipe import Recipe
 
-__all__ = ["LoadRecord", "keep", "loaded_model", "loaded_models", "record_of"]
+__all__ = [
+    "LoadRecord",
+    "bare_model",
+    "keep",
+    "kept_record",
+    "loaded_model",
+    "loaded_models",
+    "record_of",
+    "wrapped",
+]
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,8 @@ class LoadRecord:
         return self.engine.shards_of(model, self.parallelism, self.report.rank)
 
 
+#: Packages whose modules wrap models.
+_WRAPPERS = ("torch", "deepspeed", "accelerate", "peft")
 _records: weakref.WeakKeyDictionary[nn.Module, LoadRecord] = weakref.WeakKeyDictionary()
 
 
@@ -51,11 +62,22 @@ def loaded_model(model: nn.Module) -> nn.Module:
     """The loaded model inside the wrappers of engines, of torch.compile and of PEFT, or ``model`` itself."""
     inner: nn.Module | None = model
     while inner is not None and inner not in _records:
-        inner = _inside(inner)
+        inner = wrapped(inner)
     return model if inner is None else inner
 
 
-def _inside(wrapper: nn.Module) -> nn.Module | None:
+def bare_model(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers of libraries, whoever has loaded it."""
+    inner = loaded_model(model)
+    while inner not in _records and type(inner).__module__.partition(".")[0] in _WRAPPERS:
+        inside = wrapped(inner)
+        if inside is None:
+            break
+        inner = inside
+    return inner
+
+
+def wrapped(wrapper: nn.Module) -> nn.Module | None:
     """What a wrapper wraps; None for a module that is none."""
     names: tuple[str, ...] = ("module", "_orig_mod")
     if type(wrapper).__module__.partition(".")[0] == "peft":
@@ -67,6 +89,11 @@ def _inside(wrapper: nn.Module) -> nn.Module | None:
 def loaded_models(model: nn.Module) -> Iterator[nn.Module]:
     """All loaded models that ``model`` is or contains."""
     return (module for module in model.modules() if module in _records)
+
+
+def kept_record(model: nn.Module) -> LoadRecord | None:
+    """The record of ``model`` itself; None if zerostart did not load it."""
+    return _records.get(model)
 
 
 def record_of(model: nn.Module) -> LoadRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -13,26 +14,41 @@ from zerostart.planning.writes import Write, WritePlan
 from zerostart.transfer.copying import copy_strided
 from zerostart.transfer.staging import bytes_view
 
-__all__ = ["Noted", "write_out"]
+__all__ = ["Change", "Noted", "Source", "write_out"]
 
-#: Told of every run that is written: the tensor, its first element there, and the elements, in the file's
-#: dtype, which it must not keep. Called from several threads.
-Noted = Callable[[str, int, torch.Tensor], None]
+#: Told of all that is written: the tensor, the first element there, the distance from row to row, and rows of
+#: elements in the file's dtype, [rows, elements], which it must not keep. Called from several threads.
+Noted = Callable[[str, int, int, torch.Tensor], None]
+#: Given the first element and elements of a storage from there on, gives what is written in their place.
+Change = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A 1-D storage, and what changes its elements on their way out."""
+
+    storage: torch.Tensor
+    change: Change | None = None
+
+    def elements(self, first: int, count: int) -> torch.Tensor:
+        """``count`` elements from ``first`` on, as they are to be written."""
+        held = self.storage[first : first + count]
+        return held if self.change is None else self.change(first, held)
 
 
 def write_out(
     plan: WritePlan,
-    storages: Sequence[torch.Tensor],
+    storages: Sequence[Source],
     writer: CheckpointWriter,
     threads: int = 2,
     noted: Noted | None = None,
 ) -> int:
-    """Write what ``storages`` (1-D, one for each of the plan's origins) hold; returns the bytes written.
+    """Write what ``storages`` (one for each of the plan's origins) hold; returns the bytes written.
 
     Beside the storages this takes a buffer of the plan's ``chunk_size`` for each thread. The first error of
     any thread stops the others and is raised here.
     """
-    device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
+    device = next((s.storage.device for s in storages if s.storage.device.type != "cpu"), None)
     if device is not None:
         # What was computed last may still be under way, on a stream that the threads know nothing of.
         torch.accelerator.synchronize(device)
@@ -49,7 +65,7 @@ class _Crew:
     def __init__(
         self,
         plan: WritePlan,
-        storages: Sequence[torch.Tensor],
+        storages: Sequence[Source],
         writer: CheckpointWriter,
         noted: Noted | None,
         device: torch.device | None,
@@ -103,15 +119,17 @@ class _Crew:
     def _write(self, write: Write, room: _Room) -> None:
         data = self._in_place(write) if write.direct else self._put_together(write, room)
         view, width = bytes_view(data), write.dtype.itemsize
-        for first, count in write.runs():
+        for first, count, step, rows in write.rows():
             if self._noted is not None:
-                self._noted(write.name, write.first + first, data[first : first + count])
-            run = view[first * width : (first + count) * width]
-            self._writer.write(write.name, run, (write.first + first) * width)
+                seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
+                self._noted(write.name, write.first + first, step, seen)
+            for begin in range(first, first + rows * step, step) if rows > 1 else (first,):
+                run = view[begin * width : (begin + count) * width]
+                self._writer.write(write.name, run, (write.first + begin) * width)
 
     def _in_place(self, write: Write) -> torch.Tensor:
         (part,) = write.parts
-        return self._storages[part.target][part.to : part.to + write.count]
+        return self._storages[part.target].elements(part.to, write.count)
 
     def _put_together(self, write: Write, room: _Room) -> torch.Tensor:
         data = room.elements(write.span, write.dtype)
@@ -119,7 +137,8 @@ class _Crew:
             for part in write.parts:
                 loops = [(size, local, far) for size, far, local in part.loops]
                 at = part.at // part.dtype.itemsize
-                copy_strided(data, at, self._storages[part.target][part.to :], loops)
+                count = 1 + sum((size - 1) * local for size, local, _ in loops)
+                copy_strided(data, at, self._storages[part.target].elements(part.to, count), loops)
         return data
 
 
