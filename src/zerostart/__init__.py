@@ -22,17 +22,22 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from zerostart.checkpoint.verifying import Verified
     from zerostart.forecast import WorldPlan
     from zerostart.loading.report import Report
     from zerostart.state.background import Saving
+    from zerostart.state.comparing import Difference
     from zerostart.state.saving import SaveReport
 
     Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
     ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | None
+    Comparable = str | os.PathLike[str] | nn.Module
     Converter = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | Sequence[Any] | None
 
 __all__ = [
     "ZerostartError",
+    "diff",
+    "digest",
     "disable",
     "enable",
     "enabled",
@@ -45,6 +50,7 @@ __all__ = [
     "report",
     "save",
     "save_state",
+    "verify",
 ]
 __version__ = "0.1.0.dev0"
 
@@ -285,7 +291,7 @@ def save_state(
 
 
 def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None) -> Any:
-    """Put a training checkpoint into a model, its optimizer and its engine; returns its ``extra``. Collective.
+    """Put a training checkpoint into a model, its optimizer and its engine; gives its ``extra``. Collective.
 
     Each rank reads what it holds, so that the number of ranks, the ZeRO stage, expert and tensor parallel
     degrees, offloading and the engine may be others than when it was saved. No step is taken: an optimizer
@@ -348,6 +354,60 @@ def save(
 
     request = SaveRequest(max_shard_size, dtype, trainable_only, adapters_only, merge_adapters, memory_limit)
     return save_model(model, path, request)
+
+
+def digest(model: nn.Module) -> dict[str, str]:
+    """The digest of each tensor of ``model``, by its state-dict name; tied names have the same.
+
+    Collective. 32 hexadecimal digits of dtype, shape and bits that are the same for every layout, engine,
+    stage and number of ranks, experts whole, and those that files of the same tensors have. ``model`` is as
+    in ``save``. Each rank reads its own share, where it lies, and one message goes round. See
+    ``docs/verify.md``.
+
+    Raises:
+        ZerostartError: the same type and text on every rank; EngineError for experts of DeepSpeed's own MoE.
+    """
+    from zerostart.state.digest import digest as digest_of
+
+    return digest_of(model)
+
+
+def verify(path: str | os.PathLike[str]) -> Verified:
+    """Compare a directory that zerostart saved with what was saved, in files, bytes and digests of tensors.
+
+    Reads all of it once, in one process and without one of ``torch.distributed``, in bounded memory.
+
+    Returns:
+        How many ``files``, ``tensors`` and ``bytes`` were found as they were saved.
+
+    Raises:
+        VerifyError: files and tensors that are missing or have other contents, by name; or there is no
+            ``zerostart.json`` (of ``save_state``: ``state.json``), which says what was saved.
+    """
+    from zerostart.checkpoint.verifying import verify as verify_path
+
+    return verify_path(path)
+
+
+def diff(a: Comparable, b: Comparable) -> Difference:
+    """Compare two checkpoints, two live models, or one of each, tensor by tensor and bit by bit.
+
+    A path is whatever ``load`` takes for one; names are those in the files. A live model is as in ``save``,
+    and the call then collective: it is compared with files in the layout in which it would be saved, but
+    under its state-dict names where the files have only those; with another model under those names. Memory
+    is bounded: with a checkpoint each rank reads what it holds itself; of two models the tensors whose
+    digests differ meet segment by segment.
+
+    Returns:
+        ``equal`` names; ``differing``, by name the ``largest`` absolute difference and the number of
+        ``elements`` that differ; ``only_a`` and ``only_b``, names; and ``same``. The same on every rank.
+
+    Raises:
+        ZerostartError: what opening and reading a checkpoint raises; the same on every rank.
+    """
+    from zerostart.state.diff import diff as compare
+
+    return compare(a, b)
 
 
 def enabled(

@@ -1,4 +1,4 @@
-"""Trainings that are saved, and go on elsewhere: one topology a case, the same batches for any number of ranks."""
+"""Trainings that are saved, and go on elsewhere; the same batches for any number of ranks."""
 
 from __future__ import annotations
 
@@ -181,7 +181,8 @@ def train(
     run = Run(path, case)
     if load is not None:
         extra = zerostart.load_state(load, *run.state)
-        assert extra["step"] == steps.start and torch.equal(extra["tensor"], torch.arange(7.0) / 3)
+        assert extra["step"] == steps.start
+        assert torch.equal(extra["tensor"], torch.arange(7.0) / 3)
     losses = []
     handle: Any = None
     for number in steps:

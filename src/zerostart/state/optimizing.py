@@ -70,10 +70,10 @@ def moments_of(steps: Iterable[Stepped], places: Places) -> Iterator[Kept]:
             if not isinstance(value, torch.Tensor) or value.shape != step.tensor.shape:
                 what = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ConfigError(
-                    f"the optimizer's state {key!r} of {places.name_of(step.members[0].parameter)} is neither "
-                    f"a number nor a tensor of the parameter's shape, but {what}: it cannot be cut as the "
-                    "parameter is. Use an optimizer whose state has the parameter's shape (not a factored "
-                    "one), or save its state_dict() by yourself"
+                    f"the optimizer's state {key!r} of {places.name_of(step.members[0].parameter)} is "
+                    f"neither a number nor a tensor of the parameter's shape, but {what}: it cannot be cut "
+                    "as the parameter is. Use an optimizer whose state has the parameter's shape (not a "
+                    "factored one), or save its state_dict() by yourself"
                 )
             for member in step.members:
                 name = places.name_of(member.parameter)
@@ -203,8 +203,8 @@ def _number(
     for name, other in told.items():
         if _plain(other) != plain:
             raise CheckpointError(
-                f"{first} was saved with {key}={plain} and {name} with {_plain(other)}, and this engine steps "
-                "them together: resume with an engine that steps each parameter by itself (engine='fsdp2')"
+                f"{first} was saved with {key}={plain} and {name} with {_plain(other)}, and this engine "
+                "steps them together: resume with one that steps each by itself (engine='fsdp2')"
             )
     given = decoded(value, {})
     if _class(step.optimizer) != document["class"]:
@@ -255,8 +255,8 @@ def restore_groups(steps: Sequence[Stepped], places: Places, document: Mapping[s
     new = [name for names in members.values() for name in names if name not in saved]
     if new:
         raise CheckpointError(
-            f"{new[0]} and {len(new) - 1} more are optimized now and were not when the state was saved; freeze "
-            "them, or start with zerostart.load of the folder model/ of the checkpoint and a new optimizer"
+            f"{new[0]} and {len(new) - 1} more are optimized now and were not when the state was saved; "
+            "freeze them, or start with zerostart.load of the checkpoint's folder model/ and a new optimizer"
         )
     left = sorted(saved.keys() - {name for names in members.values() for name in names})
     if left:
@@ -266,8 +266,8 @@ def restore_groups(steps: Sequence[Stepped], places: Places, document: Mapping[s
         other = next((name for name in names if saved[name] != settings), None)
         if other is not None:
             raise CheckpointError(
-                f"{names[0]} and {other} are in one parameter group now, and were in groups with other settings "
-                "when the state was saved; group them as they were"
+                f"{names[0]} and {other} are in one parameter group now, and were in groups with other "
+                "settings when the state was saved; group them as they were"
             )
         _set(steps[0].optimizer, number, settings, document["class"])
 

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.publishing import recover
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError, ReadError
 from zerostart.geometry import whole
 from zerostart.layout import Layout, dimension_shard, replicated
 from zerostart.loading.source import open_source
@@ -93,6 +94,10 @@ def _opened(path: Path, world: World) -> _Saved:
 
 
 def _document(path: Path) -> dict[str, Any]:
+    try:
+        recover(path)
+    except OSError as error:
+        raise ReadError(f"{path}: a save was killed, and cannot be put right: {error.strerror}") from error
     if not (path / MARKER).is_file():
         raise CheckpointNotFoundError(
             f"{path} is no complete training checkpoint: {MARKER} is not there, which zerostart.save_state "
@@ -151,7 +156,7 @@ def _parameters(training: Training, saved: _Saved) -> list[_Wanted]:
 
 
 def _source(name: str, dtype: torch.dtype, saved: _Saved) -> str:
-    """What a parameter, or the master of one, is restored from: what was saved in its dtype, else the master."""
+    """What a parameter or a master is restored from: what was saved in its dtype, else the master."""
     name = _name(name, saved)
     master = f"master/{name}"
     if master in saved.state.tensors and dtype_of(saved.model.tensors[name].dtype) != dtype:
@@ -234,8 +239,8 @@ def _gradients(training: Training, saved: _Saved) -> list[Kept]:
         )
         if room is None:
             raise ConfigError(
-                f"{saved.path} was saved in the middle of a window of gradient accumulation, which this engine "
-                "cannot end: resume with the same one, or save after optimizer.step() and zero_grad()"
+                f"{saved.path} was saved in the middle of a window of gradient accumulation, which this "
+                "engine cannot end: resume with the same one, or save after optimizer.step() and zero_grad()"
             )
         return list(placed_gradients(training, room))
     kept = []
@@ -274,7 +279,7 @@ def _restore_engine(training: Training, saved: _Saved, tensors: Mapping[str, tor
 
 
 def _restore_random(saved: _Saved, world: World) -> None:
-    """This rank's random states; with another number of ranks ones that follow from the saved and the rank."""
+    """This rank's random states; with another number of ranks, new ones out of the saved and the rank."""
     rows: dict[str, torch.Tensor] = {}
     wanted: list[_Wanted] = []
     same = saved.document["world_size"] == world.size

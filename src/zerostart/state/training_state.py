@@ -199,8 +199,8 @@ def gradients_of(training: Training) -> Iterator[Kept]:
         return
     if has_unreduced(places.module):
         raise ConfigError(
-            "FSDP2 holds gradients that are not yet reduced (set_requires_gradient_sync(False)): save after an "
-            "optimizer step"
+            "FSDP2 holds gradients that are not yet reduced (set_requires_gradient_sync(False)): save after "
+            "an optimizer step"
         )
     for name, parameter in training.parameters.items():
         if isinstance(parameter.grad, DTensor) or (parameter.grad is not None and places.alone):

@@ -136,6 +136,14 @@ TOUCHED = (
     ),
     PatchPoint(
         library=DEEPSPEED,
+        owner="deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
+        attributes=("cur_hysteresis", "cur_iter", "last_overflow_iter"),
+        writes=("cur_hysteresis", "cur_iter", "cur_scale", "last_overflow_iter"),
+        why="losses are scaled as they were, here and by the LossScaleConfig of stage 0",
+        lasts=Lasts.OPTIMIZER,
+    ),
+    PatchPoint(
+        library=DEEPSPEED,
         owner=_ZERO,
         writes=("all_grad_tensors", "micro_step_id", "_epilogue_ran_this_backward"),
         names=("_epilogue_ran_this_backward",),
@@ -311,13 +319,19 @@ def counters(engine: Any) -> dict[str, Any]:
 
 def set_counters(engine: Any, found: Mapping[str, Any]) -> None:
     """Put back what ``counters`` gave; what this engine does not have is left out."""
-    for name in _COUNTERS:
-        if name in found:
-            setattr(engine, name, found[name])
-    scaler = _scaler(engine)
-    for name, value in found.get("scale", {}).items():
-        if hasattr(scaler, name):
-            setattr(scaler, name, value)
+    engine.global_steps = found.get("global_steps", engine.global_steps)
+    engine.global_samples = found.get("global_samples", engine.global_samples)
+    engine.micro_steps = found.get("micro_steps", engine.micro_steps)
+    engine.skipped_steps = found.get("skipped_steps", engine.skipped_steps)
+    scale, scaler = found.get("scale", {}), _scaler(engine)
+    if hasattr(scaler, "cur_scale"):
+        scaler.cur_scale = scale.get("cur_scale", scaler.cur_scale)
+    if hasattr(scaler, "cur_iter"):
+        scaler.cur_iter = scale.get("cur_iter", scaler.cur_iter)
+    if hasattr(scaler, "last_overflow_iter"):
+        scaler.last_overflow_iter = scale.get("last_overflow_iter", scaler.last_overflow_iter)
+    if hasattr(scaler, "cur_hysteresis"):
+        scaler.cur_hysteresis = scale.get("cur_hysteresis", scaler.cur_hysteresis)
 
 
 def _scaler(engine: Any) -> Any:
@@ -361,7 +375,7 @@ def gradients(engine: Any, steps: Sequence[Stepped], make: bool = False) -> list
     if hasattr(wrapper, "grad_partitions_flat_buffer"):
         counts = [member.count for step in steps for member in step.members]
         buffer: torch.Tensor = wrapper.grad_partitions_flat_buffer
-        return list(buffer[: sum(counts)].split(counts))
+        return list(torch.split(buffer[: sum(counts)], counts))
     if not getattr(wrapper, "partition_gradients", False) or wrapper.cpu_offload:
         return None
     return [part for step in steps for part in _reduced(wrapper, step, make)]
