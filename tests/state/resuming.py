@@ -37,6 +37,7 @@ class Case:
     kind: str = "qwen3"
     accumulate: int = 1
     stock: bool = False  # not loaded by zerostart
+    options: dict[str, Any] = field(default_factory=dict)  # of FSDP2
 
     @property
     def config(self) -> dict[str, Any]:
@@ -93,12 +94,12 @@ class Run:
         case = self.case
         config: dict[str, Any] | None = case.config
         if case.engine == "fsdp2":
-            config = None
+            config = {**case.options}
             if case.bf16:
                 from torch.distributed.fsdp import MixedPrecisionPolicy
 
                 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-                config = {"mp_policy": policy}
+                config["mp_policy"] = policy
         return zerostart.load(
             path,
             engine=case.engine,

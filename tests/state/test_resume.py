@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
 from resuming import Case, Run, train
 
 import zerostart
@@ -50,6 +53,8 @@ SLOW = {
     "ZeRO-3, LoRA": Case("deepspeed", lora=True),
     "ZeRO-2, LoRA": Case("deepspeed", 2, lora=True),
     "FSDP2, LoRA": Case("fsdp2", lora=True),
+    "FSDP2, replicas": Case("fsdp2", options={"replicate": 2}),
+    "FSDP2, offloaded": Case("fsdp2", options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "FSDP2, experts": Case("fsdp2", experts=2, kind="mixtral"),
     "FSDP2, tensors": Case("fsdp2", tensors=2),
     "ZeRO-3, experts": Case("deepspeed", experts=2, kind="mixtral"),
@@ -126,6 +131,38 @@ def test_losses_go_on_from_engine_to_engine(paths: dict[str, Path], tmp_path: Pa
     assert run_ranks(journey, 2, paths["qwen3"], WAY, tmp_path) == [[], []]
 
 
+def hop(path: Path, case: Case, folder: Path, load: str, save: str) -> None:
+    run = Run(path, case)
+    if load:
+        zerostart.load_state(folder / load, *run.state)
+    else:
+        run.step(0)
+        run.step(1)
+    zerostart.save_state(folder / save, *run.state)
+    run.end()
+
+
+def bits(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Digests of what is stepped (masters, else parameters) and its moments, and of the parameters."""
+    digests = json.loads((path / "state.json").read_text())["digests"]
+    model, state = digests["model"], digests["state"]
+    stepped = {name: state.get(f"master/{name}", model[name]) for name in model}
+    return stepped | {n: d for n, d in state.items() if n.startswith("optimizer/")}, model
+
+
+def test_masters_and_moments_keep_their_bits_from_bf16_to_fp32_and_back(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
+    zero, fsdp2 = Case("deepspeed", bf16=True, groups="two"), Case("fsdp2", bf16=True, groups="turned")
+    run_ranks(hop, 2, paths["qwen3"], zero, tmp_path, "", "a")
+    run_ranks(hop, 3, paths["qwen3"], fsdp2, tmp_path, "a", "b")
+    run_ranks(hop, 2, paths["qwen3"], replace(zero, stage=2), tmp_path, "b", "c")
+    (held, low), (between, _), (after, lower) = (bits(tmp_path / name) for name in "abc")
+    assert len(held) > 40
+    assert held == between == after
+    assert low == lower
+
+
 CHANGES = {
     "FSDP2, 2 to 3": (FSDP2, 2, FSDP2, 3),
     "ZeRO-3, 1 to 2": (ZERO, 1, ZERO, 2),
@@ -156,6 +193,7 @@ CHANGES = {
         Case("fsdp2", kind="mixtral"),
         3,
     ),
+    "replicas, 4 to 2": (Case("fsdp2", options={"replicate": 2}), 4, FSDP2, 2),
     "tensors, 2 to 1": (Case("fsdp2", tensors=2), 2, FSDP2, 3),
     "LoRA, ZeRO-3 to FSDP2": (Case("deepspeed", lora=True), 2, Case("fsdp2", lora=True), 3),
 }

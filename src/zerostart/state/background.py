@@ -63,7 +63,8 @@ class Saving:
 
 
 _last: list[Saving] = []
-_groups: dict[int, Any] = {}
+#: The default process group, and the one beside it.
+_groups: list[tuple[Any, Any]] = []
 
 
 def finish_last() -> None:
@@ -100,12 +101,11 @@ def _aside(world: World) -> World:
     """The same ranks over a group that only saves in the background use, made once."""
     if world.size == 1:
         return world
-    key = id(dist.group.WORLD)
-    if key not in _groups:
-        _groups.clear()
+    default = dist.group.WORLD
+    if not _groups or _groups[0][0] is not default:
         with world.collectives("making a process group for saving"):
-            _groups[key] = dist.new_group(backend="gloo")
-    return replace(world, group=_groups[key])
+            _groups[:] = [(default, dist.new_group(backend="gloo"))]
+    return replace(world, group=_groups[0][1])
 
 
 def kept_on_host(content: Content, world: World, budget: int | None) -> Content:

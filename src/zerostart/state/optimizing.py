@@ -269,7 +269,8 @@ def restore_groups(steps: Sequence[Stepped], places: Places, document: Mapping[s
                 f"{names[0]} and {other} are in one parameter group now, and were in groups with other "
                 "settings when the state was saved; group them as they were"
             )
-        _set(steps[0].optimizer, number, settings, document["class"])
+        for optimizer in {id(step.optimizer): step.optimizer for step in steps}.values():
+            _set(optimizer, number, settings, document["class"])
 
 
 def _set(

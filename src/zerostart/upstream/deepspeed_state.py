@@ -234,8 +234,10 @@ def check_movable(engine: Any) -> None:
             "what DeepSpeed keeps on NVMe (offload_param or offload_optimizer to nvme) is not saved or "
             "restored as training state; keep it on the host (device: cpu), or use engine.save_checkpoint"
         )
-    if getattr(wrapper, "zenflow", False):
-        raise EngineError("ZenFlow's state has an order of its own; use engine.save_checkpoint")
+    if getattr(wrapper, "zenflow", False) or ".superoffload." in type(wrapper).__module__:
+        raise EngineError(
+            "ZenFlow and SuperOffload keep states in an order of their own; use engine.save_checkpoint"
+        )
 
 
 def steps_of(engine: Any) -> list[Stepped]:
