@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from resuming import Case, train
+import torch
+import torch.distributed as dist
+from resuming import Case, Run, train
+from torch.distributed.fsdp import CPUOffloadPolicy
 
+import zerostart
 from parity import checkpoint
 from ranks import run_ranks
 
@@ -14,13 +21,15 @@ FIRST, MORE = 2, 3
 FSDP2, ZERO = Case("fsdp2"), Case("deepspeed")
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
+SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 2e-2}}}
+
 #: On the same ranks, to the bit.
 SAME = {
     "FSDP2": FSDP2,
     "FSDP2, bf16, two groups": Case("fsdp2", bf16=True, groups="two"),
     "ZeRO-3": ZERO,
     "ZeRO-3, bf16, frozen, small sub-groups": Case(
-        "deepspeed", zero={"sub_group_size": 500}, bf16=True, groups="frozen"
+        "deepspeed", zero={"sub_group_size": 500}, bf16=True, groups="frozen", top=SCHEDULE
     ),
     "ZeRO-2, bf16, two groups": Case("deepspeed", 2, bf16=True, groups="two"),
 }
@@ -44,6 +53,8 @@ SLOW = {
     "ZeRO-3, LoRA": Case("deepspeed", lora=True),
     "ZeRO-2, LoRA": Case("deepspeed", 2, lora=True),
     "FSDP2, LoRA": Case("fsdp2", lora=True),
+    "FSDP2, replicas": Case("fsdp2", options={"replicate": 2}),
+    "FSDP2, offloaded": Case("fsdp2", options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "FSDP2, experts": Case("fsdp2", experts=2, kind="mixtral"),
     "FSDP2, tensors": Case("fsdp2", tensors=2),
     "ZeRO-3, experts": Case("deepspeed", experts=2, kind="mixtral"),
@@ -120,6 +131,38 @@ def test_losses_go_on_from_engine_to_engine(paths: dict[str, Path], tmp_path: Pa
     assert run_ranks(journey, 2, paths["qwen3"], WAY, tmp_path) == [[], []]
 
 
+def hop(path: Path, case: Case, folder: Path, load: str, save: str) -> None:
+    run = Run(path, case)
+    if load:
+        zerostart.load_state(folder / load, *run.state)
+    else:
+        run.step(0)
+        run.step(1)
+    zerostart.save_state(folder / save, *run.state)
+    run.end()
+
+
+def bits(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Digests of what is stepped (masters, else parameters) and its moments, and of the parameters."""
+    digests = json.loads((path / "state.json").read_text())["digests"]
+    model, state = digests["model"], digests["state"]
+    stepped = {name: state.get(f"master/{name}", model[name]) for name in model}
+    return stepped | {n: d for n, d in state.items() if n.startswith("optimizer/")}, model
+
+
+def test_masters_and_moments_keep_their_bits_from_bf16_to_fp32_and_back(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
+    zero, fsdp2 = Case("deepspeed", bf16=True, groups="two"), Case("fsdp2", bf16=True, groups="turned")
+    run_ranks(hop, 2, paths["qwen3"], zero, tmp_path, "", "a")
+    run_ranks(hop, 3, paths["qwen3"], fsdp2, tmp_path, "a", "b")
+    run_ranks(hop, 2, paths["qwen3"], replace(zero, stage=2), tmp_path, "b", "c")
+    (held, low), (between, _), (after, lower) = (bits(tmp_path / name) for name in "abc")
+    assert len(held) > 40
+    assert held == between == after
+    assert low == lower
+
+
 CHANGES = {
     "FSDP2, 2 to 3": (FSDP2, 2, FSDP2, 3),
     "ZeRO-3, 1 to 2": (ZERO, 1, ZERO, 2),
@@ -150,6 +193,7 @@ CHANGES = {
         Case("fsdp2", kind="mixtral"),
         3,
     ),
+    "replicas, 4 to 2": (Case("fsdp2", options={"replicate": 2}), 4, FSDP2, 2),
     "tensors, 2 to 1": (Case("fsdp2", tensors=2), 2, FSDP2, 3),
     "LoRA, ZeRO-3 to FSDP2": (Case("deepspeed", lora=True), 2, Case("fsdp2", lora=True), 3),
 }
@@ -162,3 +206,158 @@ def test_losses_go_on_elsewhere(name: str, paths: dict[str, Path], tmp_path: Pat
     wanted = run_ranks(uninterrupted, ranks, paths[one.kind], one, tmp_path / "state")[0]
     found = run_ranks(resumed, others, paths[one.kind], other, tmp_path / "state")[0]
     assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def window(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:
+    """Saved after the first of three batches that make up a step."""
+    wrong = []
+    for number, (name, case) in enumerate(cases.items()):
+        place = folder / str(number)
+        run = Run(path, case)
+        run.step(0)
+        run.step(1, range(1))
+        zerostart.save_state(place, *run.state)
+        wanted = run.step(1, range(1, 3)) + run.step(2)
+        run.end()
+        run = Run(path, case)
+        zerostart.load_state(place, *run.state)
+        found = run.step(1, range(1, 3)) + run.step(2)
+        run.end()
+        if found != wanted:
+            wrong.append(f"{name}: {found} for {wanted}")
+    return wrong
+
+
+WINDOWS = {
+    "FSDP2": Case("fsdp2", accumulate=3),
+    "ZeRO-3": Case("deepspeed", accumulate=3, bf16=True),
+    "ZeRO-3, offloaded": Case("deepspeed", zero=OFFLOADED, accumulate=3),
+    "ZeRO-2": Case("deepspeed", 2, accumulate=3, groups="two"),
+    "ZeRO-2, gradients in fp32": Case(
+        "deepspeed", 2, bf16=True, accumulate=3, top={"data_types": {"grad_accum_dtype": "fp32"}}
+    ),
+}
+
+
+def test_gradients_of_a_window_are_added_to(paths: dict[str, Path], tmp_path: Path) -> None:
+    assert run_ranks(window, 2, paths["qwen3"], WINDOWS, tmp_path) == [[], []]
+
+
+def not_in_a_window(path: Path, folder: Path) -> None:
+    for case in (Case("deepspeed", 1, accumulate=3), Case("deepspeed", 2, OFFLOADED, accumulate=3)):
+        run = Run(path, case)
+        run.step(0, range(1))
+        with pytest.raises(zerostart.ZerostartError, match="middle of a window of gradient accumulation"):
+            zerostart.save_state(folder, *run.state)
+        assert not folder.exists()
+        run.end()
+
+
+def before_a_step(path: Path, folder: Path) -> None:
+    """No moments are there yet: there are none afterwards, and no step is taken."""
+    for engine in ("fsdp2", "deepspeed"):
+        place = folder / engine
+        run = Run(path, Case(engine))
+        zerostart.save_state(place, *run.state)
+        wanted = run.step(0) + run.step(1)
+        run.end()
+        run = Run(path, Case(engine))
+        run.step(5)
+        zerostart.load_state(place, *run.state)
+        steps = run.optimizer.state
+        assert not any(steps.values())
+        assert run.step(0) + run.step(1) == wanted
+        run.end()
+
+
+def test_a_state_without_moments_has_none_afterwards(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(before_a_step, 2, paths["qwen3"], tmp_path)
+
+
+def random_states(path: Path, folder: Path) -> None:
+    """Each rank has its own, of three generators."""
+    import random
+
+    import numpy as np
+
+    run = Run(path, FSDP2)
+    seed = 17 + dist.get_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    random.gauss(0, 1), np.random.randn(), torch.randn(3)
+
+    def draws() -> list[Any]:
+        return [random.gauss(0, 1), random.random(), *np.random.randn(3).tolist(), *torch.randn(5).tolist()]
+
+    zerostart.save_state(folder, *run.state)
+    wanted = draws()
+    assert zerostart.load_state(folder, *run.state) is None
+    assert draws() == wanted
+
+
+def test_random_states_of_each_rank_come_back(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(random_states, 2, paths["qwen3"], tmp_path / "state")
+
+
+def model_folder(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:
+    """The weights as plain transformers reads them from ``model/``, and what verify says of all."""
+    from transformers import AutoModelForCausalLM
+
+    wrong = []
+    for name, case in cases.items():
+        run = Run(path, case)
+        run.step(0)
+        zerostart.save_state(folder / name, *run.state)
+        zerostart.verify(folder / name)
+        plain = AutoModelForCausalLM.from_pretrained(folder / name / "model").state_dict()
+        held = dict(zerostart.full_tensors(run.model, rank=None))
+        wrong += [f"{name}: {n}" for n, t in held.items() if t is None or not torch.equal(t, plain[n])]
+        run.end()
+    return wrong
+
+
+def test_the_model_is_a_directory_by_itself(paths: dict[str, Path], tmp_path: Path) -> None:
+    cases = {"FSDP2": FSDP2, "ZeRO-3": Case("deepspeed", bf16=True)}
+    assert run_ranks(model_folder, 2, paths["qwen3"], cases, tmp_path / "states") == [[], []]
+    assert run_ranks(model_folder, 2, paths["mixtral"], {"experts": FSDP2}, tmp_path / "more") == [[], []]
+
+
+def refusals(path: Path, folder: Path) -> None:
+    """By name, on every rank."""
+    run = Run(path, FSDP2)
+    zerostart.save_state(folder / "state", *run.state)
+    with pytest.raises(zerostart.errors.ConfigError, match=r"extra\.a is a set"):
+        zerostart.save_state(folder / "other", *run.state, extra={"a": set()})
+    whole = Run(path, Case("fsdp2", 0))
+    whole.optimizer = factored = torch.optim.Adafactor(whole.model.parameters())
+    whole.step(0)
+    with pytest.raises(zerostart.ZerostartError, match=r"'row_var' of model\.embed_tokens\.weight is n"):
+        zerostart.save_state(folder / "other", whole.model, factored)
+    fresh = Run(path, FSDP2)
+    head = torch.optim.AdamW(fresh.model.lm_head.parameters())
+    zerostart.save_state(folder / "frozen", fresh.model, head)
+    with pytest.raises(zerostart.ZerostartError, match="optimized now and were not"):
+        zerostart.load_state(folder / "frozen", *fresh.state)
+    assert sorted(p.name for p in folder.iterdir()) == ["frozen", "state"]
+    if dist.get_rank() == 0:
+        (folder / "state" / "state.json").rename(folder / "state" / "aside.json")
+    dist.barrier()
+    with pytest.raises(FileNotFoundError, match="no complete training checkpoint"):
+        zerostart.load_state(folder / "state", *run.state)
+    engine = Run(path, ZERO)
+    with pytest.raises(zerostart.errors.ConfigError, match=r"pass what deepspeed\.initialize"):
+        zerostart.save_state(folder / "other", engine.model.module)
+    engine.end()
+
+
+def test_what_cannot_be_saved_or_restored_is_named(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(
+        refusals, 2, checkpoint("qwen3", tmp_path, tie_word_embeddings=False), _made(tmp_path / "states")
+    )
+    run_ranks(not_in_a_window, 2, paths["qwen3"], tmp_path / "window")
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

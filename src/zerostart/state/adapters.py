@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ __all__ = ["Adapted", "adapted_model", "adapter_contents", "has_adapters", "merg
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model with adapters: ``model`` has ``peft_config``, and its tensors have ``prefix`` in PEFT's files."""
+    """A model that has ``peft_config``; ``prefix`` is what its names have before them in PEFT's files."""
 
     model: Any
     prefix: str
@@ -34,6 +36,21 @@ class Adapted:
     def names(self) -> list[str]:
         """Names of its adapters."""
         return list(self.model.peft_config)
+
+    def save_config(self, adapter: str, directory: Path) -> None:
+        """Write ``adapter_config.json`` as PEFT's ``save_pretrained`` does."""
+        config = copy.deepcopy(self.model.peft_config[adapter])
+        base: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        if config.base_model_name_or_path is None:
+            config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+        config.inference_mode = True
+        mapping = None
+        if config.task_type is None:
+            mapping = {
+                "base_model_class": type(base).__name__.removeprefix("FSDP"),
+                "parent_library": type(base).__module__,
+            }
+        config.save_pretrained(directory, auto_mapping_dict=mapping)
 
 
 def adapted_model(model: nn.Module) -> Adapted | None:
@@ -123,9 +140,8 @@ def merged(model: nn.Module, held: Sequence[Held]) -> list[Held]:
     inside: set[str] = set()
     changed: dict[str, Held] = {}
     for name, layer in _layers(model):
-        inside |= {
-            given for given in by_given if given.startswith(f"{name}.") and ".base_layer." not in given
-        }
+        own = f"{name}."
+        inside |= {n for n in by_given if n.startswith(own) and not n.startswith(f"{own}base_layer.")}
         deltas = [_delta(name, layer, adapter, by_given) for adapter in _unmerged(layer)]
         item = by_given.get(f"{name}.base_layer.weight")
         if deltas and item is None:
@@ -192,9 +208,11 @@ def _delta(name: str, layer: Any, adapter: str, held: Mapping[str, Held]) -> _De
             "shard; use adapters_only=True"
         )
     a, b = (_whole(factor) for factor in factors if factor is not None)
-    turned = bool(getattr(layer, "fan_in_fan_out", False)) or "embedding" in (given or ("",))[0]
-    dtype = b.dtype
-    if dtype in (torch.float16, torch.bfloat16):  # PEFT's own way on the CPU
+    embedding = "embedding" in (given or ("",))[0]
+    turned = bool(getattr(layer, "fan_in_fan_out", False)) or embedding
+    # Of an embedding PEFT casts the product before it adds it.
+    dtype = layer.get_base_layer().weight.dtype if embedding else b.dtype
+    if b.dtype in (torch.float16, torch.bfloat16):  # PEFT's own way on the CPU
         a, b = a.float(), b.float()
     return _Delta(a, b, float(layer.scaling[adapter]), turned, dtype)
 
