@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def saved_twice(kind: str, checkpoint: Path, path: Path, rank: int, log: Path, p
 def fail_in_turn(
     kind: str, checkpoint: Path, path: Path, rank: int, log: Path, points: list[Point], errors: list[str]
 ) -> list[tuple[str, dict[str, dict[str, str]] | None, list[str]]]:
-    """At each point with each error: what was raised, the digests of what is there then, and what lies beside."""
+    """At each point with each error: what was raised, the digests of what is there, and what lies beside."""
     model = loaded(checkpoint)
     found = []
     for point in points:
@@ -76,11 +75,18 @@ def fail_in_turn(
             zerostart.verify(path)
             document = read_marker(path) or {}
             torch.distributed.barrier()
-            found.append((told, document.get("digests"), sorted(os.listdir(path.parent))))
+            found.append(
+                (told, document.get("digests"), sorted(entry.name for entry in path.parent.iterdir()))
+            )
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.sub_(1)
     return found
+
+
+@pytest.fixture
+def tiny(checkpoints: TinyCheckpoints) -> Path:
+    return checkpoints("qwen3", torch.float32)
 
 
 def digests(path: Path) -> object:
@@ -93,21 +99,20 @@ def test_killed_anywhere(
     size: int,
     rank: int,
     kind: str,
-    checkpoints: TinyCheckpoints,
+    tiny: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    checkpoint, folder = checkpoints("qwen3", torch.float32), tmp_path / "out"
-    folder.mkdir()
-    path, log = folder / "saved", tmp_path / "log"
-    run_ranks(saved_twice, size, kind, checkpoint, path, -1, log, None)
+    path, log = tmp_path / "out" / "saved", tmp_path / "log"
+    path.parent.mkdir()
+    run_ranks(saved_twice, size, kind, tiny, path, -1, log, None)
     after = digests(path)
-    run_ranks(saved_twice, size, kind, checkpoint, path, rank, log, None)
-    points = points_in(log, folder)
+    run_ranks(saved_twice, size, kind, tiny, path, rank, log, None)
+    points = points_in(log, path.parent)
     killed = 0
     before = None
     for point in points:
-        outcomes = rank_outcomes(saved_twice, size, kind, checkpoint, path, rank, log, point, grace=60)
+        outcomes = rank_outcomes(saved_twice, size, kind, tiny, path, rank, log, point, grace=60)
         if outcomes[rank].exit_code == -9:
             killed += 1
         else:
@@ -121,9 +126,9 @@ def test_killed_anywhere(
             assert found == before, f"neither of the two at {point}"
     assert before is not None
     assert killed >= len(points) * 3 // 4
-    run_ranks(saved_twice, size, kind, checkpoint, path, -1, log, None)
+    run_ranks(saved_twice, size, kind, tiny, path, -1, log, None)
     assert digests(path) == after
-    assert [entry.name for entry in folder.iterdir()] == ["saved"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["saved"]
     with capsys.disabled():
         print(f" rank {rank} of {size}: killed at {killed} of {len(points)} points", end="")
 
@@ -134,18 +139,17 @@ def test_failing_anywhere(
     size: int,
     rank: int,
     kind: str,
-    checkpoints: TinyCheckpoints,
+    tiny: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    checkpoint, folder = checkpoints("qwen3", torch.float32), tmp_path / "out"
-    folder.mkdir()
-    path, log = folder / "saved", tmp_path / "log"
-    run_ranks(saved_twice, size, kind, checkpoint, path, rank, log, None)
+    path, log = tmp_path / "out" / "saved", tmp_path / "log"
+    path.parent.mkdir()
+    run_ranks(saved_twice, size, kind, tiny, path, rank, log, None)
     after = digests(path)
-    points = points_in(log, folder)
+    points = points_in(log, path.parent)
     errors = ["ENOSPC", "EIO"]
-    arguments = (kind, checkpoint, path, rank, log, points, errors)
+    arguments = (kind, tiny, path, rank, log, points, errors)
     outcomes = run_ranks(fail_in_turn, size, *arguments, timeout=1500)
     told = 0
     for number, row in enumerate(zip(*outcomes, strict=True)):
