@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zerostart.checkpoint.verifying import Verified
     from zerostart.forecast import WorldPlan
     from zerostart.loading.report import Report
+    from zerostart.state.background import Saving
     from zerostart.state.comparing import Difference
     from zerostart.state.saving import SaveReport
 
@@ -44,9 +45,11 @@ __all__ = [
     "full_tensors",
     "gathered",
     "load",
+    "load_state",
     "plan",
     "report",
     "save",
+    "save_state",
     "verify",
 ]
 __version__ = "0.1.0.dev0"
@@ -247,6 +250,64 @@ def gathered(
     from zerostart.state.editing import gathered as gather
 
     return gather(model, name, modifier_rank)
+
+
+def save_state(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    extra: Any = None,
+    wait: bool = True,
+) -> Saving:
+    """Write a training checkpoint; collective, each rank its own share, nothing gathered.
+
+    It has all that a run goes on from: parameters, persistent buffers, fp32 masters, the optimizer's state
+    and settings, the engine's counters, loss scale and schedule, gradients that are there to be added to,
+    the random states of every rank, and ``extra``. ``path`` appears whole or not at all, in the place of an
+    older checkpoint. In it ``model/`` is a Hugging Face directory. See ``docs/resuming.md``.
+
+    Args:
+        path: the directory to be; the same on all ranks, on storage that they share.
+        model: what ``load``, ``deepspeed.initialize`` or ``accelerator.prepare`` returned, or any model that
+            DeepSpeed's ZeRO or FSDP2 shards, inside PEFT, DistributedDataParallel, ``torch.compile`` or not.
+        optimizer: the torch optimizer where no DeepSpeed engine steps, or accelerate's wrapper of it.
+        extra: any JSON value with tensors in it, the same on all ranks; of other objects pass what describes
+            them, such as ``scheduler.state_dict()``.
+        wait: if False, return when the shares are copied to host memory, and write them in the background; an
+            error is then told by ``wait()`` of what is returned, or by the next save. Keep the process group
+            until then.
+
+    Returns:
+        The save: ``done()``, ``wait()``, and ``seconds`` with ``blocked`` and ``written``.
+
+    Raises:
+        ZerostartError: the same type and text on every rank; what was at ``path`` is then as it was.
+            ConfigError for a state of the optimizer that has not the shape of its parameter, and in the
+            middle of an accumulation window where the engine has not reduced its gradients.
+    """
+    from zerostart.state.checkpointing import save_state as save
+
+    return save(path, model, optimizer, extra, wait)
+
+
+def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None) -> Any:
+    """Put a training checkpoint into a model, its optimizer and its engine; gives its ``extra``. Collective.
+
+    Each rank reads what it holds, so that the number of ranks, the ZeRO stage, expert and tensor parallel
+    degrees, offloading and the engine may be others than when it was saved. No step is taken: an optimizer
+    without state gets the saved one, and one whose parameters had none yet has none. ``model`` and
+    ``optimizer`` are as in ``save_state``; parameters are matched by name, and groups by their parameters.
+
+    Random states are each rank's own where the ranks are as many, else new ones that follow from the saved.
+
+    Raises:
+        ZerostartError: the same on every rank; the model is then of no use. CheckpointNotFoundError for a
+            directory that is no complete checkpoint, CoverageError for one of another model, CheckpointError
+            for groups or numbers that do not fit the running optimizer.
+    """
+    from zerostart.state.resuming import load_state as restore
+
+    return restore(path, model, optimizer)
 
 
 def save(
