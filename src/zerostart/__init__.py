@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerostart import errors
 from zerostart.errors import ZerostartError
 
 if TYPE_CHECKING:
+    import os
+    from typing import TypeAlias
+
     import torch
     from torch import nn
 
@@ -28,7 +31,8 @@ if TYPE_CHECKING:
     from zerostart.state.comparing import Difference
     from zerostart.state.saving import SaveReport
 
-    Comparable = str | os.PathLike[str] | nn.Module
+    Comparable: TypeAlias = str | os.PathLike[str] | nn.Module
+
 __all__ = [
     "ZerostartError",
     "diff",

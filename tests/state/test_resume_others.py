@@ -1,4 +1,4 @@
-"""Resuming from what DeepSpeed, torch and accelerate saved themselves: the losses are those of their own run."""
+"""Resuming from what DeepSpeed, torch and accelerate saved: the losses are those of their own run."""
 
 from __future__ import annotations
 

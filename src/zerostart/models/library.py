@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -84,6 +85,8 @@ class ModelLibrary(ABC):
 
     #: The name under which it is registered.
     name: ClassVar[str]
+    #: What the names of weight files begin with, by which the library finds them in a directory.
+    weights_stem: ClassVar[str] = "model"
     #: Whether a class is built from the configuration beside the weights, and not by calling it.
     from_config: ClassVar[bool] = True
     #: Whether loading leaves tensors that share memory sharing it, as ``load_state_dict`` does.
@@ -218,6 +221,18 @@ class ModelLibrary(ABC):
         Names of modules or parameters (``*``: a layer) to transformers' styles.
         """
         return {}
+
+    def unsaved(self, model: nn.Module) -> tuple[str, ...]:
+        """State-dict names that the model itself leaves out of what is saved."""
+        return ()
+
+    def save_settings(self, model: nn.Module, directory: Path, dtype: torch.dtype | None) -> bool:
+        """Write the configuration of ``model`` into ``directory``; whether there is one to write.
+
+        ``dtype`` is that of the weights in the files, None: as held. The model's own settings stay as they
+        are. Raises OSError.
+        """
+        return False
 
     def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
         """The library's own loading of the class ``kind``, unsharded, on the CPU; None where it has none.

@@ -18,12 +18,11 @@ from zerostart import geometry
 from zerostart.distributed.world import World
 from zerostart.engines import Shard, found_shards, plain_name, with_whole
 from zerostart.loading.record import LoadRecord
-from zerostart.models import is_pretrained, state_names
+from zerostart.models import library_of, state_names
 from zerostart.recipe import Recipe, SymbolicTensor, Target, one_thread, spelling
 from zerostart.recipe.inverse import inverted, reversal
 from zerostart.state.writing import Entry, Outgoing
 from zerostart.transfer.writing import Change
-from zerostart.upstream.transformers import ignorable_on_save, revert, tied_names
 
 __all__ = ["Contents", "Held", "contents_of", "held_tensors"]
 
@@ -68,7 +67,7 @@ def held_tensors(
     shards = record.shards(model) if record is not None else found_shards(model, world)
     shards = with_whole(model, shards, world)
     recipes = record.recipes if record is not None else {}
-    followers = set(tied_names(model)) if is_pretrained(model) else set()
+    followers = set(library_of(model).ties(model))
     chosen: dict[int, str] = {}
     named = list(state_names(model))
     for given, tensor, _ in named:
@@ -96,12 +95,13 @@ def contents_of(
     model: nn.Module, held: Iterable[Held], record: LoadRecord | None, dtype: torch.dtype | None
 ) -> Contents:
     """The checkpoint that ``held`` of ``model`` makes, its floating tensors in ``dtype`` (None: as held)."""
-    left_out = set(ignorable_on_save(model)) if is_pretrained(model) else set()
+    left_out = set(library_of(model).unsaved(model))
     wanted = {item.name: item for item in held if item.name not in left_out}
     contents = Contents()
     done: set[str] = set()
     reasons: dict[str, str] = {}
-    if record is not None:
+    # The shares of a training checkpoint are no layout to go back to.
+    if record is not None and record.catalog.assembled is None:
         reasons = _as_loaded(contents, done, wanted, record, dtype)
     rest = {name: item for name, item in wanted.items() if name not in done}
     _as_reverted(contents, done, model, rest, dtype)
@@ -164,7 +164,7 @@ def _as_reverted(
     dtype: torch.dtype | None,
 ) -> None:
     """Name and lay out the ``rest`` as the library's ``save_pretrained`` would, where that is known."""
-    if not rest or not is_pretrained(model):
+    if not rest:
         return
     shapes = {name: item.shard.layout.shape for name, item in rest.items()}
     with one_thread():
@@ -173,7 +173,7 @@ def _as_reverted(
             for name, shape in shapes.items()
         }
         try:
-            made = revert(model, symbols)
+            made = library_of(model).revert(model, symbols)
         except Exception:  # the conversions are the library's and the model's: whatever they raise
             return
     taken = {name for name, _, _ in contents.entries}

@@ -19,7 +19,7 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError
 from zerostart.loading.record import LoadRecord, bare_model, kept_record
-from zerostart.models import is_diffusers
+from zerostart.models import ModelLibrary, library_of
 from zerostart.state.adapters import Adapted, adapted_model, adapter_contents, has_adapters, merged
 from zerostart.state.contents import Contents, Held, contents_of, held_tensors
 from zerostart.state.publishing import Publication, publishing
@@ -202,11 +202,12 @@ def _by_identity(inner: nn.Module, held: list[Held]) -> dict[int, Shard]:
 
 def _stem(model: nn.Module, record: LoadRecord | None) -> str:
     """What the names of the weight files begin with, by which the model's library finds them."""
-    if not is_diffusers(model):
-        return "model"
-    if record is None or not any(recipe.converted for recipe in record.recipes.values()):
-        return "diffusion_pytorch_model"
-    # The original release's own layout, which no directory of diffusers has.
+    stem = library_of(model).weights_stem
+    if record is None or stem == ModelLibrary.weights_stem:
+        return stem
+    if record.catalog.assembled or not any(recipe.converted for recipe in record.recipes.values()):
+        return stem
+    # The original release's own layout, which no directory of the library has.
     names = [_WEIGHTS.fullmatch(Path(file).name) for file in record.catalog.files]
     stems = {found["stem"] for found in names if found}
     return stems.pop() if len(stems) == 1 else "model"

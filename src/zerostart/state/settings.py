@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from zerostart.errors import WriteError
-from zerostart.models import is_diffusers, is_pretrained
+from zerostart.models import library_of
 
 __all__ = ["copy_beside", "save_settings"]
 
@@ -35,12 +33,8 @@ def save_settings(model: nn.Module, directory: Path, root: str, dtype: torch.dty
     one process. Raises WriteError.
     """
     try:
-        if is_pretrained(model):
-            _save_pretrained(model, directory, dtype)
-        elif is_diffusers(model):
-            described: Any = model
-            described.save_config(directory)
-        elif root and (Path(root) / "config.json").is_file():
+        written = library_of(model).save_settings(model, directory, dtype)
+        if not written and root and (Path(root) / "config.json").is_file():
             shutil.copyfile(Path(root) / "config.json", directory / "config.json")
         if root:
             copy_beside(Path(root), directory)
@@ -60,18 +54,3 @@ def copy_beside(root: Path, directory: Path) -> None:
     for name in _FOLDERS:
         if (root / name).is_dir():
             shutil.copytree(root / name, directory / name, dirs_exist_ok=True)
-
-
-def _save_pretrained(model: Any, directory: Path, dtype: torch.dtype | None) -> None:
-    """As ``save_pretrained`` of transformers leaves them; the model's own configuration stays as it is."""
-    config = copy.deepcopy(model.config)
-    held = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    config.dtype = dtype or held or config.dtype
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    if model.is_remote_code():
-        from transformers.dynamic_module_utils import custom_object_save
-
-        custom_object_save(model, directory, config=config)
-    config.save_pretrained(directory)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)

@@ -26,6 +26,7 @@ class Diffusers(ModelLibrary):
     """diffusers; what a checkpoint lacks is initialised by the model's own constructor."""
 
     name = "diffusers"
+    weights_stem = "diffusion_pytorch_model"
 
     def handles(self, kind: type) -> bool:
         """Whether it is a ``ModelMixin``."""
@@ -84,6 +85,12 @@ class Diffusers(ModelLibrary):
         model: Any = built.model
         if name is not None and name not in catalog.files:
             model.register_to_config(_name_or_path=name)
+
+    def save_settings(self, model: nn.Module, directory: Path, dtype: torch.dtype | None) -> bool:
+        """By ``save_config``."""
+        described: Any = model
+        described.save_config(directory)
+        return True
 
     def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
         """``from_pretrained`` of the class as the library defines it: FSDP2 puts one of its own in front."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import logging
@@ -148,6 +149,26 @@ class Transformers(ModelLibrary):
     def parallel_rules(self, model: nn.Module, axis: str) -> dict[str, str]:
         """As the model's configuration and class declare."""
         return upstream.parallel_rules(model, axis)
+
+    def unsaved(self, model: nn.Module) -> tuple[str, ...]:
+        """The model's own names."""
+        return upstream.ignorable_on_save(model)
+
+    def save_settings(self, model: nn.Module, directory: Path, dtype: torch.dtype | None) -> bool:
+        """As ``save_pretrained`` leaves them: configuration, generation configuration, code of its own."""
+        described: Any = model
+        config = copy.deepcopy(described.config)
+        held = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        config.dtype = dtype or held or config.dtype
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        if described.is_remote_code():
+            from transformers.dynamic_module_utils import custom_object_save
+
+            custom_object_save(described, directory, config=config)
+        config.save_pretrained(directory)
+        if described.can_generate() and described.generation_config is not None:
+            described.generation_config.save_pretrained(directory)
+        return True
 
     def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
         """``from_pretrained`` of the class as the library defines it: FSDP2 puts one of its own in front."""
