@@ -10,7 +10,7 @@ from zerostart.checkpoint.formats.found import STATE, Found, Group
 from zerostart.checkpoint.formats.parts import PartFiles
 from zerostart.checkpoint.formats.shares import from_boxes, from_runs
 from zerostart.checkpoint.formats.weights_pickle import StoredTensor
-from zerostart.checkpoint.formats.zero import MASTERS
+from zerostart.checkpoint.formats.zero import MASTERS, Base
 from zerostart.checkpoint.formats.zero_model import ModelStates, read_model_states
 from zerostart.checkpoint.strict_json import DAMAGED
 from zerostart.errors import CheckpointError
@@ -54,10 +54,14 @@ def read_universal(directory: Path, files: PartFiles) -> Found:
 
 
 def _add_groups(path: Path, states: ModelStates, found: Found, files: PartFiles) -> None:
-    """The settings of the parameter groups, which one file has for all."""
-    value = files.torch_file(path)[0] if path.is_file() else None
-    groups = value.get("param_groups") if type(value) is dict else None
-    for settings, shapes in zip(groups or (), states.groups, strict=False):
+    """The settings of the parameter groups, which one file has for all; at stage 3 numbers of theirs, too."""
+    value, place = files.torch_file(path) if path.is_file() else (None, None)
+    if type(value) is not dict or place is None:
+        return
+    base = Base.of(value, place)
+    base.describe(found, states, files)
+    groups = () if base.settings else value.get("param_groups") or ()
+    for settings, shapes in zip(groups, states.groups, strict=False):
         if type(settings) is dict:
             kept = {key: item for key, item in settings.items() if key != "params"}
             found.groups.append(Group(kept, tuple(shapes)))

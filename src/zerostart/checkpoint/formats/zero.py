@@ -26,7 +26,7 @@ from zerostart.checkpoint.formats.zero_model import INSTEAD, ModelStates, by_ran
 from zerostart.checkpoint.strict_json import DAMAGED
 from zerostart.errors import CheckpointError
 
-__all__ = ["MASTERS", "is_zero", "read_zero"]
+__all__ = ["MASTERS", "Base", "is_zero", "read_zero"]
 
 _OPTIMIZER = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
 #: What the fp32 masters are called among the states of a parameter.
@@ -65,16 +65,57 @@ def read_zero(directory: Path, files: PartFiles) -> Found:
             parts = [(ranks[r].buffers[kind][buffer], at, count) for r, buffer, at, count in places]
             key = name if kind == MASTERS else f"{kind}{STATE}{name}"
             found.assembled[key] = from_runs(key, shape, first.buffers[kind][0].dtype, parts)
-        if places and first.numbers:
-            for key, value in first.numbers[places[0][1]].items():
-                number = files.number(value) if isinstance(value, TensorEntry) else value
-                found.numbers.setdefault(key, {})[name] = number
-    # A group of stage 3 has several buffers, its sub-groups, and ``states.groups`` are these.
-    for group, settings in enumerate(first.settings):
-        held = [names for names, own in zip(states.groups, first.grouped, strict=False) if own == group]
-        found.groups.append(Group(settings, tuple(name for names in held for name in names)))
+    first.base.describe(found, states, files)
     found.engine |= {"stage": first.stage, "scale": dict(first.scale)}
     return states.ended(found)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The optimizer that ZeRO wraps: the state of each buffer with its group, and the groups' settings."""
+
+    held: Sequence[dict[str, Any]]
+    grouped: Sequence[int]
+    settings: Sequence[dict[str, Any]]
+    place: Placing
+
+    @classmethod
+    def of(cls, states: Mapping[str, Any], place: Placing) -> Base:
+        """What the pickled ``states`` of ZeRO's optimizer say of it; ``place`` places the tensors there."""
+        base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
+        if type(base) is not dict or type(base.get("state")) is not dict:
+            return cls((), (), (), place)
+        groups = [group for group in base.get("param_groups") or () if type(group) is dict]
+        numbers = [(n, g) for g, group in enumerate(groups) for n in group.get("params") or ()]
+        held = [base["state"].get(n) for n, _ in numbers]
+        if any(type(item) is not dict for item in held):  # none yet
+            held = []
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        return cls(held, [g for _, g in numbers], settings, place)
+
+    def like(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[StoredTensor]]:
+        """The states that lie as the masters do, which have the ``shapes``, by name."""
+        if len(self.held) != len(shapes):
+            return {}
+        return {
+            str(key): [item[key] for item in self.held]
+            for key in (self.held[0] if self.held else ())
+            if all(type(item.get(key)) is StoredTensor for item in self.held)
+            and all(item[key].shape == shape for item, shape in zip(self.held, shapes, strict=True))
+        }
+
+    def describe(self, found: Found, states: ModelStates, files: PartFiles) -> None:
+        """Add the states that are one number, and the groups."""
+        # A group of stage 3 has several buffers, its sub-groups, and ``states.groups`` are these.
+        for item, shapes in zip(self.held, states.groups, strict=False):
+            for key, value in item.items():
+                if type(value) is StoredTensor and value.shape == ():
+                    value = files.number(self.place(str(key), value))
+                if type(value) in (int, float):
+                    found.numbers.setdefault(str(key), {}).update(dict.fromkeys(shapes, float(value)))
+        for group, settings in enumerate(self.settings):
+            held = [names for names, own in zip(states.groups, self.grouped, strict=False) if own == group]
+            found.groups.append(Group(settings, tuple(name for names in held for name in names)))
 
 
 @dataclass(frozen=True)
@@ -87,10 +128,7 @@ class _Rank:
     buffers: Mapping[str, Sequence[TensorEntry]]
     #: Elements of padding after each parameter of each group; None where there are none.
     paddings: Sequence[Sequence[int]] | None
-    #: Of each buffer the states that are one number and its parameter group, of each of these its settings.
-    numbers: Sequence[Mapping[str, TensorEntry | float]]
-    grouped: Sequence[int]
-    settings: Sequence[dict[str, Any]]
+    base: Base
     scale: Mapping[str, Any]
 
     @classmethod
@@ -109,7 +147,7 @@ class _Rank:
             raise CheckpointError(
                 f"{path}: holds no fp32 masters, and weights are read from these: {DAMAGED}"
             )
-        base = _Base.of(states, len(masters))
+        base = Base.of(states, place)
         kinds = {MASTERS: masters, **base.like([t.shape for t in masters])}
         buffers = {
             kind: [place(f"rank {number}: {kind} {group}", t) for group, t in enumerate(tensors)]
@@ -121,58 +159,9 @@ class _Rank:
             partitions=_number(partitions),
             buffers=buffers,
             paddings=states.get("param_alignment_paddings"),
-            numbers=base.numbers(place),
-            grouped=base.grouped,
-            settings=base.settings,
+            base=base,
             scale=_scale(states.get("loss_scaler")),
         )
-
-
-@dataclass(frozen=True)
-class _Base:
-    """The state of the optimizer that ZeRO wraps: of each buffer with its group, and the groups' settings."""
-
-    held: Sequence[dict[str, Any]]
-    grouped: Sequence[int]
-    settings: Sequence[dict[str, Any]]
-
-    @classmethod
-    def of(cls, states: Mapping[str, Any], buffers: int) -> _Base:
-        base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
-        if type(base) is not dict or type(base.get("state")) is not dict:
-            return cls((), (), ())
-        groups = [group for group in base.get("param_groups") or () if type(group) is dict]
-        numbers = [(n, g) for g, group in enumerate(groups) for n in group.get("params") or ()]
-        held = [base["state"].get(n) for n, _ in numbers]
-        if len(held) != buffers or any(type(item) is not dict for item in held):
-            held = []
-        return cls(
-            held,
-            [g for _, g in numbers],
-            [{k: v for k, v in group.items() if k != "params"} for group in groups],
-        )
-
-    def like(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[StoredTensor]]:
-        """The states that lie as the masters do, by name."""
-        return {
-            str(key): [item[key] for item in self.held]
-            for key in (self.held[0] if self.held else ())
-            if all(type(item.get(key)) is StoredTensor for item in self.held)
-            and all(item[key].shape == shape for item, shape in zip(self.held, shapes, strict=True))
-        }
-
-    def numbers(self, place: Placing) -> list[dict[str, TensorEntry | float]]:
-        """The states that are one number, of each buffer."""
-        out: list[dict[str, TensorEntry | float]] = []
-        for item in self.held:
-            found: dict[str, TensorEntry | float] = {}
-            for key, value in item.items():
-                if type(value) is StoredTensor and value.shape == ():
-                    found[str(key)] = place(str(key), value)
-                elif type(value) in (int, float):
-                    found[str(key)] = float(value)
-            out.append(found)
-        return out
 
 
 def _scale(scaler: Any) -> dict[str, Any]:
