@@ -68,7 +68,10 @@ class CheckpointWriter:
             raise
 
     def create(self) -> None:
-        """Make all files under their temporary names: full size, header written, the rest holes."""
+        """Make all files under their temporary names: full size, header written, the rest holes.
+
+        Raises WriteError where they cannot be made.
+        """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -116,7 +119,7 @@ class CheckpointWriter:
         """Give the files their names, and remove what an earlier save left under the same stem.
 
         While several files take their names the directory holds no index and no single file, so that
-        a crash in between cannot leave a mixture of two checkpoints that looks whole.
+        a crash in between cannot leave a mixture of two checkpoints that looks whole. Raises WriteError.
         """
         self.close()
         index = self.directory / self.layout.index_name

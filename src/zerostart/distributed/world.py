@@ -48,7 +48,10 @@ def current_world() -> World:
 
 
 def joined_world() -> World:
-    """The process group's world; a group of one is made for a process that is alone."""
+    """The process group's world; a group of one is made for a process that is alone.
+
+    Raises ConfigError in one of several ranks that a launcher has started, where there is no group.
+    """
     if not dist.is_initialized():
         launched = int(os.environ.get("WORLD_SIZE", "1") or 1)
         if launched > 1:

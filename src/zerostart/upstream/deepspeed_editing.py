@@ -62,7 +62,7 @@ def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
     """The master of this rank's share of ``parameter``, to be changed in place; None where there is none.
 
     Afterwards gathered copies of a changed partition are gone. Not collective, but every rank that has a
-    share must come through it.
+    share must come through it. Raises UnsupportedVersionError.
     """
     if "deepspeed" not in sys.modules:
         yield None

@@ -59,7 +59,7 @@ def _over(old: nn.Parameter, name: str, local: torch.Tensor) -> nn.Parameter:
 
 
 def sharded(parameter: nn.Parameter, name: str) -> DTensor:
-    """The parameter's data, a DTensor."""
+    """The parameter's data, a DTensor. Raises EngineError if it is none."""
     data = parameter.data
     if not isinstance(data, DTensor):
         raise EngineError(f"fully_shard left {name}, of shape {tuple(data.shape)}, unsharded")
@@ -67,7 +67,10 @@ def sharded(parameter: nn.Parameter, name: str) -> DTensor:
 
 
 def sharded_layout(parameter: DTensor, rank: int) -> Layout:
-    """What rank ``rank`` holds of a parameter that ``fully_shard`` alone has sharded."""
+    """What rank ``rank`` holds of a parameter that ``fully_shard`` alone has sharded.
+
+    Raises EngineError for placements that are not known.
+    """
     placements = parameter.placements
     last = placements[-1]
     if not isinstance(last, ShardPlacement) or not all(isinstance(p, Replicate) for p in placements[:-1]):
