@@ -29,6 +29,8 @@ class Module:
 
     functions: dict[str, Function] = field(default_factory=dict)
     public: list[str] = field(default_factory=list)
+    #: Errors that its functions give, for others to raise.
+    given: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(source: str) -> Module:
@@ -40,6 +42,8 @@ class Module:
         ]
         for name, node in _named(tree.body):
             made.functions[name] = node
+            if _gives_error(node):
+                made.given[node.name] = ast.unparse(node.returns or node)
             outer, _, leaf = name.rpartition(".")
             if (outer or leaf) in (exported or [[]])[0] and not leaf.startswith("_"):
                 made.public.append(name)
@@ -51,7 +55,8 @@ class Module:
         for node in _uncaught(self.functions[name].body):
             if isinstance(node, ast.Raise) and node.exc is not None:
                 kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
-                found.add(ast.unparse(kind).rpartition(".")[2])
+                word = ast.unparse(kind).rpartition(".")[2]
+                found.add(self.given.get(word) or GIVEN.get(word, word))
             elif isinstance(node, ast.Call) and (called := self._private(node, name)) not in (None, *seen):
                 found |= self.raised(str(called), seen | {name})
         return {kind for kind in found if _is_error(kind)}
@@ -77,9 +82,14 @@ class Module:
 def _named(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, Function]]:
     for node in body:
         if isinstance(node, Function):
-            yield prefix + node.name, node
+            if not any(ast.unparse(d).endswith(".setter") for d in node.decorator_list):  # told by the getter
+                yield prefix + node.name, node
         elif isinstance(node, ast.ClassDef):
             yield from _named(node.body, f"{prefix}{node.name}.")
+
+
+def _gives_error(node: Function) -> bool:
+    return node.returns is not None and ast.unparse(node.returns).endswith("Error")
 
 
 def _uncaught(body: list[ast.stmt]) -> Iterator[ast.AST]:
@@ -108,6 +118,13 @@ def _names(said: str, kind: str) -> bool:
     return "aise" in said and any(word in said for word in (*known, "aises what", "aises as"))
 
 
+#: Errors that functions give, by the function's name: ``raise refusal(...)``.
+GIVEN = {
+    node.name: ast.unparse(node.returns)
+    for path in sorted(ROOT.rglob("*.py"))
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and _gives_error(node)
+}
 #: Without the commands: what they raise becomes an exit code, and their docstrings are their help.
 MODULES = {
     str(path.relative_to(ROOT)): Module.of(path.read_text())

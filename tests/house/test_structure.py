@@ -11,7 +11,7 @@ import zerostart
 ROOT = Path(zerostart.__file__).parent
 #: Front door, tree of errors, and ``python -m zerostart``: the only modules outside a room.
 OUTSIDE = {"zerostart", "zerostart.errors", "zerostart.__main__"}
-MOST_ROOMS, MOST_ARROWS, MOST_LINES = 20, 95, 60
+MOST_ROOMS, MOST_ARROWS, MOST_LINES, LONGEST_FILE = 20, 95, 60, 400
 
 
 def name_of(path: Path) -> str:
@@ -87,6 +87,11 @@ def test_rooms_and_the_arrows_between_them() -> None:
     rooms = {room(module) for module in TREES} - {""}
     assert len(rooms) <= MOST_ROOMS, sorted(rooms)
     assert len(arrows) <= MOST_ARROWS, sorted(arrows)
+
+
+def test_files_are_short() -> None:
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
 
 
 def test_functions_fit_on_a_screen() -> None:

@@ -88,7 +88,8 @@ class CheckpointWriter:
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
         """Write ``data`` (contiguous) at byte ``offset`` of tensor ``name``; safe from several threads.
 
-        Raises CheckpointError if the layout has no such tensor, or if the bytes do not fit into it.
+        Raises CheckpointError if the layout has no such tensor, or if the bytes do not fit into it, and
+        WriteError where writing fails.
         """
         entry = self.layout.tensors.get(name)
         view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
@@ -104,7 +105,10 @@ class CheckpointWriter:
         self.written += view.nbytes
 
     def close(self) -> None:
-        """Close the files that this process has open, after bringing their bytes to disk if durable."""
+        """Close the files that this process has open, after bringing their bytes to disk if durable.
+
+        Raises WriteError where that fails.
+        """
         while self._handles:
             position, handle = self._handles.popitem()
             try:

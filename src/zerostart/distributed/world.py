@@ -93,7 +93,8 @@ class World:
     def all_gather_object(self, value: T, during: str) -> list[T]:
         """``value`` of every rank, in rank order.
 
-        Raises PeerError if a rank has died or does not answer, and what another rank failed with meanwhile.
+        Raises PeerError if a rank has died or does not answer, ConfigError if the ranks do not do the same,
+        and what another rank failed with meanwhile.
         """
         if self.size == 1:
             return [value]
@@ -102,7 +103,10 @@ class World:
         return [value if rank == self.rank else pickle.loads(d) for rank, d in enumerate(gathered)]
 
     def broadcast_object(self, make: Callable[[], T], during: str, source: int = 0) -> T:
-        """What ``make`` gives on rank ``source``, or its error, on every rank."""
+        """What ``make`` gives on rank ``source``, or its error, on every rank.
+
+        Raises what ``all_gather_object`` raises.
+        """
         made, data = None, b""
         failure: BaseException | None = None
         if self.rank == source:
@@ -122,7 +126,10 @@ class World:
         return value
 
     def raise_together(self, failure: BaseException | None, during: str) -> None:
-        """Raise the first failing rank's error on every rank, with the same type and text."""
+        """Raise the first failing rank's error on every rank, with the same type and text.
+
+        Raises what ``all_gather_object`` raises.
+        """
         self._meet(during, failure)
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 
 from zerostart.errors import ConfigError, UnsupportedVersionError
 from zerostart.upstream.deepspeed_stage12 import marked
-from zerostart.upstream.deepspeed_stage12_optimizers import shares_of
+from zerostart.upstream.deepspeed_stage12_adoption import shares_of
 from zerostart.upstream.registry import Use
 from zerostart.upstream.versions import DEEPSPEED
 
