@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
@@ -76,5 +78,17 @@ def sharded_layout(parameter: DTensor, rank: int) -> Layout:
     if not isinstance(last, ShardPlacement) or not all(isinstance(p, Replicate) for p in placements[:-1]):
         raise EngineError(f"a parameter has the placements {placements}, which this version does not know")
     mesh = parameter.device_mesh
-    share = int((mesh.mesh == rank).nonzero()[0][-1])
-    return dimension_shard(tuple(parameter.shape), last.dim, share, mesh.shape[-1])
+    return dimension_shard(tuple(parameter.shape), last.dim, _shares(mesh)[rank], mesh.shape[-1])
+
+
+def _shares(mesh: DeviceMesh) -> dict[int, int]:
+    """The place of each rank along the last dimension of a mesh; found out once for all parameters."""
+    found = _known.get(mesh)
+    if found is None:
+        ranks = mesh.mesh
+        found = {rank: n % ranks.shape[-1] for n, rank in enumerate(ranks.flatten().tolist())}
+        _known[mesh] = found
+    return found
+
+
+_known: weakref.WeakKeyDictionary[DeviceMesh, dict[int, int]] = weakref.WeakKeyDictionary()
