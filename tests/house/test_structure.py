@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -87,6 +88,20 @@ def test_rooms_and_the_arrows_between_them() -> None:
     rooms = {room(module) for module in TREES} - {""}
     assert len(rooms) <= MOST_ROOMS, sorted(rooms)
     assert len(arrows) <= MOST_ARROWS, sorted(arrows)
+
+
+def test_modules_that_the_documentation_names_are_there() -> None:
+    """A path that begins with a room: `` `engines/fsdp2/memory.py` ``."""
+    rooms = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"__pycache__"}
+    pages = sorted((ROOT.parents[1] / "docs").glob("*.md"))
+    assert pages
+    named = {
+        (page.name, path)
+        for page in pages
+        for path in re.findall(r"`((?:[a-z0-9_]+/)+[a-z0-9_]+\.py)`", page.read_text())
+        if path.split("/")[0] in rooms
+    }
+    assert sorted((page, path) for page, path in named if not (ROOT / path).is_file()) == []
 
 
 def test_files_are_short() -> None:
