@@ -121,6 +121,13 @@ def load(
 
     Raises:
         ZerostartError: the same type and text on every rank; see ``zerostart.errors`` for the leaves.
+
+    Example:
+        >>> import torch, zerostart
+        >>> weights = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+        >>> model = zerostart.load(weights, lambda: torch.nn.Linear(3, 2), engine="fsdp2", progress=False)
+        >>> model(torch.ones(1, 3)).tolist()
+        [[3.0, 3.0]]
     """
     given = dict(locals())
     from zerostart.loading.request import Request
@@ -175,6 +182,13 @@ def plan(
 
     Raises:
         ZerostartError: what ``load`` with ``strict=False`` would raise before reading weights.
+
+    Example:
+        >>> import torch, zerostart
+        >>> weights = {"weight": torch.ones(1000, 3)}
+        >>> made = zerostart.plan(weights, 4, model=lambda: torch.nn.Linear(3, 1000, bias=False))
+        >>> [rank.read_bytes for rank in made.ranks]
+        [3000, 3000, 3000, 3000]
     """
     given = dict(locals())
     from zerostart.forecast.run import forecast
@@ -188,6 +202,15 @@ def report(model: nn.Module) -> Report:
     """What the load of ``model`` (or of the model inside an engine's wrapper) did on this rank.
 
     Raises ConfigError for a model that was not loaded here.
+
+    Example:
+        >>> import torch, zerostart
+        >>> weights = {"weight": torch.ones(2, 3)}
+        >>> make = lambda: torch.nn.Linear(3, 2)
+        >>> model = zerostart.load(weights, make, engine="fsdp2", strict=False, progress=False)
+        >>> found = zerostart.report(model)
+        >>> found.missing, found.read_bytes
+        (('bias',), 24)
     """
     from zerostart.loading.record import record_of
 
@@ -198,7 +221,15 @@ def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, 
     """The unsharded model, one whole CPU tensor at a time, under its own state-dict names.
 
     Collective: every rank must run through the whole iteration. ``rank`` gets the tensors and the others
-    None; with ``rank=None`` all get them. Parameters and persistent buffers, tied names included.
+    None; with ``rank=None`` all get them. Parameters and persistent buffers, tied names included. Raises
+    ConfigError for a rank that is not there, and for a model that was not loaded here.
+
+    Example:
+        >>> import torch, zerostart
+        >>> weights = {"weight": torch.eye(2), "bias": torch.zeros(2)}
+        >>> model = zerostart.load(weights, lambda: torch.nn.Linear(2, 2), engine="fsdp2", progress=False)
+        >>> {name: tuple(tensor.shape) for name, tensor in zerostart.full_tensors(model)}
+        {'weight': (2, 2), 'bias': (2,)}
     """
     from zerostart.state.full_tensors import full_tensors as gather
 
@@ -216,6 +247,15 @@ def gathered(
     where there are some; masters of all other elements keep their bits. Raises ConfigError at the end, on
     every rank, if another rank (or, without ``modifier_rank``, any) has changed its tensor; the shards are
     then as they were.
+
+    Example:
+        >>> import torch, zerostart
+        >>> weights = {"weight": torch.eye(2), "bias": torch.zeros(2)}
+        >>> model = zerostart.load(weights, lambda: torch.nn.Linear(2, 2), engine="fsdp2", progress=False)
+        >>> with zerostart.gathered(model, "weight", modifier_rank=0) as weight:
+        ...     _ = weight.mul_(3)
+        >>> model(torch.ones(1, 2)).tolist()
+        [[3.0, 3.0]]
     """
     from zerostart.state.editing import gathered as gather
 
@@ -409,6 +449,16 @@ def enabled(
 
     Raises:
         ZerostartError: inside, at ``from_pretrained`` and ``accelerator.prepare``, the same on every rank.
+
+    Example:
+        >>> import tempfile, transformers, zerostart
+        >>> config = transformers.GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1)
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> transformers.GPT2Model(config).save_pretrained(folder.name)
+        >>> with zerostart.enabled(engine="fsdp2", progress=False):
+        ...     model = transformers.GPT2Model.from_pretrained(folder.name)
+        >>> zerostart.report(model).engine
+        'fsdp2'
     """
     given = dict(locals())
     from zerostart.integrations.adoption import enabled as enabled_with
@@ -428,7 +478,13 @@ def enable(
     progress: bool = True,
     fp32_masters: bool = True,
 ) -> None:
-    """``enabled`` from here on, until ``disable``; takes the same arguments, and raises the same."""
+    """``enabled`` from here on, until ``disable``; takes the same arguments, and raises the same.
+
+    Example:
+        >>> import zerostart
+        >>> zerostart.enable(engine="deepspeed", zero_stage=2)
+        >>> zerostart.disable()
+    """
     given = dict(locals())
     from zerostart.integrations.adoption import enable as enable_with
     from zerostart.loading.arguments import EnabledArguments
@@ -437,7 +493,14 @@ def enable(
 
 
 def disable() -> None:
-    """End what the last ``enable`` began. Raises ConfigError where nothing is enabled."""
+    """End what the last ``enable`` began. Raises ConfigError where nothing is enabled.
+
+    Example:
+        >>> import zerostart
+        >>> zerostart.disable()  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        zerostart.errors.ConfigError: zerostart is not enabled; call zerostart.enable() before ...
+    """
     from zerostart.integrations.adoption import disable as end
 
     end()

@@ -87,6 +87,12 @@ class TestHttp(StorageConformance):
         return server(folder)
 
 
+class TestLocalFiles(StorageConformance):
+    @contextmanager
+    def served(self, folder: Path) -> Iterator[Callable[[str], str]]:
+        yield lambda name: str(folder / name)
+
+
 def test_short_answers_are_continued(tmp_path: Path) -> None:
     save(tmp_path / "model.safetensors")
     with server(tmp_path, most=100) as url:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import zerostart
 ROOT = Path(zerostart.__file__).parent
 #: Front door, tree of errors, and ``python -m zerostart``: the only modules outside a room.
 OUTSIDE = {"zerostart", "zerostart.errors", "zerostart.__main__"}
-MOST_ROOMS, MOST_ARROWS, MOST_LINES = 20, 95, 60
+MOST_ROOMS, MOST_ARROWS, MOST_LINES, LONGEST_FILE = 20, 95, 60, 400
 
 
 def name_of(path: Path) -> str:
@@ -87,6 +88,25 @@ def test_rooms_and_the_arrows_between_them() -> None:
     rooms = {room(module) for module in TREES} - {""}
     assert len(rooms) <= MOST_ROOMS, sorted(rooms)
     assert len(arrows) <= MOST_ARROWS, sorted(arrows)
+
+
+def test_modules_that_the_documentation_names_are_there() -> None:
+    """A path that begins with a room: `` `engines/fsdp2/memory.py` ``."""
+    rooms = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"__pycache__"}
+    pages = sorted((ROOT.parents[1] / "docs").glob("*.md"))
+    assert pages
+    named = {
+        (page.name, path)
+        for page in pages
+        for path in re.findall(r"`((?:[a-z0-9_]+/)+[a-z0-9_]+\.py)`", page.read_text())
+        if path.split("/")[0] in rooms
+    }
+    assert sorted((page, path) for page, path in named if not (ROOT / path).is_file()) == []
+
+
+def test_files_are_short() -> None:
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
 
 
 def test_functions_fit_on_a_screen() -> None:

@@ -69,7 +69,10 @@ class CheckpointWriter:
             raise
 
     def create(self) -> None:
-        """Make all files under their temporary names: full size, header written, the rest holes."""
+        """Make all files under their temporary names: full size, header written, the rest holes.
+
+        Raises WriteError where they cannot be made.
+        """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -86,7 +89,8 @@ class CheckpointWriter:
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
         """Write ``data`` (contiguous) at byte ``offset`` of tensor ``name``; safe from several threads.
 
-        Raises CheckpointError if the layout has no such tensor, or if the bytes do not fit into it.
+        Raises CheckpointError if the layout has no such tensor, or if the bytes do not fit into it, and
+        WriteError where writing fails.
         """
         entry = self.layout.tensors.get(name)
         view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
@@ -102,7 +106,10 @@ class CheckpointWriter:
         self.written += view.nbytes
 
     def close(self) -> None:
-        """Close the files that this process has open, after bringing their bytes to disk if durable."""
+        """Close the files that this process has open, after bringing their bytes to disk if durable.
+
+        Raises WriteError where that fails.
+        """
         while self._handles:
             position, handle = self._handles.popitem()
             try:
@@ -117,7 +124,7 @@ class CheckpointWriter:
         """Give the files their names, and remove what an earlier save left under the same stem.
 
         While several files take their names the directory holds no index and no single file, so that
-        a crash in between cannot leave a mixture of two checkpoints that looks whole.
+        a crash in between cannot leave a mixture of two checkpoints that looks whole. Raises WriteError.
         """
         self.close()
         index = self.directory / self.layout.index_name

@@ -48,7 +48,10 @@ def current_world() -> World:
 
 
 def joined_world() -> World:
-    """The process group's world; a group of one is made for a process that is alone."""
+    """The process group's world; a group of one is made for a process that is alone.
+
+    Raises ConfigError in one of several ranks that a launcher has started, where there is no group.
+    """
     if not dist.is_initialized():
         launched = int(os.environ.get("WORLD_SIZE", "1") or 1)
         if launched > 1:
@@ -90,7 +93,8 @@ class World:
     def all_gather_object(self, value: T, during: str) -> list[T]:
         """``value`` of every rank, in rank order.
 
-        Raises PeerError if a rank has died or does not answer, and what another rank failed with meanwhile.
+        Raises PeerError if a rank has died or does not answer, ConfigError if the ranks do not do the same,
+        and what another rank failed with meanwhile.
         """
         if self.size == 1:
             return [value]
@@ -99,7 +103,10 @@ class World:
         return [value if rank == self.rank else pickle.loads(d) for rank, d in enumerate(gathered)]
 
     def broadcast_object(self, make: Callable[[], T], during: str, source: int = 0) -> T:
-        """What ``make`` gives on rank ``source``, or its error, on every rank."""
+        """What ``make`` gives on rank ``source``, or its error, on every rank.
+
+        Raises what ``all_gather_object`` raises.
+        """
         made, data = None, b""
         failure: BaseException | None = None
         if self.rank == source:
@@ -134,7 +141,10 @@ class World:
         return total
 
     def raise_together(self, failure: BaseException | None, during: str) -> None:
-        """Raise the first failing rank's error on every rank, with the same type and text."""
+        """Raise the first failing rank's error on every rank, with the same type and text.
+
+        Raises what ``all_gather_object`` raises.
+        """
         self._meet(during, failure)
 
     @contextlib.contextmanager

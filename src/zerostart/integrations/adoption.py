@@ -45,7 +45,10 @@ _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def enable(settings: EnabledArguments) -> None:
-    """Put ``settings`` in force until ``disable``; see ``zerostart.enable``."""
+    """Put ``settings`` in force until ``disable``; see ``zerostart.enable``.
+
+    Raises ConfigError for an engine or a stage that is not known, and settings without an engine.
+    """
     _check(settings)
     with contextlib.ExitStack() as stack:
         for override in _overrides:
@@ -56,7 +59,10 @@ def enable(settings: EnabledArguments) -> None:
 
 
 def disable() -> None:
-    """Take the settings put in force last out of it; see ``zerostart.disable``."""
+    """Take the settings put in force last out of it; see ``zerostart.disable``.
+
+    Raises ConfigError if there are none.
+    """
     if not _stack:
         raise ConfigError("zerostart is not enabled; call zerostart.enable() before zerostart.disable()")
     _stack.pop()

@@ -43,7 +43,10 @@ class DiffusionCall(Call):
             yield
 
     def load(self, model: Any, files: list[str] | None, state_dict: Any, config: Any) -> Findings:
-        """Load, collectively; ``state_dict`` is the name of the checkpoint, ``config`` the call's options."""
+        """Load, collectively; ``state_dict`` is the name of the checkpoint, ``config`` the call's options.
+
+        Raises ConfigError for quantised weights, and what ``zerostart.load`` raises.
+        """
         if config.get("hf_quantizer") is not None:
             raise ConfigError(
                 f"{state_dict} is quantised, and quantised weights are not trained; load weights that are not"

@@ -87,7 +87,10 @@ class Call:
             yield
 
     def load(self, model: Any, files: list[str] | None, state_dict: Any, config: Any) -> Findings:
-        """Load, collectively, by transformers' rules for what is missing, unexpected or mismatched."""
+        """Load, collectively, by transformers' rules for what is missing, unexpected or mismatched.
+
+        Raises ConfigError for a device or a quantisation that cannot be, and what ``zerostart.load`` raises.
+        """
         if config.device_map is not None:
             raise ConfigError(
                 f"a device is set for the model ({config.device_map}), by torch.set_default_device or "

@@ -82,7 +82,10 @@ _FORMER_STYLES = ("ep_router", "moe_tp_experts")
 
 
 def cut_of(style: str, name: str, dimensions: int) -> Cut | None:
-    """The cut of the parameter ``name`` under a tensor-parallel style; None where every rank has it whole."""
+    """The cut of the parameter ``name`` under a tensor-parallel style; None where every rank has it whole.
+
+    Raises ConfigError for a style that is not known.
+    """
     if style not in TENSOR_STYLES:
         raise ConfigError(
             f"the tensor-parallel plan gives {name} the style {style!r}; known are {', '.join(TENSOR_STYLES)}"
@@ -121,7 +124,7 @@ def tensor_plan(
 def expert_plan(
     rules: Mapping[str, str], parameters: Mapping[str, int], modules: Sequence[str]
 ) -> ParallelPlan:
-    """A plan out of transformers' expert-parallel styles."""
+    """A plan out of transformers' expert-parallel styles. Raises ConfigError for one that is not known."""
     unknown = sorted(set(rules.values()) - set(EXPERT_STYLES) - set(_FORMER_STYLES))
     if unknown:
         raise ConfigError(

@@ -59,7 +59,10 @@ class Masters:
         self._read((name, self._shares[name][1], storage) for name, storage in wanted)
 
     def read_runs(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Like ``read``, of other shares: a run of the row-major order from the element given."""
+        """Like ``read``, of other shares: a run of the row-major order from the element given.
+
+        Raises as ``read`` does.
+        """
         self._read(
             (name, flat_run(self._shares[name][1].shape, first, first + storage.numel()), storage)
             for name, first, storage in wanted

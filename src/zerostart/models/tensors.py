@@ -17,7 +17,10 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def replace_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put ``tensor`` in the place of the parameter or buffer ``name``, past the setters."""
+    """Put ``tensor`` in the place of the parameter or buffer ``name``, past the setters.
+
+    Raises KeyError if there is none.
+    """
     owner, leaf = owner_of(model, name)
     if leaf in owner._parameters:
         owner._parameters[leaf] = tensor  # type: ignore[assignment]  # a Parameter, by the caller's care

@@ -72,7 +72,7 @@ def _copy(to: Value, t: Value, non_blocking: bool = False) -> Value:
 
 @_handles(aten.view.default, aten._unsafe_view.default)
 def reshape(t: Value, size: Sequence[int]) -> Value:
-    """The same elements, in row-major order, in the shape ``size``."""
+    """The same elements, in row-major order, in the shape ``size``. Raises RuntimeError, as torch does."""
     target = list(size)
     if -1 in target:
         known = prod(s for s in target if s != -1)
@@ -84,7 +84,7 @@ def reshape(t: Value, size: Sequence[int]) -> Value:
 
 @_handles(aten.permute.default)
 def permute(t: Value, dims: Sequence[int]) -> Value:
-    """Dimension ``i`` of the result is dimension ``dims[i]``."""
+    """Dimension ``i`` of the result is dimension ``dims[i]``. Raises IndexError for one that is not there."""
     order = [_dim(t, d) for d in dims]
     return _same(t, geometry.permute(t.pieces, order), [t.shape[d] for d in order])
 
@@ -107,7 +107,7 @@ def _t(t: Value) -> Value:
 def slice_of(
     t: Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Value:
-    """The slice ``start:end:step`` along ``dim``."""
+    """The slice ``start:end:step`` along ``dim``. Raises IndexError for a dimension that is not there."""
     dim = _dim(t, dim)
     kept = range(t.shape[dim])[slice(start, end, step)]
     shape = list(t.shape)
@@ -170,7 +170,7 @@ def _repeat(t: Value, repeats: Sequence[int]) -> Value:
 
 @_handles(aten.cat.default)
 def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
-    """Values one after the other along ``dim``."""
+    """Values one after the other along ``dim``. Raises RuntimeError or IndexError, as torch does."""
     # Torch skips one-dimensional empty tensors here, for old code's sake.
     parts = [t for t in tensors if not (t.dim() == 1 and t.shape[0] == 0)] or list(tensors)
     dim = _dim(parts[0], dim)
@@ -191,7 +191,7 @@ def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
 
 @_handles(aten.stack.default)
 def stack(tensors: Sequence[Value], dim: int = 0) -> Value:
-    """Values one after the other along a new dimension ``dim``."""
+    """Values one after the other along a new dimension ``dim``. Raises RuntimeError or IndexError."""
     size = tensors[0].shape
     if any(t.shape != size for t in tensors):
         raise RuntimeError(f"stack expects equal sizes: {[tuple(t.shape) for t in tensors[:4]]}")
@@ -234,7 +234,7 @@ def slice_scatter(
     end: int | None = None,
     step: int = 1,
 ) -> Value:
-    """``t`` with ``src`` in place of its slice ``start:end:step`` along ``dim``."""
+    """``t`` with ``src`` in place of its slice ``start:end:step`` along ``dim``. Raises IndexError."""
     dim = _dim(t, dim)
     size = t.shape[dim]
     kept = range(size)[slice(start, end, step)]
@@ -258,7 +258,7 @@ def slice_scatter(
 
 @_handles(aten.select_scatter.default)
 def select_scatter(t: Value, src: Value, dim: int, index: int) -> Value:
-    """``t`` with ``src`` in place of its row ``index`` along ``dim``."""
+    """``t`` with ``src`` in place of its row ``index`` along ``dim``. Raises IndexError, as torch does."""
     dim = _dim(t, dim)
     index %= t.shape[dim]
     return slice_scatter(t, _unsqueeze(src, dim), dim, index, index + 1)

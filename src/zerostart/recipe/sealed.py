@@ -68,11 +68,14 @@ class Sealed:
         return elements
 
     def tolist(self) -> Any:
-        """The elements of a constant as Python numbers."""
+        """The elements of a constant as Python numbers. Raises ConversionError for any other tensor."""
         return self._elements("tolist").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The elements of a constant as an array that shares its memory."""
+        """The elements of a constant as an array that shares its memory.
+
+        Raises ConversionError for any other tensor.
+        """
         made = self._elements("numpy").numpy(force=force)
         self.memory.exported = True
         return made
@@ -109,7 +112,7 @@ class Sealed:
 
     @property
     def data(self) -> Any:
-        """The same tensor without autograd."""
+        """The same tensor without autograd. Set, it raises ConversionError for one from outside."""
         tensor: Any = self
         return tensor.detach()
 

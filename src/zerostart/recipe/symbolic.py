@@ -116,7 +116,10 @@ class SymbolicTensor(Sealed, torch.Tensor):
             return torch._neg_view(made) if self.is_neg() else made
 
     def write(self, new: Value) -> None:
-        """Give the tensor, and with it every view of its memory, the elements ``new``."""
+        """Give the tensor, and with it every view of its memory, the elements ``new``.
+
+        Raises ConversionError where that cannot be followed.
+        """
         if self.memory.exported:
             raise refusal(
                 "a conversion writes weights into a tensor whose memory NumPy shares; use torch alone for it"

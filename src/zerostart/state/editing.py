@@ -27,7 +27,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator[torch.Tensor]:
-    """See ``zerostart.gathered``."""
+    """See ``zerostart.gathered``; raises ConfigError as it says there."""
     inner = loaded_model(model)
     record = record_of(inner)
     world = current_world()

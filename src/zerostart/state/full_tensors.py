@@ -23,7 +23,7 @@ MESSAGE = 1 << 22
 
 
 def full_tensors(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """See ``zerostart.full_tensors``; checks its arguments when called, and not at the first step."""
+    """See ``zerostart.full_tensors``; raises ConfigError when called, and not at the first step."""
     inner = loaded_model(model)
     record = record_of(inner)
     size = current_world().size

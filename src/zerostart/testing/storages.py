@@ -49,7 +49,7 @@ class StorageConformance(ABC):
     def served(self, folder: Path) -> AbstractContextManager[Callable[[str], str]]:
         """While it is open, the files of ``folder``, as they are at each moment, are in the storage.
 
-        Gives a function from a file's name to its URL. Ranks of this machine have to reach it.
+        Gives a function from a file's name to its URL, or its path. Ranks of this machine have to reach it.
         """
 
     @pytest.fixture

@@ -229,7 +229,8 @@ def _single(documents: Iterable[list[int]], room: int) -> Iterator[list[int]]:
 def split_held_out(sequences: Sequences, fraction: float) -> tuple[Sequences, Sequences | None]:
     """``(training, held out)``: the last ``fraction`` of the sequences, None when the fraction is 0.
 
-    The last ones, not a random choice: packed neighbours may share a document.
+    The last ones, not a random choice: packed neighbours may share a document. Raises ConfigError where
+    none are left to train on.
     """
     if fraction == 0.0:
         return sequences, None

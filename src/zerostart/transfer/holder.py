@@ -79,14 +79,14 @@ class HeldReader(Reader):
             signals.deliver()
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers`` with the next request's bytes."""
+        """Fill ``buffers`` with the next request's bytes. Raises RuntimeError without one."""
         self._wait()
         for buffer in buffers:
             buffer[:] = self._left[: len(buffer)]
             self._left = self._left[len(buffer) :]
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
-        """Fill the rows of ``target`` with the next request's bytes."""
+        """Fill the rows of ``target`` with the next request's bytes. Raises RuntimeError without one."""
         self._wait()
         self._left = place_rows(self._left, rows, target, step)
 

@@ -87,7 +87,10 @@ def agree_on_strategy(own: ReadDemand, plan: Plan, world: World) -> ReadStrategy
 
 
 def chosen(wants: Sequence[ReadDemand], stored: int) -> ReadStrategy | None:
-    """The choice for ranks with these ``wants`` of files of ``stored`` bytes; see ``agree_on_strategy``."""
+    """The choice for ranks with these ``wants`` of files of ``stored`` bytes; see ``agree_on_strategy``.
+
+    Raises ConfigError for an exchange that is asked for and cannot be.
+    """
     forced, chunk = wants[0].forced, min(want.chunk for want in wants)
     wanted, got = sum(want.nbytes for want in wants), sum(want.fetched for want in wants)
     traffic = Traffic(
@@ -125,7 +128,7 @@ def execute_together(
     """``transfer.execute`` wherever the bytes are; collective.
 
     Where ``sharing`` says so, bytes that several ranks want are read by one of them and sent to the others.
-    Raises PeerError if a rank that serves or is served dies.
+    Raises PeerError if a rank that serves or is served dies, ReadError for bytes that are not as planned.
     """
     reader = tuning.reader(plan)
     if len(plan.storage.readers(world.size)) < world.size:

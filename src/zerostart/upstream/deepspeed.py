@@ -341,7 +341,8 @@ def _partition_size(init: Any, parameter: nn.Parameter) -> int:
 def give_partition(init: Any, parameter: nn.Parameter, partition: torch.Tensor, home: Home) -> None:
     """Make ``partition`` the share of a converted parameter, and free its placeholder.
 
-    Follows ``Init._partition_param``. The partition may be filled afterwards, in place.
+    Follows ``Init._partition_param``. The partition may be filled afterwards, in place. Raises EngineError
+    for one of another size than DeepSpeed's.
     """
     module = _partition_parameters()
     size = _partition_size(init, parameter)

@@ -11,7 +11,7 @@ import torch
 
 from zerostart.errors import ConfigError, UnsupportedVersionError
 from zerostart.upstream.deepspeed_stage12 import marked
-from zerostart.upstream.deepspeed_stage12_optimizers import shares_of
+from zerostart.upstream.deepspeed_stage12_adoption import shares_of
 from zerostart.upstream.registry import Use
 from zerostart.upstream.versions import DEEPSPEED
 
@@ -62,7 +62,7 @@ def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
     """The master of this rank's share of ``parameter``, to be changed in place; None where there is none.
 
     Afterwards gathered copies of a changed partition are gone. Not collective, but every rank that has a
-    share must come through it.
+    share must come through it. Raises UnsupportedVersionError.
     """
     if "deepspeed" not in sys.modules:
         yield None

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from zerostart.upstream.deepspeed import import_deepspeed
+from zerostart.upstream.deepspeed_stage12_adoption import TOUCHED as ADOPTION
 from zerostart.upstream.deepspeed_stage12_alike import alike
 from zerostart.upstream.deepspeed_stage12_marks import Keeper, Mark, RunReader, marked, remark
 from zerostart.upstream.deepspeed_stage12_optimizers import TOUCHED as OPTIMIZERS
@@ -97,7 +98,7 @@ TOUCHED = (_CONSTRUCTION, _BROADCAST)
 def known() -> bool:
     """Whether the installed DeepSpeed is as this module knows it; warns once if it is not."""
     import_deepspeed()
-    wrong = misfit((*TOUCHED, *OPTIMIZERS))
+    wrong = misfit((*TOUCHED, *ADOPTION, *OPTIMIZERS))
     if wrong:
         logger.warning("%s. deepspeed.initialize will flatten the parameters of stages 1 and 2 itself", wrong)
     return not wrong

@@ -41,6 +41,7 @@ TOUCHED = (
     ),
 )
 T = TypeVar("T", bound=torch.Tensor)
+_CPU = torch.device("cpu")
 
 
 @functools.cache
@@ -64,12 +65,11 @@ def make_wrapper(
     _require()
     native: Any = torch._C
     make: Any = torch.Tensor._make_wrapper_subclass
-    cpu = torch.device("cpu")
     if bits is None:
-        made: T = make(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=cpu)
+        made: T = make(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=_CPU)
     else:
         keys = native._additional_keys_to_prop_for_wrapper_tensors & native._dispatch_keys(bits)
-        options = (None, dtype, torch.strided, cpu, False, False, None, False, False, keys)
+        options = (None, dtype, torch.strided, _CPU, False, False, None, False, False, keys)
         made = make(cls, shape, strides, offset, *options)
     native._set_throw_on_mutable_data_ptr(made)
     return made

@@ -102,7 +102,10 @@ class FileReader(Reader):
             self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
 
     def announce(self, file: int, offset: int, rows: Rows) -> None:
-        """Have the kernel fetch what a later call will read, where bytes come from storage."""
+        """Have the kernel fetch what a later call will read, where bytes come from storage.
+
+        Raises as ``read`` does.
+        """
         if self.cold and not self.direct:
             advise(self._descriptor(file), offset, rows)
 

@@ -95,7 +95,10 @@ _ALIKE = 0.85
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what ``deepspeed.initialize`` would obey and a load cannot, or would refuse."""
+    """Raise ConfigError for what ``deepspeed.initialize`` would obey and a load cannot, or would refuse.
+
+    Raises EngineError for what DeepSpeed has given up.
+    """
     for key in config:
         if key in REMOVED:
             raise ConfigError(f"engine_config has {key!r}, which DeepSpeed has removed; leave it out")

@@ -75,7 +75,7 @@ class PartitionMaker:
         return None
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
-        """Replace each parameter by an empty ZeRO-3 parameter."""
+        """Replace each parameter by an empty ZeRO-3 parameter. Raises EngineError for a mixture of dtypes."""
         if self._cut is not None:
             self._cut(model)
         parameters = dict(model.named_parameters())

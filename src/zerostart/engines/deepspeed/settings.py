@@ -120,7 +120,10 @@ class DeepSpeedSettings:
         return self.optimizer_home == "cpu"
 
     def check_stage(self, zero_stage: int, parallel: bool) -> None:
-        """Raise for a configuration of another stage, and for what stages 1 and 2 do not serve."""
+        """Raise EngineError for a configuration of another stage.
+
+        Raises ConfigError for what stages 1 and 2 do not serve.
+        """
         if parallel and zero_stage < 2:
             raise ConfigError(
                 f"expert_parallel with zero_stage={zero_stage} is not available: DeepSpeed reduces gradients "

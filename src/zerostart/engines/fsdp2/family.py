@@ -158,7 +158,7 @@ class FSDP2(Engine):
         return current_shards(model)
 
     def training_config(self, job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
-        """See ``Engine``; the units cast what they gather."""
+        """See ``Engine``; the units cast what they gather. Raises ConfigError for an unknown key."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         if unknown := sorted(set(given) - set(PLAIN)):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
@@ -59,7 +62,7 @@ def _over(old: nn.Parameter, name: str, local: torch.Tensor) -> nn.Parameter:
 
 
 def sharded(parameter: nn.Parameter, name: str) -> DTensor:
-    """The parameter's data, a DTensor."""
+    """The parameter's data, a DTensor. Raises EngineError if it is none."""
     data = parameter.data
     if not isinstance(data, DTensor):
         raise EngineError(f"fully_shard left {name}, of shape {tuple(data.shape)}, unsharded")
@@ -67,7 +70,10 @@ def sharded(parameter: nn.Parameter, name: str) -> DTensor:
 
 
 def sharded_layout(parameter: DTensor, rank: int) -> Layout:
-    """What rank ``rank`` holds of a parameter that one axis of its mesh shards, and others replicate."""
+    """What rank ``rank`` holds of a parameter that one axis of its mesh shards, and others replicate.
+
+    Raises EngineError for placements that are not known.
+    """
     placements, mesh = parameter.placements, parameter.device_mesh
     cut = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, ShardPlacement)]
     if len(cut) > 1 or not all(isinstance(p, (Replicate, ShardPlacement)) for p in placements):
@@ -75,8 +81,7 @@ def sharded_layout(parameter: DTensor, rank: int) -> Layout:
     if not cut:
         return replicated(tuple(parameter.shape))
     ((axis, placement),) = cut
-    share = int((mesh.mesh == rank).nonzero()[0][axis])
-    return dimension_shard(tuple(parameter.shape), placement.dim, share, mesh.shape[axis])
+    return dimension_shard(tuple(parameter.shape), placement.dim, _places(mesh)[rank][axis], mesh.shape[axis])
 
 
 def holders(parameter: DTensor) -> tuple[int, int]:
@@ -88,3 +93,16 @@ def holders(parameter: DTensor) -> tuple[int, int]:
             place = place * mesh.shape[axis] + mesh.get_local_rank(axis)
             count *= mesh.shape[axis]
     return place, count
+
+
+def _places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
+    """The coordinates of each rank in a mesh; found out once for all parameters."""
+    found = _known.get(mesh)
+    if found is None:
+        places = itertools.product(*map(range, mesh.mesh.shape))
+        found = dict(zip(mesh.mesh.flatten().tolist(), places, strict=True))
+        _known[mesh] = found
+    return found
+
+
+_known: weakref.WeakKeyDictionary[DeviceMesh, dict[int, tuple[int, ...]]] = weakref.WeakKeyDictionary()

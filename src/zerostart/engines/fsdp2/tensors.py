@@ -23,7 +23,10 @@ _SUMMED = "replicated_with_grad_allreduce"
 
 
 def cut_tensors(model: nn.Module, parallelism: Parallelism, mesh: DeviceMesh) -> None:
-    """Cut the meta parameters of ``model`` over ``mesh`` and make its modules work on what is left."""
+    """Cut the meta parameters of ``model`` over ``mesh`` and make its modules work on what is left.
+
+    Raises EngineError for a cut that DTensor has no placement for.
+    """
     new: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         cut = parallelism.tensors.cuts.get(name)

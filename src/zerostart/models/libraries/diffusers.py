@@ -38,12 +38,18 @@ class Diffusers(ModelLibrary):
         return isinstance(config.get("_class_name"), str)
 
     def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
-        """Import diffusers, and the class where the configuration names it."""
+        """Import diffusers, and the class where the configuration names it.
+
+        Raises BuildError or UnsupportedVersionError where that fails.
+        """
         if kind is None:
             _named_class(str(root))
 
     def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
-        """In the dtype that the model is to have, since buffers depend on it."""
+        """In the dtype that the model is to have, since buffers depend on it.
+
+        Raises BuildError for a class that diffusers does not have.
+        """
         chosen = _named_class(str(stored.root)) if kind is None else kind
         building = _floating(stored.asked or stored.main)
         return Construction(chosen.__name__, lambda: _construct(chosen, stored.root), building, stored.asked)

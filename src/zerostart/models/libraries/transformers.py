@@ -42,18 +42,24 @@ class Transformers(ModelLibrary):
         return True
 
     def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
-        """Import transformers and the class."""
+        """Import transformers and the class. Raises BuildError for a configuration that names none."""
         _configured(root, kind)
 
     def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
-        """In the dtype that was asked for, else the configuration's, else that of the checkpoint."""
+        """In the dtype that was asked for, else the configuration's, else that of the checkpoint.
+
+        Raises BuildError for a configuration that names no class.
+        """
         made, config = _configured(stored.root, kind)
         dtype = stored.asked or _named_dtype(getattr(config, "dtype", None)) or stored.first
         chosen = dtype or torch.get_default_dtype()
         return Construction(made.__name__, lambda: made(_with_dtype(config, chosen)), chosen, chosen)
 
     def whole_dtype(self, model: nn.Module, stored: Stored, given: bool) -> torch.dtype | None:
-        """As ``construction``; the configuration is the file's for a model that the caller has built."""
+        """As ``construction``; the configuration is the file's for a model that the caller has built.
+
+        Raises BuildError for a file that is no configuration.
+        """
         config: Any = model.config
         if given:
             path = Path(stored.root or "") / "config.json"
@@ -64,7 +70,10 @@ class Transformers(ModelLibrary):
         return stored.asked or own or stored.first
 
     def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> Any:
-        """The quantizer that the configuration beside the weights calls for."""
+        """The quantizer that the configuration beside the weights calls for.
+
+        Raises BuildError for a file that is no configuration, ConversionError for a format that is not known.
+        """
         if not root or not (Path(root) / "config.json").is_file():
             return None
         quantization = _read_config(root).get("quantization_config")

@@ -68,6 +68,7 @@ def _assign(
     renamings = [entry for entry in mapping if isinstance(entry, core.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    reading_stored = {pattern for pattern, c in by_pattern.items() if _reads_stored(c)}
     # The driver only asks the state dict whether a name is there.
     present = dict.fromkeys(targets, True)
     groups: dict[str, Any] = {}
@@ -90,7 +91,9 @@ def _assign(
         else:
             if name not in groups:
                 groups[name] = deepcopy(by_pattern[pattern])
-            symbol = symbols[key] if _reads_stored(groups[name]) else symbols[key].to(targets[name].dtype)
+            symbol: torch.Tensor = symbols[key]
+            if symbol.dtype != targets[name].dtype and pattern not in reading_stored:
+                symbol = symbol.to(targets[name].dtype)
             groups[name].add_tensor(name, key, pattern, symbol)
     return groups, plain, list(dict.fromkeys(unexpected))
 

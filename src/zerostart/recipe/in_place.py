@@ -1,0 +1,190 @@
+"""Operators on symbolic tensors that show memory that is there in another way, or write into it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from zerostart.geometry import row_major_strides
+from zerostart.recipe.memory import Memory
+from zerostart.recipe.operands import (
+    UNSAID_VIEWS,
+    all_constant,
+    counted,
+    is_view,
+    on_meta,
+    reals,
+    tensors_in,
+    valued,
+)
+from zerostart.recipe.operators import cast
+from zerostart.recipe.refusals import refusal
+from zerostart.recipe.values import HANDLERS, Value, compute, names_of
+from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views, straight, strided_step
+from zerostart.upstream.torch_wrapper import shares_storage
+
+__all__ = ["view", "write"]
+
+aten = torch.ops.aten
+#: Writes that give every element the same.
+_FILLS = {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
+
+
+def view(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives that shows the same memory in another way.
+
+    Raises ConversionError for a view that is not known.
+    """
+    source, rest = args[0], args[1:]
+    metas = on_meta(cls, func, args, kwargs)
+    if isinstance(metas, torch.Tensor) and func not in UNSAID_VIEWS:
+        return _viewed(cls, source, func, rest, metas)
+    if isinstance(metas, torch.Tensor):
+        metas = [metas]
+    singles = single_views(func, source.shape, rest)
+    if len(singles) != len(metas):
+        singles = [(None, ())] * len(metas)
+    views = [_viewed(cls, source, f, r, m) for (f, r), m in zip(singles, metas, strict=True)]
+    return views[0] if func is aten._unsafe_view.default else views
+
+
+def _viewed(cls: Any, source: Any, func: Any, rest: tuple[Any, ...], meta: torch.Tensor) -> Any:
+    layout = Layout(tuple(meta.shape), meta.stride(), int(meta.storage_offset()))
+    if func in SAME:
+        return cls(source.memory, source.steps, meta)
+    if func in KNOWN_VIEWS:
+        return cls(source.memory, (*source.steps, Step(func, rest, layout, meta.dtype)), meta)
+    if meta.dtype != source.dtype or not shares_storage(meta, source.meta):
+        raise refusal(f"the conversion of {names_of(source)} calls {func}, a view that is not known here")
+    steps = (*source.steps, strided_step(source.memory.layout, layout, meta.dtype))
+    return cls(source.memory, straight(steps, source.memory.layout), meta)
+
+
+def write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator gives that writes into tensors. Raises ConversionError for what cannot be followed."""
+    if func is aten.copy_.default and args[0] is args[1]:
+        return args[0]
+    if torch.Tag.inplace_view in func.tags:
+        return _view_in_place(cls, func, args, kwargs)
+    tensors = list(tensors_in((args, kwargs.values())))
+    written = _written(func, args, kwargs)
+    if all_constant(cls, tensors):
+        func(*reals(cls, args), **reals(cls, kwargs))
+        for target in written:
+            if isinstance(target, cls):
+                target.memory.touch()
+        return _given_back(func, args, kwargs)
+    outside = [t for t in written if not isinstance(t, cls)]
+    if outside:
+        raise refusal(
+            f"the conversion of {names_of(args)} writes them into a tensor that it did not make with torch "
+            f"while it ran ({func}): one from NumPy, from a global variable, or from another thread"
+        )
+    functional = _functional(func)
+    if functional is None:
+        raise refusal(f"the conversion of {names_of(args)} calls {func}, a write that cannot be followed")
+    args = counted(cls, func, args)
+    kept = {k: v for k, v in kwargs.items() if not _is_out(func, k)}
+    on_meta(cls, func, args, kwargs)
+    if functional not in _FILLS and any(t.layout_in_memory.overlaps() for t in written):
+        raise refusal(
+            f"the conversion of {names_of(args)} writes into a view whose elements share memory ({func}); "
+            "write into the tensor that it is a view of, or clone it"
+        )
+    handler = HANDLERS.get(functional)
+    values, named = valued(cls, args), valued(cls, kept)
+    made = handler(*values, **named) if handler else compute(functional, values, named)
+    for target, value in zip(written, [made] if isinstance(made, Value) else made, strict=True):
+        if value.shape != tuple(target.shape) and not target.numel():
+            target.become(cls(Memory.holding(value)))  # an empty tensor for a result of any shape
+            continue
+        if value.shape != tuple(target.shape):
+            raise refusal(f"the conversion of {names_of(value)} calls {func} with an output of another shape")
+        target.write(cast(value, target.dtype))
+    return _given_back(func, args, kwargs)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that an operator writes into."""
+    found: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += tensors_in([given])
+    return found
+
+
+def _given_back(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator that writes returns: the tensors that it wrote into."""
+    returns = func._schema.returns
+    written = _written(func, args, kwargs)
+    if not returns:
+        return None
+    return written[0] if len(returns) == 1 and len(written) == 1 else tuple(written)
+
+
+def _is_out(func: Any, name: str) -> bool:
+    return any(a.name == name and a.is_out for a in func._schema.arguments)
+
+
+@functools.cache
+def _functional(func: Any) -> Any:
+    """The operator that gives as new tensors what ``func`` writes; None if torch has none."""
+    space, name = func._schema.name.split("::")
+    if name.startswith("__i"):
+        name = "__" + name.removeprefix("__i")
+    elif name.endswith("_") and not name.endswith("__"):
+        name = name[:-1]
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    packet = getattr(getattr(torch.ops, space), name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        found = getattr(packet, overload)
+        given = [(a.name, str(a.type)) for a in found._schema.arguments]
+        if not found._schema.is_mutable and given == wanted:
+            return found
+    return None
+
+
+def _view_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator that makes a tensor another view of its memory, such as ``t_``."""
+    target = args[0]
+    if func is aten.set_.source_Tensor and _settable(cls, target, args[1]):
+        target.become(args[1].detach())
+        return target
+    if func is aten.resize_.default and (resized := _resized(cls, target, args[1])) is not None:
+        target.become(resized)
+        return target
+    if func._schema.name == "aten::set_" and isinstance(args[1], torch.UntypedStorage):
+        real = torch.empty(0, dtype=target.dtype, device="cpu")
+        memory = Memory.of_constant(func(real, *args[1:], **kwargs))
+        memory.exported = True  # a file that is read has others in it
+        target.become(cls(memory))
+        return target
+    functional = _functional(func)
+    if functional is None or not isinstance(target, cls) or not is_view(functional):
+        raise refusal(
+            f"the conversion of {names_of(args)} calls {func}, which gives a tensor other memory; "
+            "make a new tensor"
+        )
+    target.become(view(cls, functional, args, kwargs))
+    return target
+
+
+def _resized(cls: Any, target: Any, shape: Sequence[int]) -> Any:
+    """What ``resize_`` makes of a tensor whose memory is large enough; None for any other."""
+    if tuple(shape) == tuple(target.shape):
+        return target.detach()
+    room = prod(target.memory.layout.shape)
+    if target.storage_offset() + prod(shape) <= room and not any(step.reads_anew for step in target.steps):
+        return target.as_strided(shape, row_major_strides(shape))
+    return target.new_empty(shape) if not room else None
+
+
+def _settable(cls: Any, target: Any, source: Any) -> bool:
+    """Whether ``set_`` makes one the other: a conjugate or negative bit would stay with the target."""
+    both = (target, source)
+    return all(isinstance(t, cls) and not t.is_conj() and not t.is_neg() for t in both)

@@ -1,0 +1,164 @@
+"""The operands of one operator on symbolic tensors: what they are, and what they become for it.
+
+Tensors with elements may be among them: constants, which a converter made itself and which are symbolic too,
+and tensors from outside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zerostart.recipe.memory import Memory
+from zerostart.recipe.refusals import refusal
+from zerostart.recipe.values import Value, constant, depends_on_values, names_of
+from zerostart.upstream.torch_wrapper import resizable
+
+__all__ = [
+    "UNSAID_VIEWS",
+    "all_constant",
+    "constant_of",
+    "counted",
+    "fill_of",
+    "is_view",
+    "mapped",
+    "on_meta",
+    "reals",
+    "tensors_in",
+    "valued",
+    "writes",
+]
+
+aten = torch.ops.aten
+#: Views of an operand, though their schemas do not say so.
+UNSAID_VIEWS = {
+    aten._unsafe_view.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+}
+_DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_INDEXED = {
+    *(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten.index_put_.default),
+    *(aten._index_put_impl_.default, aten._unsafe_index_put.default),
+}
+
+
+@functools.cache
+def writes(func: Any) -> bool:
+    """Whether an operator writes into operands."""
+    return bool(func._schema.is_mutable)
+
+
+@functools.cache
+def is_view(func: Any) -> bool:
+    """Whether what an operator gives shows the memory of its operand."""
+    returns = func._schema.returns
+    return func in UNSAID_VIEWS or (bool(returns) and returns[0].alias_info is not None)
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, those in lists too."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)) or type(value) is type({}.values()):
+            yield from tensors_in(value)
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """``value`` with its tensors changed, those in lists and dictionaries too."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(inner, change) for inner in value)
+    if isinstance(value, dict):
+        return {key: mapped(inner, change) for key, inner in value.items()}
+    return value
+
+
+def constant_of(cls: Any, real: torch.Tensor) -> Any:
+    """A tensor that torch made as a constant; one without elements as it is."""
+    if real.device.type == "meta" or real.layout != torch.strided:
+        return real
+    real = real.detach().cpu()
+    memory = Memory.of_constant(real.resolve_conj().resolve_neg())
+    memory.exported = not resizable(real)
+    return cls(memory)
+
+
+def fill_of(func: Any, args: Sequence[Any]) -> Any:
+    """The one element that a factory fills a tensor with; None for any other operator."""
+    name = func._schema.name.removeprefix("aten::").removeprefix("new_").removesuffix("_like")
+    if name == "full":
+        return args[2] if func._schema.name == "aten::new_full" else args[1]
+    return {"empty": 0, "empty_strided": 0, "new_empty_strided": 0, "zeros": 0, "ones": 1}.get(name)
+
+
+def reals(cls: Any, values: Any) -> Any:
+    """Arguments with the elements of constants."""
+    return mapped(values, lambda t: t.elements if isinstance(t, cls) else t)
+
+
+def all_constant(cls: Any, tensors: Sequence[Any]) -> bool:
+    """Whether the elements of all tensors are known."""
+    return all(not isinstance(t, cls) or t.memory.is_constant for t in tensors)
+
+
+def on_meta(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """What torch's meta kernel gives: shapes, strides, dtypes, and the errors of wrong ones.
+
+    Raises ConversionError where torch cannot tell that without values.
+    """
+
+    def twin(t: Any) -> torch.Tensor:
+        if isinstance(t, cls):
+            found: torch.Tensor = t.meta
+            return found
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+    if torch.Tag.data_dependent_output in func.tags or func._schema.name.startswith("aten::quantize"):
+        raise depends_on_values(func, args, list(kwargs.values()))
+    kwargs = mapped(kwargs, twin)
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    try:
+        return func(*mapped(args, twin), **kwargs)
+    except NotImplementedError as error:
+        if _DEPENDS & set(func.tags):
+            raise depends_on_values(func, args) from error
+        raise refusal(
+            f"the conversion of {names_of(args)} calls {func}, and torch cannot tell "
+            f"without values what comes of it: {error}"
+        ) from error
+    except RuntimeError as error:
+        if _DEPENDS & set(func.tags):
+            raise depends_on_values(func, args) from error
+        raise
+
+
+def valued(cls: Any, values: Any) -> Any:
+    """Arguments with the values of tensors, for the handlers of operators."""
+
+    def own(t: torch.Tensor) -> Value:
+        found: Value = t.value if isinstance(t, cls) else constant(t.detach().clone())
+        return found.lying(t)
+
+    return mapped(values, own)
+
+
+def counted(cls: Any, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of an indexing operator with the masks among constant indices as the numbers of rows."""
+    if func not in _INDEXED:
+        return args
+    indices: list[Any] = []
+    for index in args[1]:
+        masks = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+        if masks and all_constant(cls, [index]):
+            real = reals(cls, index)
+            indices += [constant_of(cls, rows) for rows in real.nonzero(as_tuple=True)]
+        else:
+            indices.append(index)
+    return (args[0], indices, *args[2:])
