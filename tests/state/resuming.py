@@ -19,6 +19,7 @@ __all__ = [
     "FSDP2",
     "MORE",
     "OFFLOADED",
+    "RATE",
     "ZERO",
     "Case",
     "Run",

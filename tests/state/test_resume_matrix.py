@@ -10,7 +10,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ranks import run_ranks
 
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}}
 SLOW = {
+    "ZeRO-3, fp16": Case("deepspeed", top=FP16),
+    "ZeRO-2, fp16": Case("deepspeed", 2, top=FP16),
+    "ZeRO-0, fp16": Case("deepspeed", 0, top=FP16),
     "ZeRO-2": Case("deepspeed", 2),
     "ZeRO-1": Case("deepspeed", 1),
     "ZeRO-0": Case("deepspeed", 0),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from resuming import FSDP2, OFFLOADED, ZERO, Case, Run
+from resuming import FSDP2, OFFLOADED, RATE, ZERO, Case, Run
 
 import zerostart
 from parity import checkpoint
@@ -105,6 +105,28 @@ def random_states(path: Path, folder: Path) -> None:
 
 def test_random_states_of_each_rank_come_back(paths: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(random_states, 2, paths["qwen3"], tmp_path / "state")
+
+
+def settings(path: Path, folder: Path) -> None:
+    """Groups are found by their parameters; how a step is computed stays a matter of the optimizer."""
+    run = Run(path, Case("deepspeed", groups="two"))
+    run.optimizer.param_groups[0].update(lr=0.25, betas=(0.5, 0.75))
+    zerostart.save_state(folder, *run.state)
+    run.end()
+    turned = Run(path, Case("fsdp2", groups="turned"))
+    norms, projections = turned.optimizer.param_groups
+    norms["foreach"] = projections["foreach"] = False
+    zerostart.load_state(folder, *turned.state)
+    assert (projections["lr"], projections["betas"], projections["weight_decay"]) == (0.25, (0.5, 0.75), 0.1)
+    assert (norms["lr"], norms["betas"], norms["weight_decay"]) == (RATE, (0.9, 0.999), 0.0)
+    assert not norms["foreach"]
+    one = Run(path, FSDP2)
+    with pytest.raises(zerostart.errors.CheckpointError, match="were in groups with other settings"):
+        zerostart.load_state(folder, *one.state)
+
+
+def test_settings_of_groups_go_with_their_parameters(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(settings, 1, paths["qwen3"], tmp_path / "state")
 
 
 def refusals(path: Path, folder: Path) -> None:
