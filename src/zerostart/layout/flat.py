@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 
-from zerostart.geometry import row_major_boxes, row_major_strides
+from zerostart.geometry import Box, row_major_boxes, row_major_strides
 from zerostart.layout.layout import Layout, Placed
 
-__all__ = ["FlatGroup", "FlatRules", "flat_run", "shares"]
+__all__ = ["FlatGroup", "FlatRules", "flat_run", "narrowed", "shares"]
 
 #: A partition begins at a multiple of this many elements (DeepSpeed's ``nccl_start_alignment_factor``).
 START_ALIGNMENT = 2
@@ -98,3 +98,31 @@ def flat_run(shape: Sequence[int], start: int, stop: int) -> Layout:
         first = sum(o * s for o, s in zip(box.origin, strides, strict=True))
         placed.append(Placed(box, first - start, strides))
     return Layout(tuple(shape), stop - start, stop - start, tuple(placed))
+
+
+def narrowed(layout: Layout, start: int, stop: int) -> Layout:
+    """The elements ``start`` to ``stop`` of the local storage of ``layout``, as a layout of them alone.
+
+    Raises ValueError where a box is not one unbroken run of the storage.
+    """
+    kept = []
+    for placed in layout.boxes:
+        if not _unbroken(placed):
+            raise ValueError(f"{placed.box} does not lie in one piece")
+        count = prod(placed.box.extent)
+        low, high = max(start - placed.to, 0), min(stop - placed.to, count)
+        for inner in row_major_boxes(placed.box.extent, low, max(low, high)):
+            origin = tuple(a + b for a, b in zip(placed.box.origin, inner.origin, strict=True))
+            moved = sum(o * s for o, s in zip(inner.origin, placed.strides, strict=True))
+            kept.append(Placed(Box(origin, inner.extent), placed.to + moved - start, placed.strides))
+    owned = min(max(layout.owned - start, 0), stop - start)
+    return Layout(layout.shape, stop - start, owned, tuple(kept))
+
+
+def _unbroken(placed: Placed) -> bool:
+    step = 1
+    for size, stride in zip(reversed(placed.box.extent), reversed(placed.strides), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True

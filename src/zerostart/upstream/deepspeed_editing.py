@@ -15,7 +15,7 @@ from zerostart.upstream.deepspeed_stage12_optimizers import shares_of
 from zerostart.upstream.registry import Use
 from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["TOUCHED", "Master", "check_editable", "has_own_values", "master_of"]
+__all__ = ["TOUCHED", "Master", "check_editable", "has_own_values", "master_of", "optimizer_of"]
 
 TOUCHED = (
     Use(
@@ -50,7 +50,7 @@ def has_own_values(parameter: torch.Tensor) -> bool:
 
 def check_editable(parameter: torch.Tensor, name: str) -> None:
     """Raise ConfigError where the values that are trained are not where they are changed."""
-    if getattr(_optimizer_of(parameter), "offloaded_states", None):
+    if getattr(optimizer_of(parameter), "offloaded_states", None):
         raise ConfigError(
             f"{name} cannot be changed while engine.offload_states() has moved the state of the engine; call "
             "engine.reload_states() before"
@@ -70,7 +70,7 @@ def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
         with _partitioned(parameter) as found:
             yield found
     else:
-        optimizer = _optimizer_of(parameter)
+        optimizer = optimizer_of(parameter)
         if optimizer is None and hasattr(parameter, "_hp_mapping"):
             raise UnsupportedVersionError(
                 "this DeepSpeed is not one that zerostart knows, and the fp32 masters of its optimizer would "
@@ -80,8 +80,8 @@ def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
         yield _in_partition(optimizer, parameter) if flat else _in_groups(optimizer, parameter)
 
 
-def _optimizer_of(parameter: Any) -> Any:
-    """DeepSpeed's optimizer of a parameter, once there is one; None for others."""
+def optimizer_of(parameter: Any) -> Any:
+    """DeepSpeed's optimizer of a parameter, once there is one that is known here; None for others."""
     if hasattr(parameter, "ds_id"):
         return getattr(parameter, "_z3_optimizer", None)
     mark = marked(parameter)
@@ -93,7 +93,7 @@ def _optimizer_of(parameter: Any) -> Any:
 def _partitioned(parameter: Any) -> Iterator[Master | None]:
     """As ``master_of``, at stage 3."""
     module: Any = sys.modules[_MODULE]
-    optimizer = _optimizer_of(parameter)
+    optimizer = optimizer_of(parameter)
     if optimizer is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
         yield None  # Not started, or frozen: what the partition holds is all there is.
     else:

@@ -1,0 +1,228 @@
+"""What a training checkpoint holds, out of a live model, its optimizer and its engine, as logical tensors.
+
+``model/`` has parameters and persistent buffers under their state-dict names. ``state/`` has everything else:
+``master/NAME``, ``optimizer/KEY/NAME``, ``gradient/NAME``, ``random/GENERATOR`` (a row for each rank) and
+``extra...``. Numbers, settings and counters are in ``state.json``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zerostart.distributed.world import World
+from zerostart.engines import Shard, whole_shard
+from zerostart.errors import ConfigError
+from zerostart.layout import Layout, dimension_shard
+from zerostart.loading.record import record_of
+from zerostart.state.optimizing import Kept, flat, masters_of, moments_of, share_of, taken
+from zerostart.state.places import Places, places_of
+from zerostart.state.random_states import random_rows
+from zerostart.state.values import dtype_name, encoded
+from zerostart.state.writing import Entry, Outgoing, plain
+from zerostart.upstream import deepspeed_state as deepspeed
+from zerostart.upstream.stepped import Stepped, plain_steps
+from zerostart.upstream.torch_fsdp2 import has_unreduced
+
+__all__ = [
+    "FORMAT",
+    "MARKER",
+    "MODEL",
+    "STATE",
+    "Content",
+    "Training",
+    "collected",
+    "placed_gradients",
+    "training_of",
+]
+
+#: The version of what is written here; a reader knows this one and those before.
+FORMAT = 1
+MARKER = "state.json"
+MODEL, STATE = "model", "state"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model in training: its places, its engine (None where torch alone steps it), and what is stepped."""
+
+    places: Places
+    engine: Any
+    steps: list[Stepped]
+    scaler: Any = None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that are stepped themselves, by name."""
+        return {
+            name: parameter
+            for step in self.steps
+            if step.is_parameter
+            for name in [self.places.name_of(step.tensor)]
+            for parameter in [self.places.parameters[name]]
+        }
+
+    @property
+    def scheduler(self) -> Any:
+        """The engine's schedule, if it has one that can be saved."""
+        found = getattr(self.engine, "lr_scheduler", None)
+        return found if hasattr(found, "state_dict") else None
+
+
+def training_of(model: nn.Module, optimizer: Any, world: World) -> Training:
+    """What ``save_state`` and ``load_state`` were given, found out; see there for what is raised."""
+    engine = deepspeed.engine_of(model)
+    if engine is not None:
+        deepspeed.check_movable(engine)
+        return Training(places_of(model, world), engine, deepspeed.steps_of(engine))
+    deepspeed.check_engine_given(model.parameters())
+    places = places_of(model, world)
+    scaler = getattr(optimizer, "scaler", None)
+    while optimizer is not None and isinstance(
+        inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer
+    ):
+        optimizer = inner  # accelerate's wrapper
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, and no torch optimizer")
+    return Training(places, None, plain_steps(optimizer) if optimizer is not None else [], scaler)
+
+
+@dataclass(frozen=True)
+class Content:
+    """A checkpoint to be written: the tensors of both folders with this rank's shares, and the document."""
+
+    model: tuple[list[Entry], list[Outgoing]]
+    state: tuple[list[Entry], list[Outgoing]]
+    document: dict[str, Any]
+    module: nn.Module
+    #: Where the model was loaded from, empty for one that zerostart has not loaded.
+    root: str
+
+    @property
+    def outgoing(self) -> Iterator[Outgoing]:
+        """All shares of this rank."""
+        yield from self.model[1]
+        yield from self.state[1]
+
+
+def collected(model: nn.Module, optimizer: Any, extra: Any, world: World) -> Content:
+    """Everything that is saved, where it lies; raises ConfigError for what has no place in a checkpoint."""
+    training = training_of(model, optimizer, world)
+    places = training.places
+    shards = [replace(shard, name=name) for name, shard in places.shards.items()]
+    shards += [_first_rank(name, buffer, world) for name, buffer in places.buffers.items()]
+    masters = [k for k in masters_of(training.steps, places) if _is_copy(k, places)]
+    shares = [replace(k.shard, name=f"master/{k.name}") for k in masters]
+    shares += [
+        replace(k.shard, name=f"optimizer/{k.key}/{k.name}") for k in moments_of(training.steps, places)
+    ]
+    shares += [replace(k.shard, name=f"gradient/{k.name}") for k in gradients_of(training)]
+    shares += _random(world)
+    tensors: dict[str, torch.Tensor] = {}
+    document: dict[str, Any] = {
+        "format": FORMAT,
+        "world_size": world.size,
+        "torch": torch.__version__,
+        "model": type(places.module).__name__,
+        "ties": places.ties,
+        "optimizer": taken(training.steps, places),
+        "engine": _engine(training, tensors),
+        "extra": encoded(extra, "extra", tensors),
+    }
+    shares += [_replica(name, tensor, world) for name, tensor in tensors.items()]
+    return Content(_entries(shards), _entries(shares), document, places.module, _root(model))
+
+
+def _root(model: nn.Module) -> str:
+    try:
+        return record_of(model).catalog.root
+    except ConfigError:
+        return ""
+
+
+def _is_copy(kept: Kept, places: Places) -> bool:
+    """Whether a master has more bits than its parameter, and is not what the parameter holds anyway."""
+    return kept.shard.storage.dtype != places.shards[kept.name].storage.dtype
+
+
+def _entries(shards: Sequence[Shard]) -> tuple[list[Entry], list[Outgoing]]:
+    entries: list[Entry] = [(s.name, dtype_name(s.storage.dtype), s.layout.shape) for s in shards]
+    return entries, [plain(s.name, s) for s in shards]
+
+
+def _first_rank(name: str, buffer: torch.Tensor, world: World) -> Shard:
+    """A buffer, which ranks may have with other values: the first rank's counts."""
+    shard = whole_shard(name, buffer, world)
+    layout = shard.layout if world.rank == 0 else Layout(shard.layout.shape, 0, 0, ())
+    return replace(shard, layout=layout, held=(0, 1))
+
+
+def _replica(name: str, tensor: torch.Tensor, world: World) -> Shard:
+    return whole_shard(name, tensor.detach().contiguous(), world)
+
+
+def _random(world: World) -> Iterator[Shard]:
+    for name, row in random_rows().items():
+        shape = (world.size, row.numel())
+        at = functools.partial(dimension_shard, shape, 0, world_size=world.size)
+        yield Shard(f"random/{name}", at(world.rank), row, at)
+
+
+def _engine(training: Training, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What the engine knows beside tensors, and the schedule that it steps."""
+    engine = training.engine
+    if engine is None:
+        scale = training.scaler.state_dict() if training.scaler is not None else None
+        return {"name": "torch", "scaler": encoded(scale, "the gradient scaler", tensors)}
+    found = {"name": "deepspeed", "stage": deepspeed.engine_stage(engine), **deepspeed.counters(engine)}
+    if deepspeed.is_window_open(engine):
+        found["window"] = deepspeed.window(engine)
+    if training.scheduler is not None:
+        found["schedule"] = encoded(training.scheduler.state_dict(), "schedule", tensors)
+    return found
+
+
+def gradients_of(training: Training) -> Iterator[Kept]:
+    """Gradients that are there and reduced: what a step would take now, in the middle of a window or not.
+
+    Raises ConfigError where an engine has some of which each rank has a part.
+    """
+    places = training.places
+    if training.engine is not None:
+        yield from _engine_gradients(training)
+        return
+    if has_unreduced(places.module):
+        raise ConfigError(
+            "FSDP2 holds gradients that are not yet reduced (set_requires_gradient_sync(False)): save after "
+            "an optimizer step"
+        )
+    for name, parameter in training.parameters.items():
+        if isinstance(parameter.grad, DTensor) or (parameter.grad is not None and places.alone):
+            yield Kept(name, "gradient", replace(places.shards[name], storage=flat(parameter.grad)))
+
+
+def _engine_gradients(training: Training) -> Iterator[Kept]:
+    if not deepspeed.is_window_open(training.engine):
+        return
+    found = deepspeed.gradients(training.engine, training.steps)
+    if found is None:
+        raise ConfigError(
+            "the engine is in the middle of a window of gradient accumulation, and its gradients are not yet "
+            "reduced (below ZeRO stage 2, and where stage 2 offloads them): save after an optimizer step"
+        )
+    yield from placed_gradients(training, found)
+
+
+def placed_gradients(training: Training, found: Sequence[torch.Tensor]) -> Iterator[Kept]:
+    """Gradients of the members of what an engine steps, each with its share of the parameter."""
+    places = training.places
+    members = (member for step in training.steps for member in step.members)
+    for member, gradient in zip(members, found, strict=True):
+        name = places.name_of(member.parameter)
+        yield Kept(name, "gradient", share_of(member, places.shards[name], gradient))
