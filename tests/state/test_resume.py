@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy
 from resuming import Case, Run, train
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zerostart
 from parity import checkpoint
