@@ -280,3 +280,27 @@ def test_models_inside_engines_and_wrappers(checkpoints: TinyCheckpoints, tmp_pa
     assert len(found) == 5
     for folder in found:
         assert_same_tensors(folder, path)
+
+
+def _save_masters(path: Path, out: Path) -> None:
+    """On one rank: an fp32 checkpoint in bf16, its masters read by the engine, saved in fp32."""
+    import deepspeed
+
+    for stage in (2, 3):
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        }
+        model = zerostart.load(path, zero_stage=stage, engine_config=config, progress=False)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        zerostart.save(engine, out / f"stage {stage}", dtype=F32)
+
+
+def test_masters_in_full_precision(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """In fp32 an engine's masters are saved: no bit of the checkpoint is lost, though parameters are bf16."""
+    path = checkpoints("mixtral", F32)
+    run_ranks(_save_masters, 2, path, tmp_path, timeout=120)
+    for stage in (2, 3):
+        assert_same_tensors(tmp_path / f"stage {stage}", path)
