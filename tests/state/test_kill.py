@@ -96,9 +96,7 @@ def fail_in_turn(
             zerostart.verify(path)
             there = digests(path)
             torch.distributed.barrier()
-            found.append(
-                (told, document.get("digests"), sorted(entry.name for entry in path.parent.iterdir()))
-            )
+            found.append((told, there, sorted(entry.name for entry in path.parent.iterdir())))
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.sub_(1)
