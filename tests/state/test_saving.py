@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 import traceback
 from pathlib import Path
 from typing import Any
@@ -243,3 +245,22 @@ def _peak_of_wide(folder: Path) -> tuple[int, int]:
         zerostart.save(model, folder / "second", dtype=torch.float64)
     shards: list[Any] = list(model.parameters())
     return meter.host_bytes, sum(p.to_local().nbytes for p in shards)
+
+
+def test_what_lies_beside_the_weights(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """Tokenizer, template and code files are copied; what describes other weights or a run is not."""
+    source = tmp_path / "in"
+    shutil.copytree(checkpoints("mixtral", BF16), source)
+    copied = ("tokenizer.json", "merges.txt", "chat_template.jinja", "processing_own.py", "spiece.model")
+    left = ("trainer_state.json", "training_args.bin", "other.index.json", "adapter_config.json")
+    for name in (*copied, *left):
+        (source / name).write_text(name)
+    model = zerostart.load(source, engine="fsdp2", progress=False)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("of the user")
+    zerostart.save(model, tmp_path / "out", dtype=F32)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    own = {"model.safetensors", "config.json", "generation_config.json", "zerostart.json", "notes.txt"}
+    assert names == {*copied, *own}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    assert model.config.dtype == BF16  # type: ignore[union-attr]
