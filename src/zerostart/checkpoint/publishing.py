@@ -75,8 +75,8 @@ class Staging:
 
         The marker holds ``document``, and "files": for each file its "bytes" and, unless "digests" of
         ``document`` has the tensors of its folder, its "sha256". What lies at the place and is no part of
-        what was saved there before is kept. Raises WriteError; the place is then as it was, unless the
-        message says otherwise.
+        what was saved there before is kept. Raises WriteError (of an OSError);
+        the place is then as it was, unless the message says otherwise.
         """
         with told(self.path, "nothing was saved, and what was there is as it was"):
             digested = document.get("digests", {})
@@ -246,7 +246,7 @@ def _files_below(directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def told(path: Path, state: str) -> Iterator[None]:
-    """Tell an error of the system as one of writing, with what it means for the place."""
+    """Raise an error of the system as a WriteError, with what it means for the place."""
     try:
         yield
     except ZerostartError:

@@ -38,7 +38,8 @@ class Replaced:
     def keep(self, moved: Path | None = None) -> None:
         """Give files of the old directory (``moved``, once it was replaced) a name in the new one, too.
 
-        They are not copied: each is one file with two names, until the old directory goes.
+        They are not copied: each is one file with two names, until the old directory goes. Raises WriteError
+        where a file system cannot do that.
         """
         old, new = (self._old, self._new) if moved is None else (moved, self._place)
         if old.is_dir():

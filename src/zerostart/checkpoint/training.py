@@ -23,7 +23,7 @@ _LATEST = ("latest", "latest_universal")
 def training_checkpoint(directory: Path) -> Catalog | None:
     """The weights in a directory of DeepSpeed's, of ``torch.distributed.checkpoint`` or of accelerate's.
 
-    None if it is none of these. Raises CheckpointError where it is one that is not whole.
+    None if it is none of these. Raises CheckpointError and CheckpointNotFoundError where it is not whole.
     """
     place = _found(directory)
     if place is None:
@@ -38,6 +38,7 @@ def training_states(directory: Path) -> tuple[Found, Catalog, Catalog] | None:
     """All that such a directory holds, with the catalogs of weights and of an optimizer's states.
 
     In the second a state has the name ``optimizer/KEY/NAME``. None where the directory is none of these.
+    Raises CheckpointError and CheckpointNotFoundError where it is not whole.
     """
     place = _found(directory)
     if place is None:

@@ -33,7 +33,7 @@ class Verified:
 
 
 def verify(path: str | os.PathLike[str]) -> Verified:
-    """See ``zerostart.verify``."""
+    """See ``zerostart.verify``, which raises what this raises."""
     place = Path(path).expanduser()
     try:
         recover(place)

@@ -39,7 +39,7 @@ _Kind = tuple[str, tuple[int, ...]]
 
 
 def diff(a: Comparable, b: Comparable) -> Difference:
-    """See ``zerostart.diff``."""
+    """See ``zerostart.diff``, which raises what this raises."""
     for one in (a, b):
         if not isinstance(one, (str, os.PathLike, nn.Module)):
             raise ConfigError(f"a {type(one).__name__} cannot be compared; pass a path or a model")

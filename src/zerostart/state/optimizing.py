@@ -108,7 +108,7 @@ def _is_number(key: str, value: Any, step: Stepped) -> bool:
 
 
 def taken(steps: Sequence[Stepped], places: Places) -> dict[str, Any]:
-    """Everything of the optimizer that is no tensor, as JSON values."""
+    """Everything of the optimizer that is no tensor, as JSON values. Raises ConfigError for other values."""
     if not steps:
         return {}
     numbers: dict[str, dict[str, tuple[Any, list[str]]]] = {}

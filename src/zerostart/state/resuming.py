@@ -69,7 +69,7 @@ class _Saved:
 
 
 def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> Any:
-    """See ``zerostart.load_state``."""
+    """See ``zerostart.load_state``, which raises what this raises."""
     world = current_world()
     with world.phase("restoring the training state"):
         saved = _opened(Path(path), world)

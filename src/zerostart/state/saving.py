@@ -92,7 +92,7 @@ class SaveReport:
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], request: SaveRequest) -> SaveReport:
-    """See ``zerostart.save``."""
+    """See ``zerostart.save``, which raises what this raises."""
     begun = time.perf_counter()
     world = current_world()
     with world.phase("saving the model"):

@@ -77,7 +77,7 @@ class Training:
 
 
 def training_of(model: nn.Module, optimizer: Any, world: World) -> Training:
-    """What ``save_state`` and ``load_state`` were given, found out; see there for what is raised."""
+    """What ``save_state`` and ``load_state`` were given, found out. Raises ConfigError and EngineError."""
     engine = deepspeed.engine_of(model)
     if engine is not None:
         deepspeed_steps.check_movable(engine)

@@ -341,8 +341,7 @@ def _partition_size(init: Any, parameter: nn.Parameter) -> int:
 def give_partition(init: Any, parameter: nn.Parameter, partition: torch.Tensor, home: Home) -> None:
     """Make ``partition`` the share of a converted parameter, and free its placeholder.
 
-    Follows ``Init._partition_param``. The partition may be filled afterwards, in place. Raises EngineError
-    for one of another size than DeepSpeed's.
+    Follows ``Init._partition_param``; may be filled afterwards. Raises EngineError for another size.
     """
     module = _partition_parameters()
     size = _partition_size(init, parameter)
@@ -386,10 +385,9 @@ def partition_available(partition: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def contexts_aside() -> Iterator[None]:
-    """Suspend a ``zero.Init`` context that is active around the body.
+    """Suspend a ``zero.Init`` context around the body: it would partition what is built inside.
 
-    It replaces the constructors of tensors and modules, and would partition what is built inside. DeepSpeed
-    suspends it in the same way while an engine is made. May be nested: what is suspended stays so.
+    DeepSpeed suspends it in the same way while an engine is made. May be nested.
     """
     module = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     context = getattr(module, "top_level_context", None)

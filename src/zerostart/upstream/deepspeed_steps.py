@@ -130,7 +130,10 @@ def check_movable(engine: Any) -> None:
 
 
 def steps_of(engine: Any) -> list[Stepped]:
-    """What the optimizer of an engine steps, in the order of its groups; the same number on every rank."""
+    """What the optimizer of an engine steps, in the order of its groups; the same number on every rank.
+
+    Raises EngineError for an optimizer that is not known here.
+    """
     wrapper, base = optimizer_of_engine(engine), base_optimizer(engine)
     if wrapper is None or base is None:
         return []

@@ -11,9 +11,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from zerostart.checkpoint.formats.pickle_records import (
+    DTYPES,
+    INERT,
+    PLAIN,
+    STORAGES,
+    VERSIONS,
+    Opaque,
+    Storage,
+    StoredTensor,
+    plain_versions,
+)
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
@@ -33,88 +43,6 @@ __all__ = [
 MAX_INSTRUCTIONS = 8_000_000
 _MAX_COUNT = 2**63 - 1
 _KEY_TYPES = (str, int, float, bool, bytes, type(None))
-
-#: Element types by the storage classes that stand for them, in torch's spelling.
-_STORAGES = {
-    "torch.DoubleStorage": "float64",
-    "torch.FloatStorage": "float32",
-    "torch.HalfStorage": "float16",
-    "torch.BFloat16Storage": "bfloat16",
-    "torch.LongStorage": "int64",
-    "torch.IntStorage": "int32",
-    "torch.ShortStorage": "int16",
-    "torch.CharStorage": "int8",
-    "torch.ByteStorage": "uint8",
-    "torch.BoolStorage": "bool",
-    "torch.ComplexFloatStorage": "complex64",
-    "torch.ComplexDoubleStorage": "complex128",
-    "torch.QInt8Storage": "qint8",
-    "torch.QInt32Storage": "qint32",
-    "torch.QUInt8Storage": "quint8",
-    "torch.QUInt4x2Storage": "quint4x2",
-    "torch.QUInt2x4Storage": "quint2x4",
-    "torch.UntypedStorage": "uint8",
-    "torch.storage.UntypedStorage": "uint8",
-}
-_DTYPES = frozenset(_STORAGES.values()) | {
-    "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
-    "float8_e8m0fnu", "float4_e2m1fn_x2", "complex32",
-}  # fmt: skip
-#: Harmless globals whose values no weight depends on.
-_INERT = frozenset(
-    (
-        "collections.Counter", "torch.device", "torch.Tensor", "torch.nn.parameter.Parameter",
-        "torch.serialization._get_layout", "_codecs.encode",
-        *(f"{m}.{n}" for m in ("builtins", "__builtin__") for n in ("set", "bytearray", "complex")),
-    )
-)  # fmt: skip
-#: Classes that are no more than a tensor.
-_PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
-
-
-@dataclass(frozen=True, slots=True)
-class Opaque:
-    """A value that is not looked at: a global's name, or what calling it would make."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """Record ``data/key`` of the archive: ``numel`` elements of ``dtype`` (torch's spelling)."""
-
-    key: str
-    dtype: str
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A view of a storage: ``offset`` and ``strides`` in elements of ``dtype``.
-
-    ``bits`` is true for one that stands for the conjugate or the negative of what is stored.
-    """
-
-    storage: Storage
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    bits: bool
-
-
-#: The key under which a state dict has what torch noted of its modules: no key that a pickle could have.
-VERSIONS = Opaque("_metadata")
-
-
-def plain_versions(noted: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
-    """What torch notes of modules (``_metadata``): for each name numbers and strings by their names."""
-    kept = (int, float, str, bool, type(None))
-    return {
-        name: {key: value for key, value in entry.items() if type(key) is str and type(value) in kept}
-        for name, entry in noted.items()
-        if type(name) is str and isinstance(entry, Mapping)
-    }
 
 
 def read_weights_pickle(raw: bytes, path: str) -> Any:
@@ -177,7 +105,7 @@ class Machine:
         )
 
     def take(self, length: int) -> bytes:
-        """The next bytes of the pickle."""
+        """The next bytes of the pickle; raises IndexError at its end."""
         end = self.at + length
         if end > len(self._raw):
             raise IndexError("the pickle ends here")
@@ -195,7 +123,7 @@ class Machine:
         self._stack.append(value)
 
     def line(self) -> str:
-        """What follows up to the end of the line."""
+        """What follows up to the end of the line; raises IndexError without one."""
         end = self._raw.find(b"\n", self.at, self.at + 1024)
         if end < 0:
             raise IndexError("a name without end")
@@ -217,7 +145,7 @@ class Machine:
         return items
 
     def tuple_of(self, count: int) -> None:
-        """Make a tuple of the last ``count`` values."""
+        """Make a tuple of the last ``count`` values; raises IndexError if there are fewer."""
         if len(self._stack) < count:
             raise IndexError("stack underflow")
         self._stack[-count:] = [tuple(self._stack[-count:])]
@@ -261,8 +189,8 @@ class Machine:
         """GLOBAL: a name, and never the object behind it."""
         name = f"{self.line()}.{self.line()}"
         prefix, _, last = name.rpartition(".")
-        known = name in CALLS or name in _STORAGES or name in _INERT
-        if not known and not (prefix == "torch" and last in _DTYPES):
+        known = name in CALLS or name in STORAGES or name in INERT
+        if not known and not (prefix == "torch" and last in DTYPES):
             self.refuse(f"names {shown(name)}, which is code, and no part of plain tensors")
         self.push(Opaque(name))
 
@@ -274,7 +202,7 @@ class Machine:
         call = CALLS.get(function.name)
         if call is not None:
             self.push(call(self, arguments))
-        elif function.name in _INERT:
+        elif function.name in INERT:
             self.push(Opaque(f"{function.name}()"))
         else:
             self.refuse(f"calls {shown(function.name)}")
@@ -292,9 +220,9 @@ class Machine:
         """BINPERSID: a storage."""
         match self._stack.pop():
             case ("storage", Opaque(name), str(key), str(), int(numel)) if (
-                name in _STORAGES and 0 <= numel <= _MAX_COUNT
+                name in STORAGES and 0 <= numel <= _MAX_COUNT
             ):
-                self.push(Storage(key, _STORAGES[name], numel))
+                self.push(Storage(key, STORAGES[name], numel))
             case _:
                 self.refuse("refers to something outside it that is not a storage")
 
@@ -331,7 +259,7 @@ def _tensor_v3(machine: Machine, arguments: tuple[Any, ...]) -> StoredTensor:
     if len(arguments) not in (7, 8) or type(arguments[6]) is not Opaque:
         machine.refuse(f"makes a tensor from {len(arguments)} values")
     prefix, _, dtype = arguments[6].name.rpartition(".")
-    if prefix != "torch" or dtype not in _DTYPES:
+    if prefix != "torch" or dtype not in DTYPES:
         machine.refuse(f"makes a tensor of {shown(arguments[6].name)}")
     return _view(machine, arguments[:4], dtype, len(arguments) == 8 and bool(arguments[7]))
 
@@ -355,7 +283,7 @@ def _with_attributes(machine: Machine, arguments: tuple[Any, ...]) -> StoredTens
     """_rebuild_from_type_v2(function, type, arguments, attributes): a tensor with Python attributes."""
     function, kind, inner = arguments[:3] if len(arguments) == 4 else (None, None, None)
     call = _TENSORS.get(function.name) if type(function) is Opaque else None
-    if call is None or type(kind) is not Opaque or kind.name not in _PLAIN or type(inner) is not tuple:
+    if call is None or type(kind) is not Opaque or kind.name not in PLAIN or type(inner) is not tuple:
         machine.refuse("makes a tensor of a class of its own")
     return call(machine, inner)
 

@@ -31,6 +31,8 @@ __all__ = ["MASTERS", "Base", "is_zero", "read_zero"]
 _OPTIMIZER = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
 #: What the fp32 masters are called among the states of a parameter.
 MASTERS = "fp32"
+#: Where ZeRO's optimizer has them, at stage 3 and below.
+_PARTITIONED, _FLAT = "fp32_flat_groups", "single_partition_of_fp32_groups"
 
 #: Rank, its buffer, the first element there, and how many.
 Run = tuple[int, int, int, int]
@@ -59,7 +61,7 @@ def read_zero(directory: Path, files: PartFiles) -> Found:
             )
         for buffers in rank.buffers.values():
             found.add(buffers)
-    runs = _at_stage_3(states, ranks) if first.stage == 3 else _below_stage_3(states, ranks)
+    runs = _partitioned(states, ranks) if first.partitioned else _flat(states, ranks)
     for name, shape, places in runs:
         for kind in first.buffers:
             parts = [(ranks[r].buffers[kind][buffer], at, count) for r, buffer, at, count in places]
@@ -124,6 +126,8 @@ class _Rank:
 
     path: Path
     stage: int
+    #: Whether each parameter is cut, as at stage 3, and not the buffer of a group.
+    partitioned: bool
     partitions: int
     buffers: Mapping[str, Sequence[TensorEntry]]
     #: Elements of padding after each parameter of each group; None where there are none.
@@ -142,7 +146,7 @@ class _Rank:
             if len(set(partitions)) > 1:
                 raise CheckpointError(f"{path}: experts are shared by fewer ranks than the rest; {INSTEAD}")
             partitions = partitions[0] if partitions else 1
-        masters = states.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
+        masters = states.get(_PARTITIONED if _PARTITIONED in states else _FLAT)
         if type(masters) is not list or any(type(t) is not StoredTensor for t in masters):
             raise CheckpointError(
                 f"{path}: holds no fp32 masters, and weights are read from these: {DAMAGED}"
@@ -156,6 +160,7 @@ class _Rank:
         return cls(
             path=path,
             stage=stage,
+            partitioned=_PARTITIONED in states,
             partitions=_number(partitions),
             buffers=buffers,
             paddings=states.get("param_alignment_paddings"),
@@ -170,9 +175,7 @@ def _scale(scaler: Any) -> dict[str, Any]:
     return {str(key): value for key, value in state.items() if type(value) in (int, float)}
 
 
-def _below_stage_3(
-    states: ModelStates, ranks: Sequence[_Rank]
-) -> Iterator[tuple[str, tuple[int, ...], list[Run]]]:
+def _flat(states: ModelStates, ranks: Sequence[_Rank]) -> Iterator[tuple[str, tuple[int, ...], list[Run]]]:
     """Where each parameter lies: the ranks' buffers of a group are one row of elements."""
     for group, shapes in enumerate(states.groups):
         lengths = [rank.buffers[MASTERS][group].numel for rank in ranks]
@@ -190,7 +193,7 @@ def _below_stage_3(
             at = stop + padding
 
 
-def _at_stage_3(
+def _partitioned(
     states: ModelStates, ranks: Sequence[_Rank]
 ) -> Iterator[tuple[str, tuple[int, ...], list[Run]]]:
     """Where each parameter lies: an equal part of it at the same place on each rank."""

@@ -49,7 +49,10 @@ class ModelStates:
         return {name: shape for group in self.groups for name, shape in group.items()}
 
     def begun(self) -> Found:
-        """What there is beside the trained parameters: frozen ones and buffers, counters."""
+        """What there is beside the trained parameters: frozen ones and buffers, counters.
+
+        Raises CheckpointError where a part of one is not there.
+        """
         found = Found(engine=dict(self.counters), schedule=self.schedule, ties=dict(self.shared))
         found.add(self.plain.values())
         for name, entry in self.plain.items():

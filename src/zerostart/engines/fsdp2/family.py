@@ -57,7 +57,7 @@ class FSDP2(Engine):
 
     @classmethod
     def found(cls, model: nn.Module, world: World) -> dict[str, Shard]:
-        """See ``Engine``: DTensors."""
+        """See ``Engine``: DTensors. Raises EngineError for a mesh that is not of all ranks."""
         from zerostart.engines.fsdp2.engine import current_shards
 
         shards = current_shards(model)
