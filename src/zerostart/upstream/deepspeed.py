@@ -385,10 +385,7 @@ def partition_available(partition: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def contexts_aside() -> Iterator[None]:
-    """Suspend a ``zero.Init`` context around the body: it would partition what is built inside.
-
-    DeepSpeed suspends it in the same way while an engine is made. May be nested.
-    """
+    """Suspend a ``zero.Init`` context, which would partition what is built, around the body; may be nested."""
     module = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     context = getattr(module, "top_level_context", None)
     if module is None or context is None or not context.patched:
