@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
 import torch
@@ -46,9 +46,14 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
                     "that name: it is no one tensor; use deepspeed.utils.safe_set_full_fp32_param"
                 )
         shard, whole = _share(shards, given, parameter)
-        before = _fingerprint(whole)
+        form, before = _form(whole), _fingerprint(whole)
         yield whole
-        changed = world.all_gather_object(_fingerprint(whole) != before, "looking for changes")
+        now = _form(whole)
+        seen = world.all_gather_object(
+            (now, now == form and _fingerprint(whole) != before), "looking for changes"
+        )
+        _check_forms(name, form, [theirs for theirs, _ in seen])
+        changed = [was for _, was in seen]
         others = [rank for rank, was in enumerate(changed) if was and rank != modifier_rank]
         if others:
             raise ConfigError(
@@ -128,10 +133,26 @@ def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a.view(word) != b.view(word)).view(a.numel(), -1).any(dim=1)
 
 
+def _form(tensor: torch.Tensor) -> str:
+    """What must stay as it is while values change, in words; strides may change, for values have an order."""
+    place = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{place}"
+
+
+def _check_forms(name: str, given: str, forms: Sequence[str]) -> None:
+    """Raise ConfigError, alike on every rank, where a tensor came back in another form."""
+    others = [rank for rank, form in enumerate(forms) if form != given]
+    if others:
+        raise ConfigError(
+            f"{name} is {given}, and came back as {forms[others[0]]} on {_ranks(others)}; the shards are as "
+            "they were. Change the values in place: its shape and its dtype stay"
+        )
+
+
 def _fingerprint(tensor: torch.Tensor) -> int:
     """A checksum of the bytes: a change through a view, ``.data`` or NumPy shows as well."""
     return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
