@@ -146,7 +146,7 @@ def _tuned(memory_limit: int | None) -> tuple[int, int]:
 
 def _check_complete(plan: WritePlan, world: World) -> None:
     """Raise CheckpointError, on every rank, unless all bytes of all tensors have been written once."""
-    written = torch.tensor([plan.nbytes], dtype=torch.int64)
+    written = torch.tensor([plan.nbytes], dtype=torch.int64, device="cpu")
     if world.size > 1:
         with world.collectives("counting what was written"):
             dist.all_reduce(written, group=world.group)
