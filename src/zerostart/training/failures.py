@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from zerostart.distributed.reports import mark_agreed
+from zerostart.distributed.reports import agreed_since, mark_agreed, now
 from zerostart.distributed.world import World
+from zerostart.errors import PeerError
 
 __all__ = ["Failures", "untold"]
 
@@ -26,9 +27,12 @@ class Failures:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Inside is what no collective is in; afterwards the rank goes on to the next sum or meeting."""
+        begun = now()
         try:
             yield
         except BaseException as error:
+            if isinstance(error, PeerError) or agreed_since(error, begun) is not None:
+                raise  # as the others do
             self._first = self._first or error
 
     def sum_over_ranks(self, *values: float) -> list[float]:
