@@ -237,8 +237,8 @@ def gathered(
     ``model`` may be inside wrappers (an engine, DDP, PEFT, ``torch.compile``). With ``modifier_rank`` the
     elements that that rank has changed go back to what every rank holds, and to DeepSpeed's fp32 masters
     where there are some; masters of all other elements keep their bits. Raises ConfigError at the end, on
-    every rank, if another rank (or, without ``modifier_rank``, any) has changed its tensor; the shards are
-    then as they were.
+    every rank, if another rank (or, without ``modifier_rank``, any) has changed its tensor, or if one has
+    another shape or dtype then; the shards are then as they were.
 
     Example:
         >>> import torch, zerostart

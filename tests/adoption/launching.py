@@ -33,7 +33,7 @@ ANNOUNCED = "zerostart loads the weights in shards"
 #: accelerate's own route on a host without accelerators, where it would let each rank train by itself.
 REHEARSAL = (
     "from zerostart.upstream.accelerate_preparing import Override; "
-    "Override(lambda accelerator, model: False, lambda accelerator, model: None).open()"
+    "Override(lambda model: False, lambda accelerator, model: None).open()"
 )
 
 

@@ -68,7 +68,7 @@ def trainer_script(
         from zerostart.upstream.accelerate_preparing import Override
 
         # accelerate's own FSDP2, which without this it would not use on CPUs.
-        Override(lambda accelerator, model: False, lambda accelerator, model: None).open()
+        Override(lambda model: False, lambda accelerator, model: None).open()
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     if adopt is not None:
@@ -128,7 +128,7 @@ def accelerate_script(
     elif "FSDP_VERSION" in environment:
         from zerostart.upstream.accelerate_preparing import Override
 
-        Override(lambda accelerator, model: False, lambda accelerator, model: None).open()
+        Override(lambda model: False, lambda accelerator, model: None).open()
 
     def accelerated() -> Accelerator:
         if "FSDP_VERSION" in environment:

@@ -76,6 +76,47 @@ def test_a_catalog_travels_without_its_tensors() -> None:
     assert signature(received) == signature(catalog)
 
 
+def changed_in(how: str, tensor: torch.Tensor) -> None:
+    if how == "in place":
+        tensor.add_(1)
+    elif how == "data":
+        tensor.data = torch.ones(8)
+    elif how == "view":
+        tensor.data = tensor.data[:1].expand(8)
+    else:
+        tensor.data.resize_(64)
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "view", "resized"])
+def test_what_has_changed_since_is_not_read_again(how: str) -> None:
+    tensors = {"w": torch.zeros(8), "other": torch.zeros(3)}
+    catalog = memory_catalog(tensors)
+    storage = catalog.storage.kept({catalog.tensors["w"].file})
+    assert storage.recalled("wanted").reader() is not None
+    changed_in(how, tensors["w"])
+    with pytest.raises(errors.ReadError, match=r"the tensor w was changed in place since .*, wanted"):
+        storage.recalled("wanted")
+
+
+def test_only_what_is_used_has_to_be_there() -> None:
+    """The rest is missed when it is read, as it may be for another rank."""
+    base = torch.arange(8.0)
+    tensors = {"unused": torch.zeros(3), "first": base[:4], "w": base[4:]}
+    catalog = memory_catalog(tensors)
+    del base
+    unused, used = catalog.tensors["unused"].file, catalog.tensors["w"].file
+    storage = catalog.storage.kept({used})
+    del tensors["unused"], tensors["first"]
+    reader, target = storage.recalled("wanted").reader(), bytearray(16)
+    reader.read(used, catalog.tensors["w"].offset, [memoryview(target)])
+    assert torch.frombuffer(target, dtype=torch.float32).tolist() == [4, 5, 6, 7]
+    with pytest.raises(errors.EngineError, match=r"is gone \(unused\), wanted"):
+        reader.read(unused, 0, [memoryview(target)])
+    del tensors["w"]
+    with pytest.raises(errors.EngineError, match=r"is gone \(first\), wanted"):
+        storage.recalled("wanted")
+
+
 class Wrapped(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,121 @@ def test_a_change_without_saying_so_is_an_error_everywhere(view: str, tmp_path: 
     found = run_ranks(silently, 2, checkpoint("qwen3", tmp_path), view)
     assert len(set(found)) == 1
     assert found[0].startswith("lm_head.weight was changed on rank 1, which would be lost")
+
+
+def reshaped() -> dict[str, Any]:
+    """What is said of each way to give a tensor another form; transposing a square one is none."""
+    told: dict[str, Any] = {}
+    square = torch.arange(36.0).view(6, 6)
+    source = {"square": square, "weight": torch.arange(48.0).view(8, 6)}
+    changes: dict[str, Callable[[torch.Tensor], Any]] = {
+        "double": lambda t: setattr(t, "data", t.data.double()),
+        "half": lambda t: setattr(t, "data", t.data.half()),
+        "bits": lambda t: setattr(t, "data", t.data.view(torch.int32)),
+        "larger": lambda t: setattr(t, "data", torch.zeros(3000, 400)),
+        "smaller": lambda t: t.resize_(2, 2),
+        "transposed": lambda t: t.t_(),
+    }
+    for stage in (0, 3):
+        model = zerostart.load(source, model=Squares, engine="fsdp2", zero_stage=stage, progress=False)
+        for what, change in changes.items():
+            for victim in (0, 1):  # that may change it, and that may not
+                mine = change if dist.get_rank() == victim else id
+                with pytest.raises(zerostart.ZerostartError) as caught:
+                    change_weight(model, mine)
+                told[f"{what} at {stage} on {victim}"] = str(caught.value)
+        with zerostart.gathered(model, "square", modifier_rank=1) as tensor:
+            if dist.get_rank() == 1:
+                tensor.t_()  # has the form that it had
+        after = dict(zerostart.full_tensors(model, rank=None))
+        assert torch.equal(after["weight"], source["weight"])
+        assert torch.equal(after["square"], square.t())
+    return told
+
+
+def change_weight(model: torch.nn.Module, change: Callable[[torch.Tensor], Any]) -> None:
+    with zerostart.gathered(model, "weight", modifier_rank=0) as tensor:
+        change(tensor)
+
+
+class Squares(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = torch.nn.Parameter(torch.empty(6, 6))
+        self.weight = torch.nn.Parameter(torch.empty(8, 6))
+
+
+def test_a_tensor_keeps_its_shape_and_dtype() -> None:
+    first, second = run_ranks(reshaped, 2)
+    assert first == second
+    for what, message in first.items():
+        assert message.startswith("weight is float32 [8, 6], and came back as "), (what, message)
+        assert f"on rank {what[-1]}; the shards are as they were" in message, (what, message)
+
+
+def differently(stage: int) -> list[str]:
+    """Arguments that differ between the ranks, of which each does what its own say."""
+    rank, told = dist.get_rank(), []
+    source = {"square": torch.arange(36.0).view(6, 6), "weight": torch.arange(48.0).view(8, 6)}
+    model = zerostart.load(source, model=Squares, engine="fsdp2", zero_stage=stage, progress=False)
+
+    def change(name: str, modifier: int | None) -> None:
+        with zerostart.gathered(model, name, modifier_rank=modifier):
+            pass
+
+    for ask in (
+        lambda: list(zerostart.full_tensors(model, rank)),
+        lambda: list(zerostart.full_tensors(model, None if rank else 0)),
+        lambda: change("weight", rank),
+        lambda: change("weight", 0 if rank else None),
+        lambda: change(["square", "weight"][rank], None),
+    ):
+        with pytest.raises(zerostart.ZerostartError, match="the ranks do not do the same") as caught:
+            ask()
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_with_other_arguments_are_told(stage: int) -> None:
+    first, second = run_ranks(differently, 2, stage)
+    assert first == second
+    assert "on rank 0' and rank 1 at" in first[0] or "to rank 0' and rank 1 at" in first[0]
+    assert "modifier_rank=0" in first[2]
+
+
+class Pictures(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 2)
+        self.base_layer = torch.nn.Linear(2, 2)  # a name that PEFT gives to what it wraps
+
+
+def changed_since() -> None:
+    """Strides that a model has been given after the load, and names that wrappers give."""
+    from peft import LoraConfig, get_peft_model
+
+    rank, source = dist.get_rank(), Pictures().state_dict()
+    dist.broadcast(source["conv.weight"], 0)
+    weight = torch.arange(48.0).view(4, 3, 2, 2)
+    for engine in ("fsdp2", "deepspeed"):
+        model = zerostart.load(source, model=Pictures, engine=engine, zero_stage=0, progress=False)
+        model.to(memory_format=torch.channels_last)
+        assert not model.conv.weight.is_contiguous()
+        wrapped = get_peft_model(model, LoraConfig(target_modules=["conv"], r=2))
+        with zerostart.gathered(wrapped, "conv.weight", modifier_rank=1) as tensor:
+            assert torch.equal(tensor, source["conv.weight"])
+            if rank == 1:
+                tensor.copy_(weight)
+        after = dict(zerostart.full_tensors(wrapped, rank=None))
+        assert torch.equal(after["conv.weight"], weight)
+        assert torch.equal(model.conv.base_layer.weight, weight)
+        assert set(source) <= set(after)
+        assert all("lora" in name for name in set(after) - set(source))
+
+
+def test_strides_and_names_that_came_after_the_load() -> None:
+    run_ranks(changed_since, 2)
 
 
 def trained(path: Path) -> tuple[list[bool], float]:

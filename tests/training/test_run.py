@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -191,6 +192,82 @@ def test_a_wish_to_stop_on_one_rank_stops_all_after_a_step(checkpoints, values):
     assert results[0].stopped
     assert results[0].steps == 3
     assert Path(results[0].directory, "model.safetensors").exists()
+
+
+def run_failing(values, chosen):
+    """Runs that one rank cannot go on with, each for another reason; what every rank was told."""
+    from zerostart.training import runner, session
+    from zerostart.training.progress import Display
+
+    rank, told = torch.distributed.get_rank(), {}
+
+    def fails(owner, name, on, at, error):
+        """``owner.name`` raises on one rank when it is called for the ``at``-th time."""
+        kept, calls = getattr(owner, name), []
+
+        def call(*arguments, **options):
+            calls.append(name)
+            if rank == on and len(calls) == at:
+                raise error
+            return kept(*arguments, **options)
+
+        setattr(owner, name, call)
+        return lambda: setattr(owner, name, kept)
+
+    from torch.optim import AdamW
+
+    full = Path(values["output"]["directory"])
+    cases = {
+        "metrics": list,
+        "schedule": lambda: fails(session, "learning_rate_schedule", 0, 1, KeyError("warmup")),
+        "optimizer": lambda: fails(session, "_parameter_groups", 1, 1, KeyError("parameters")),
+        "batch": lambda: fails(runner, "weighed", 1, 2, MemoryError("for a batch")),
+        "step": lambda: fails(AdamW, "step", 1, 2, MemoryError("for the optimizer")),
+        "held out": lambda: fails(Display, "evaluation", 1, 2, BrokenPipeError("no terminal")),
+        "interrupt": lambda: fails(Display, "step", 0, 2, KeyboardInterrupt("twice")),
+    }
+    for case in chosen:
+        values["output"] = {"directory": f"{full}-{case}", "overwrite": True}
+        if case == "metrics" and rank == 0:
+            Path(f"{full}-{case}").mkdir()
+            Path(f"{full}-{case}", "metrics.jsonl").symlink_to("/dev/full")
+        mend = cases[case]()
+        try:
+            run(values)
+            told[case] = "nothing"
+        except (Exception, KeyboardInterrupt) as error:
+            told[case] = f"{type(error).__name__}: {error}"
+        if callable(mend):
+            mend()
+        told[case] += f" / {Path(f'{full}-{case}', 'model.safetensors').exists()}"
+        torch.distributed.barrier()
+    return told
+
+
+FAILING = {
+    "metrics": r"WriteError: rank 0: .*-metrics/metrics\.jsonl: .* cannot be written: No space left",
+    "step": "ZerostartError: rank 1: MemoryError: for the optimizer",
+    "schedule": "ZerostartError: rank 0: KeyError: 'warmup'",
+    "optimizer": "ZerostartError: rank 1: KeyError: 'parameters'",
+    "batch": "ZerostartError: rank 1: MemoryError: for a batch",
+    "held out": "ZerostartError: rank 1: BrokenPipeError: no terminal",
+    "interrupt": "PeerError: rank 0: stopped by KeyboardInterrupt: twice",
+}
+
+
+@pytest.mark.parametrize(
+    "chosen", [["metrics", "step"], pytest.param([*FAILING][2:], marks=pytest.mark.slow)], ids=["two", "more"]
+)
+def test_what_one_rank_fails_with_is_raised_on_all(checkpoints, values, chosen):
+    """Wherever it fails by itself: before the loop, for a batch, in a step, after one; nothing is saved."""
+    given = values(checkpoints("qwen3"), steps=2)
+    first, second = run_ranks(run_failing, 2, given, chosen)
+    if "interrupt" in first:  # is what it is on its own rank
+        assert first.pop("interrupt") == "KeyboardInterrupt: twice / False"
+        assert re.match(f"{FAILING['interrupt']}.* / False", second.pop("interrupt"))
+    assert first == second
+    for case, message in first.items():
+        assert re.match(f"{FAILING[case]}.* / False", message), (case, message)
 
 
 def test_what_is_saved_after_mixed_precision_are_the_master_weights(checkpoints, values):

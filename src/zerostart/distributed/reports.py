@@ -26,7 +26,7 @@ def report_of(failure: BaseException) -> bytes:
         made = ZerostartError(f"{type(failure).__name__}: {text}")
     else:
         name = type(failure).__name__ + (f": {text}" if text else "")
-        made = PeerError(f"stopped by {name}; nothing was loaded: start all ranks again")
+        made = PeerError(f"stopped by {name}; what was under way is not complete: start all ranks again")
     try:
         data = pickle.dumps(made)
         pickle.loads(data)

@@ -258,7 +258,7 @@ class World:
         return PeerError(
             f"a rank died or stopped answering during '{during}' (noticed by the process group of "
             f"{self.size} ranks); its own output, or the system log where memory ran out, tells why. "
-            "Nothing was loaded: start all ranks again"
+            "What was under way is not complete: start all ranks again"
         )
 
 

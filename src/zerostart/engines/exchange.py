@@ -47,8 +47,8 @@ def exchange_tokens(experts: nn.Module, group: dist.ProcessGroup, counts: Sequen
     own_forward = module.forward
     rank, size = dist.get_rank(group), len(counts)
     module.num_experts = counts[rank]
-    owner = torch.repeat_interleave(torch.arange(size), torch.tensor(counts))
-    first = torch.tensor([0, *accumulate(counts)][:size])
+    owner = torch.repeat_interleave(torch.arange(size, device="cpu"), torch.tensor(counts, device="cpu"))
+    first = torch.tensor([0, *accumulate(counts)][:size], device="cpu")
 
     def forward(
         hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -27,9 +27,11 @@ _registered: dict[str, type[Engine]] = {}
 def register_engine(kind: type[Engine]) -> type[Engine]:
     """Have ``engine=kind.name`` choose ``kind`` in this process; also a decorator.
 
-    Raises ConfigError for a name that another engine has.
+    Raises ConfigError for a name that another engine has, zerostart's own, registered or installed.
     """
-    if kind.name in _OWN or _registered.get(kind.name, kind) is not kind:
+    installed = _installed().get(kind.name)
+    others = installed and installed.module.partition(".")[0] != kind.__module__.partition(".")[0]
+    if others or kind.name in _OWN or _registered.get(kind.name, kind) is not kind:
         raise ConfigError(f"an engine named {kind.name!r} is there already; choose another name")
     _registered[kind.name] = kind
     return kind

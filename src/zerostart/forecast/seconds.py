@@ -1,6 +1,6 @@
 """How long reading takes at given rates, rank by rank.
 
-The model of ``planning/sharing.py``, for one machine at a time: its ranks share the rate at which storage
+The model of ``planning/strategy.py``, for one machine at a time: its ranks share the rate at which storage
 gives bytes to it, and find each other's bytes in its page cache; each byte is copied out of that, or off an
 exchange, by processors that they share as well. A rank has its part of both rates.
 """

@@ -176,7 +176,7 @@ def _whole_of_flat(model: nn.Module) -> Any:
     return _whole_state(model, False) if flat else NotImplemented
 
 
-def _sharded(accelerator: Any, model: nn.Module) -> bool:
+def _sharded(model: nn.Module) -> bool:
     """Whether accelerate's FSDP2 preparation is to leave ``model`` as it is.
 
     Raises ConfigError where it was loaded for other settings than accelerate has now.

@@ -178,8 +178,3 @@ class Parallelism:
         Sections that no axis cuts are the same on all ranks that share tensors.
         """
         return self.mesh.tensor(rank) if self.cut(name) is None else (0, 1)
-
-    def peers(self, name: str, rank: int) -> list[int]:
-        """The owners of ``rank``'s section of ``name``, by their ranks in the world."""
-        step = self.mesh.expert_parallel if name in self.experts.cuts else self.mesh.tensor_parallel
-        return list(range(rank % step, self.mesh.world_size, step))

@@ -49,6 +49,6 @@ def _equal_part(catalog: Catalog, a: Recipe, b: Recipe, layout: Layout) -> bool:
         catalog,
         [(r, layout, Destination(r.target.name, layout.numel, layout.owned, dtype, True)) for r in (a, b)],
     )
-    left, right = (torch.empty(layout.numel, dtype=dtype) for _ in range(2))
+    left, right = (torch.empty(layout.numel, dtype=dtype, device="cpu") for _ in range(2))
     execute(plan, [left, right], Progress(plan.read_bytes, shown=False))
     return torch.equal(left, right)

@@ -62,7 +62,7 @@ def prepare(
     with clock.phase("plan"):
         catalog = open_source(request.source, world, request.model)
     with clock.phase("build"), world.phase("building the model"):
-        check_model(request.model, catalog)
+        check_model(request.model, request.source, catalog)
         with importing():
             models.require(request.model, catalog.root)
         built, aliases = _build(request, engine, catalog)

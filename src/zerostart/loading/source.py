@@ -71,23 +71,23 @@ def _as_seen_here(catalog: Catalog, views: Sequence[str], world: World) -> Catal
     return seen_here(catalog, told[first] or known, copied)
 
 
-def check_model(model: Any, catalog: Catalog) -> None:
+def check_model(model: Any, source: Any, catalog: Catalog) -> None:
     """Raise ConfigError if ``model`` needs a configuration file, which only a directory has."""
-    if not catalog.storage.name:
+    if catalog.root:
         return
     if models.from_config(model):
         what = "without model=" if model is None else f"for model={model.__name__}"
         raise ConfigError(
-            f"source is {catalog.storage.name}, which has no config.json to build from {what}; pass a model "
-            "built on the meta device, or a callable that builds it: model=lambda: Class(config)"
+            f"source is {described(source, catalog)}, which has no config.json to build from {what}; pass a "
+            "model built on the meta device, or a callable that builds it: model=lambda: Class(config)"
         )
 
 
 def described(source: Any, catalog: Catalog) -> str:
     """What to call the source in messages; the same on every rank."""
-    if catalog.storage.name:
+    if not isinstance(source, (str, os.PathLike, Files)):
         return catalog.storage.name
-    return str(Path(source) / catalog.component) if catalog.component else str(source)
+    return str(Path(str(source)) / catalog.component) if catalog.component else str(source)
 
 
 def _classes(model: Any) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ class Program:
             yield 0, value.detach().contiguous().reshape(-1)
             return
         total = self.meta.numel()
-        buffer = torch.empty(min(total, CHUNK + _BLOCK), dtype=self.meta.dtype)
+        buffer = torch.empty(min(total, CHUNK + _BLOCK), dtype=self.meta.dtype, device="cpu")
         start = 0
         for count in _counts(total):
             chunk = buffer[:count]
@@ -146,7 +146,7 @@ def _discard(op: Op) -> None:
     """Draw what ``op`` drew, chunk by chunk where that is the same, and forget it."""
     if op.func in _RANDOM:
         for count in _counts(op.args[0].numel()):
-            op.func(torch.empty(count, dtype=op.args[0].dtype), *op.args[1:], **op.kwargs)
+            op.func(torch.empty(count, dtype=op.args[0].dtype, device="cpu"), *op.args[1:], **op.kwargs)
         return
     args, kwargs = tree_map(_stand_in, (op.args, op.kwargs))
     op.func(*args, **kwargs)
@@ -155,7 +155,7 @@ def _discard(op: Op) -> None:
 def _stand_in(value: Any) -> Any:
     """A tensor of any values on the CPU for one on meta: how much is drawn depends on its shape alone."""
     if isinstance(value, torch.Tensor) and value.device.type == "meta":
-        return torch.zeros(value.shape, dtype=value.dtype)
+        return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 

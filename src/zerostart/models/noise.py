@@ -65,7 +65,7 @@ class Noise:
                 drawn = np.random.default_rng(self._seed).standard_normal(_PERIOD, dtype=np.float32)
                 values = torch.from_numpy(drawn).mul_(self._std).to(dtype)
             else:
-                values = torch.full((_PERIOD,), int(kind == "ones"), dtype=dtype)
+                values = torch.full((_PERIOD,), int(kind == "ones"), dtype=dtype, device="cpu")
             block = values.view(torch.uint8).numpy().data
             self._blocks[kind, dtype] = block
         return block

@@ -157,7 +157,7 @@ def _value(built: Built, name: str, buffer: torch.Tensor, loaded: bool, unknown:
         return value
     if not loaded and built.library.initialiser(built.model) is None:
         unknown.append(name)
-    return torch.zeros(buffer.shape, dtype=buffer.dtype)
+    return torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
 def _run_initialiser(built: Built, missing: dict[str, nn.Parameter]) -> None:

@@ -28,10 +28,13 @@ _registered: dict[str, ModelLibrary] = {}
 def register_model_library(kind: type[ModelLibrary]) -> type[ModelLibrary]:
     """Have ``kind`` asked, before zerostart's own, for what it handles; also a decorator.
 
-    Raises ConfigError for a name that another library has.
+    Raises ConfigError for a name that another library has, zerostart's own, registered or installed.
     """
     there = _registered.get(kind.name)
-    if kind.name in _OWN or (there is not None and type(there) is not kind):
+    package = kind.__module__.partition(".")[0]
+    installed = entry_points(group=GROUP, name=kind.name)
+    others = any(point.module.partition(".")[0] != package for point in installed)
+    if others or kind.name in _OWN or (there is not None and type(there) is not kind):
         raise ConfigError(f"a model library named {kind.name!r} is there already; choose another name")
     if there is None:
         _registered[kind.name] = kind()

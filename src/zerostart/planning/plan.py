@@ -135,10 +135,6 @@ class Plan:
         """Bytes that the rank reads, merged gaps included."""
         return sum(read.nbytes for read in self.all_reads())
 
-    def scratch_bytes(self, threads: int) -> int:
-        """Most memory that computations take at a time on ``threads``, beside the staging buffers."""
-        return sum(sorted((c.nbytes for c in self.computations), reverse=True)[:threads])
-
     def all_reads(self) -> Iterator[Read]:
         """Every read, in the order in which one thread makes them."""
         yield from self.reads

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from zerostart.errors import CoverageError
+from zerostart.errors import BuildError, CoverageError
 
 __all__ = ["Coverage"]
 
@@ -30,7 +30,10 @@ class Coverage:
     ignored: tuple[str, ...] = ()
 
     def ignoring(self, missing: Iterable[str], unexpected: Iterable[str]) -> Coverage:
-        """Without the names that match the model's own patterns (regular expressions, searched)."""
+        """Without the names that match the model's own patterns (regular expressions, searched).
+
+        Raises BuildError for what is no regular expression.
+        """
         lost, kept_missing = _partition(self.missing, missing)
         extra, kept_unexpected = _partition(self.unexpected, unexpected)
         return Coverage(kept_missing, kept_unexpected, self.mismatched, (*self.ignored, *lost, *extra))
@@ -71,14 +74,22 @@ class Coverage:
 
 def _partition(names: Sequence[str], patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names that a pattern matches, and the others."""
-    patterns = tuple(patterns)
-    if not patterns:
-        return (), tuple(names)
-    any_of = re.compile("|".join(f"({pattern})" for pattern in patterns))
+    # Each by itself: flags and references to groups do not survive being joined.
+    compiled = [_compiled(pattern) for pattern in patterns]
+    matched = {name for name in names if any(pattern.search(name) for pattern in compiled)}
     return (
-        tuple(name for name in names if any_of.search(name)),
-        tuple(name for name in names if not any_of.search(name)),
+        tuple(name for name in names if name in matched),
+        tuple(name for name in names if name not in matched),
     )
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise BuildError(
+            f"the model ignores names by the pattern {pattern!r}, which is none: {error}; correct the class"
+        ) from error
 
 
 def _listed(kind: str, shown: Sequence[str], of: Sequence[str] | None = None) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
 import torch
@@ -14,10 +14,16 @@ from torch import nn
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name
 from zerostart.errors import ConfigError
-from zerostart.layout import replicated
+from zerostart.layout import Layout, replicated
 from zerostart.loading.record import loaded_model, record_of
 from zerostart.state.full_tensors import MESSAGE, carried, whole_tensor
-from zerostart.upstream.deepspeed_editing import Master, check_editable, has_own_values, master_of
+from zerostart.upstream.deepspeed_editing import (
+    Master,
+    check_editable,
+    has_own_values,
+    master_of,
+    row_major,
+)
 
 __all__ = ["gathered"]
 
@@ -33,7 +39,8 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
     world = current_world()
     if modifier_rank is not None and not 0 <= modifier_rank < world.size:
         raise ConfigError(f"modifier_rank={modifier_rank} is not one of the {world.size} ranks")
-    with world.phase(f"changing {name}"):
+    change = f"changing {name} with modifier_rank={modifier_rank}"
+    with world.phase(change):
         # Before anything is looked up: this leaves no gathered copy in the place of a parameter.
         shards = record.shards(inner)
         given = _current_name(inner, name)
@@ -45,10 +52,15 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
                     f"{name} is of an expert of DeepSpeed's MoE, and other ranks have other experts under "
                     "that name: it is no one tensor; use deepspeed.utils.safe_set_full_fp32_param"
                 )
-        shard, whole = _share(shards, given, parameter)
-        before = _fingerprint(whole)
+        whole = _whole(shards.get(given), parameter)
+        form, before = _form(whole), _fingerprint(whole)
         yield whole
-        changed = world.all_gather_object(_fingerprint(whole) != before, "looking for changes")
+        now = _form(whole)
+        seen = world.all_gather_object(
+            (now, now == form and _fingerprint(whole) != before), f"{change}: the end"
+        )
+        _check_forms(name, form, [theirs for theirs, _ in seen])
+        changed = [was for _, was in seen]
         others = [rank for rank, was in enumerate(changed) if was and rank != modifier_rank]
         if others:
             raise ConfigError(
@@ -57,8 +69,8 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
                 "alone"
             )
         if modifier_rank is not None and changed[modifier_rank]:
-            with master_of(parameter) as master:
-                _write_back(shard, master, whole, world, modifier_rank)
+            with master_of(parameter) as master, _held(shards.get(given), parameter) as (layout, storage):
+                _write_back(layout, storage, master, whole, world, modifier_rank)
 
 
 def _current_name(model: nn.Module, name: str) -> str:
@@ -72,21 +84,36 @@ def _current_name(model: nn.Module, name: str) -> str:
     return found
 
 
-def _share(shards: Mapping[str, Shard], name: str, parameter: nn.Parameter) -> tuple[Shard, torch.Tensor]:
-    """This rank's share of ``parameter``, and the whole of it; collective where it is sharded."""
-    if name not in shards:
-        held = parameter.detach()
-        layout = replicated(tuple(held.shape))
-        return Shard(name, layout, held.view(-1), lambda _: layout), held.to("cpu", copy=True)
-    whole = whole_tensor(shards[name], None)
+def _whole(shard: Shard | None, parameter: nn.Parameter) -> torch.Tensor:
+    """The whole of ``parameter`` on the CPU; collective where it is sharded."""
+    if shard is None:
+        return parameter.detach().to("cpu", copy=True)
+    whole = whole_tensor(shard, None)
     assert whole is not None, "every rank asked for it"
-    return shards[name], whole
+    return whole
 
 
-def _write_back(shard: Shard, master: Master | None, whole: torch.Tensor, world: World, source: int) -> None:
+@contextlib.contextmanager
+def _held(shard: Shard | None, parameter: nn.Parameter) -> Iterator[tuple[Layout, torch.Tensor]]:
+    """What this rank holds of ``parameter``, which part it is, and as 1-D memory to be changed."""
+    if shard is not None:
+        yield shard.layout, shard.storage
+    else:
+        with row_major(parameter.detach()) as storage:
+            yield replicated(tuple(parameter.shape)), storage
+
+
+def _write_back(
+    layout: Layout,
+    storage: torch.Tensor,
+    master: Master | None,
+    whole: torch.Tensor,
+    world: World,
+    source: int,
+) -> None:
     """Each rank takes its changed elements out of what rank ``source`` sends, in messages of bounded size."""
     flat = whole.detach().reshape(-1)
-    runs = shard.layout.runs()
+    runs = layout.runs()
     with torch.no_grad(), world.collectives("sending what was changed"):
         for start in range(0, flat.numel(), MESSAGE):
             part = carried(flat[start : start + MESSAGE].contiguous())
@@ -96,7 +123,7 @@ def _write_back(shard: Shard, master: Master | None, whole: torch.Tensor, world:
             for first, length, place in runs:
                 low, high = max(first, start), min(first + length, start + part.numel())
                 if low < high:
-                    _take(shard.storage, master, part[low - start : high - start], place + low - first)
+                    _take(storage, master, part[low - start : high - start], place + low - first)
 
 
 def _take(storage: torch.Tensor, master: Master | None, new: torch.Tensor, place: int) -> None:
@@ -128,10 +155,26 @@ def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a.view(word) != b.view(word)).view(a.numel(), -1).any(dim=1)
 
 
+def _form(tensor: torch.Tensor) -> str:
+    """What must stay as it is while values change, in words; strides may change, for values have an order."""
+    place = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{place}"
+
+
+def _check_forms(name: str, given: str, forms: Sequence[str]) -> None:
+    """Raise ConfigError, alike on every rank, where a tensor came back in another form."""
+    others = [rank for rank, form in enumerate(forms) if form != given]
+    if others:
+        raise ConfigError(
+            f"{name} is {given}, and came back as {forms[others[0]]} on {_ranks(others)}; the shards are as "
+            "they were. Change the values in place: its shape and its dtype stay"
+        )
+
+
 def _fingerprint(tensor: torch.Tensor) -> int:
     """A checksum of the bytes: a change through a view, ``.data`` or NumPy shows as well."""
     return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import current_world, default_device
-from zerostart.engines import Shard
+from zerostart.engines import Shard, plain_name
 from zerostart.errors import ConfigError
 from zerostart.layout import Layout
 from zerostart.loading.record import LoadRecord, loaded_model, record_of
@@ -36,14 +36,19 @@ def _walk(
     model: nn.Module, record: LoadRecord, rank: int | None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     world = current_world()
-    with world.phase("giving whole tensors"):
+    with world.phase(f"giving whole tensors to {_receiver(rank)}"):
         shards = record.shards(model)
         for name, tensor, _ in state_names(model):
             shard = shards.get(name)
+            plain = name if name in record.recipes else plain_name(name)
             if shard is None:
-                yield name, tensor.detach().cpu().clone() if rank in (None, world.rank) else None
+                yield plain, tensor.detach().cpu().clone() if rank in (None, world.rank) else None
             else:
-                yield name, whole_tensor(shard, rank)
+                yield plain, whole_tensor(shard, rank)
+
+
+def _receiver(rank: int | None) -> str:
+    return "all ranks" if rank is None else f"rank {rank}"
 
 
 def whole_tensor(shard: Shard, rank: int | None) -> torch.Tensor | None:
@@ -53,10 +58,12 @@ def whole_tensor(shard: Shard, rank: int | None) -> torch.Tensor | None:
 
     def prepare() -> tuple[list[Layout], torch.Tensor | None]:
         wanted = rank in (None, here)
-        out = torch.empty(prod(shard.layout.shape), dtype=shard.storage.dtype) if wanted else None
+        length, dtype = prod(shard.layout.shape), shard.storage.dtype
+        out = torch.empty(length, dtype=dtype, device="cpu") if wanted else None
         return [shard.at(r) for r in range(size)], out
 
-    with world.collectives(f"gathering {shard.name}", prepare) as (layouts, out):
+    # The place names the receiver: ranks that differ in it would wait for each other in what follows.
+    with world.collectives(f"gathering {shard.name} on {_receiver(rank)}", prepare) as (layouts, out):
         longest = max(layout.numel for layout in layouts)
         for start in range(0, longest, MESSAGE):
             count = min(MESSAGE, longest - start)

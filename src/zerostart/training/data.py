@@ -59,7 +59,7 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
     def digest(self) -> str:
         """A digest of all tokens and of where sequences end: equal for equal data, wherever they are from."""
         state = hashlib.blake2b(self.tokens.contiguous().numpy().data)
-        state.update(torch.tensor(self.ends, dtype=torch.int64).numpy().data)
+        state.update(torch.tensor(self.ends, dtype=torch.int64, device="cpu").numpy().data)
         return state.hexdigest()
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -172,11 +172,11 @@ def tokenize(documents: Iterable[str], tokenizer: Any, config: DataConfig) -> Se
     room = config.sequence_length - len(prefix) - len(suffix)
     plain = _token_ids(documents, tokenizer)
     pieces = _packed(plain, room, _separator(tokenizer)) if config.packing else _single(plain, room)
-    start, end = torch.tensor(prefix, dtype=torch.int32), torch.tensor(suffix, dtype=torch.int32)
+    start, end = (torch.tensor(part, dtype=torch.int32, device="cpu") for part in (prefix, suffix))
     flat: list[torch.Tensor] = []
     ends: list[int] = []
     for piece in pieces:
-        flat += [-1 - start, torch.tensor(piece, dtype=torch.int32), -1 - end]
+        flat += [-1 - start, torch.tensor(piece, dtype=torch.int32, device="cpu"), -1 - end]
         ends.append((ends[-1] if ends else 0) + len(prefix) + len(piece) + len(suffix))
     if not ends:
         raise ConfigError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from zerostart.checkpoint.strict_json import dump_json
+from zerostart.errors import WriteError
 from zerostart.training.terminal import duration, say
 
 __all__ = ["Display", "Metrics", "peak_memory_bytes", "shown_loss"]
@@ -62,7 +65,9 @@ class Display:
         self._every = every
         self._active = active
         self._console = Console(quiet=not active, highlight=False)
-        self._file = path.open("w") if active else None
+        self._path = path
+        with _writing(path):
+            self._file = path.open("w") if active else None
         self._live: Progress | None = None
         self._last = time.monotonic()
         self._stepping = self._rate = 0.0
@@ -135,8 +140,17 @@ class Display:
 
     def _write(self, **values: float | None) -> None:
         if self._file is not None:
-            self._file.write(dump_json(values) + "\n")
-            self._file.flush()
+            with _writing(self._path):
+                self._file.write(dump_json(values) + "\n")
+                self._file.flush()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(f"{path}: the figures of the run cannot be written: {error.strerror}") from error
 
 
 def _fitting(figures: list[str], room: int) -> str:

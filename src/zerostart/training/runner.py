@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -17,6 +17,7 @@ from zerostart.loading.arguments import LoadArguments, keys
 from zerostart.training.config import TrainConfig
 from zerostart.training.evaluate import HeldOut
 from zerostart.training.export import export_model
+from zerostart.training.failures import Failures, untold
 from zerostart.training.inputs import read_inputs
 from zerostart.training.progress import Display, Metrics, peak_memory_bytes, shown_loss
 from zerostart.training.session import Session, check_surroundings, open_session
@@ -71,16 +72,18 @@ def train(config: TrainConfig) -> TrainResult:
         engine_config=inputs.engine_config,
         dtype=getattr(torch, config.dtype),
     )
-    display = Display(
-        config.train.steps, directory / "metrics.jsonl", config.logging.every, active=world.rank == 0
-    )
-    with display, StopSignal() as stop:
+    path, every = directory / "metrics.jsonl", config.logging.every
+    with (
+        world.phase("training"),
+        Display(config.train.steps, path, every, active=world.rank == 0) as display,
+        StopSignal() as stop,
+    ):
         display.say(str(zerostart.report(model)))
         # Masks differ from rank to rank in training; held-out ones are the same in every run.
         collator = make_collator(config.task, inputs.tokenizer, seed=config.train.seed + world.rank)
         session = open_session(config, model, inputs.sequences, collator)
         run = _Run(config, session, inputs.held_out, display, stop)
-        with _peers_named():
+        with untold(), _peers_named():
             run.to_the_end()
         display.say("saving the model")
         export_model(model, inputs.tokenizer, directory, config.output.max_shard_size)
@@ -146,42 +149,51 @@ class _Run:
         self._losses: list[float | None] = []
         self._evaluations: dict[int, float] = {}
         self._stopped = False
+        self._failures = Failures(current_world(), session.sum_over_ranks)
 
     def to_the_end(self) -> None:
         """All steps, or as many as there are before somebody wishes to stop."""
         from accelerate.utils import set_seed
 
+        self._failures.tell()  # all ranks have got here
         set_seed(self._config.seed, device_specific=True)  # dropout differs from rank to rank
         self._session.model.train()
         self._evaluate(0)
         batches = self._session.batches()
         self._display.start()
         for step in range(1, self._config.steps + 1):
-            self._step(step, [next(batches) for _ in range(self._config.accumulation)])
+            self._step(step, batches)
             if self._stopped:
-                return
+                break
             every = self._config.evaluate_every
             if step == self._config.steps or (every and step % every == 0):
                 self._evaluate(step)
                 self._display.start()
+        self._failures.tell()
 
-    def _step(self, step: int, batches: Sequence[dict[str, torch.Tensor]]) -> None:
-        """One optimizer step on the ``batches`` of this rank, as one process would do it on those of all."""
-        session = self._session
-        parts = [weighed(self._task, batch) for batch in batches]
-        predicted, tokens = session.sum_over_ranks(
-            sum(weight for _, weight in parts), sum(float(batch["attention_mask"].sum()) for batch in batches)
+    def _step(self, step: int, source: Iterator[dict[str, torch.Tensor]]) -> None:
+        """One optimizer step on the next batches of this rank, as one process would do it on those of all."""
+        session, summed = self._session, self._failures.sum_over_ranks
+        parts: list[tuple[dict[str, torch.Tensor], int]] = []
+        with self._failures.kept():
+            parts = [weighed(self._task, next(source)) for _ in range(self._config.accumulation)]
+        predicted, tokens = summed(
+            sum(weight for _, weight in parts),
+            sum(float(batch["attention_mask"].sum()) for batch, _ in parts),
         )
         loss = 0.0
         for batch, weight in parts:
             share = weight / max(predicted, 1.0)
             loss += float(session.accumulate(batch, share)) * share
         rate = session.scheduler.get_last_lr()[0]
-        norm = session.update(self._config.max_grad_norm)
+        norm = session.clip(self._config.max_grad_norm)
+        with self._failures.kept():  # the first step makes the optimizer's state
+            session.update()
         # Whether anyone has been asked to stop, all have to know.
-        loss, wishes = session.sum_over_ranks(loss, float(self._stop.requested))
+        loss, wishes = summed(loss, float(self._stop.requested))
         self._stopped = wishes > 0
-        self._note(Metrics(step, loss if predicted else None, norm, rate, int(tokens), self._peak()))
+        with self._failures.kept():
+            self._note(Metrics(step, loss if predicted else None, norm, rate, int(tokens), self._peak()))
 
     def _peak(self) -> int:
         return peak_memory_bytes(self._session.device)
@@ -198,9 +210,10 @@ class _Run:
         if self._held_out is not None:
             loss = self._held_out.loss(self._session)
             self._evaluations[step] = loss
-            self._display.evaluation(step, loss)
-            if self._tracked:
-                self._session.accelerator.log({"held_out_loss": loss}, step=step)
+            with self._failures.kept():
+                self._display.evaluation(step, loss)
+                if self._tracked:
+                    self._session.accelerator.log({"held_out_loss": loss}, step=step)
 
     def result(self, directory: Path) -> TrainResult:
         """The figures of the run."""

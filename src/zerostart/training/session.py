@@ -17,11 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from zerostart.distributed.world import current_world
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError, EngineError
 from zerostart.loading.record import record_of
 from zerostart.training.config import TrainConfig
 from zerostart.training.data import Sequences
+from zerostart.training.failures import untold
 from zerostart.training.schedule import learning_rate_schedule
 from zerostart.training.tasks import Collator
 
@@ -74,20 +76,11 @@ class Session:
             self.accelerator.backward(loss.float() * (share * alike))
         return loss.detach()
 
-    def update(self, max_grad_norm: float) -> float | None:
-        """The optimizer step, after the last batch of an accumulation.
+    def clip(self, max_grad_norm: float) -> float | None:
+        """Clip the gradients after the last batch of an accumulation; collective.
 
-        Returns the norm of the gradients before clipping; None where the engine does not tell (DeepSpeed in
-        fp32 at stage 0).
+        Returns their norm before that; None where the engine does not tell (DeepSpeed in fp32 at stage 0).
         """
-        norm = self._clip(max_grad_norm)
-        self.optimizer.step()
-        if not self.optimizer.step_was_skipped:
-            self.scheduler.step()
-        self.optimizer.zero_grad()
-        return norm
-
-    def _clip(self, max_grad_norm: float) -> float | None:
         parameters = list(self.model.parameters())
         if self.engine.wraps or max_grad_norm > 0.0:
             # DeepSpeed has clipped and stepped in the backward; accelerate knows that, and asks it.
@@ -97,6 +90,13 @@ class Session:
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         return None if norm is None else float(norm)
+
+    def update(self) -> None:
+        """The optimizer step, after ``clip``; every rank by itself."""
+        self.optimizer.step()
+        if not self.optimizer.step_was_skipped:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Each value added up over all ranks; collective."""
@@ -165,12 +165,13 @@ def open_session(config: TrainConfig, model: nn.Module, sequences: Sequences, co
         drop_last=True,
         collate_fn=collator,
     )
-    if engine.wraps or engine.whole:
-        model, prepared, loader = accelerator.prepare(model, optimizer, loader)  # whole ones in DDP
-    else:
-        # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
-        # for a module that is sharded already it has nothing to do.
-        prepared, loader = accelerator.prepare(optimizer, loader)
+    with current_world().collectives("preparing the training"), untold():
+        if engine.wraps or engine.whole:
+            model, prepared, loader = accelerator.prepare(model, optimizer, loader)  # whole ones in DDP
+        else:
+            # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
+            # for a module that is sharded already it has nothing to do.
+            prepared, loader = accelerator.prepare(optimizer, loader)
     # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
     scheduler = learning_rate_schedule(optimizer, train)
     if config.tracking.trackers:

@@ -111,9 +111,9 @@ def _collate_causal(items: Sequence[dict[str, torch.Tensor]], padding: int) -> d
     which is the end-of-text token in many models, and that one has to be learnt."""
     length = max(2, *(len(item["input_ids"]) for item in items))  # room for `weighed` to predict something
     shape = (len(items), length)
-    input_ids = torch.full(shape, padding)
-    labels = torch.full(shape, IGNORED_LABEL)
-    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    input_ids = torch.full(shape, padding, device="cpu")
+    labels = torch.full(shape, IGNORED_LABEL, device="cpu")
+    attention_mask = torch.zeros(shape, dtype=torch.int64, device="cpu")
     for row, item in enumerate(items):
         tokens = item["input_ids"]
         input_ids[row, : len(tokens)] = tokens

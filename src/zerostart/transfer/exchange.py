@@ -206,4 +206,4 @@ def _concerns(step: ExchangeStep, rank: int) -> bool:
 
 
 def _room(sizes: Any) -> torch.Tensor:
-    return torch.empty(max(sizes, default=0), dtype=torch.uint8)
+    return torch.empty(max(sizes, default=0), dtype=torch.uint8, device="cpu")

@@ -152,7 +152,7 @@ class _Pool:
 
     def _compute(self, computation: Computation, targets: _Targets, staging: Staging) -> None:
         """Fill the registers, run the steps, and deliver the last one's result to ``targets``."""
-        rows = [torch.empty(r.numel, dtype=r.dtype) for r in computation.registers]
+        rows = [torch.empty(r.numel, dtype=r.dtype, device="cpu") for r in computation.registers]
         _zero_padding(computation.registers, rows)
         registers = _Targets(computation.registers, rows)
         for read in computation.reads:

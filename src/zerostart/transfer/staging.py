@@ -59,7 +59,7 @@ class HostStaging:
 
     @cached_property
     def _buffer(self) -> torch.Tensor:
-        return torch.empty(self._nbytes, dtype=torch.uint8)
+        return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
 
     def view(self, nbytes: int) -> memoryview:
         """Room for the next ``nbytes``."""
@@ -102,7 +102,8 @@ class DeviceStaging:
     @cached_property
     def _host(self) -> list[torch.Tensor]:
         return [
-            torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(self._depth)
+            torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            for _ in range(self._depth)
         ]
 
     @cached_property

@@ -157,7 +157,7 @@ class _Room:
 
     @cached_property
     def _buffer(self) -> torch.Tensor:
-        return torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
 
     def elements(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Room for ``count`` elements of ``dtype``."""

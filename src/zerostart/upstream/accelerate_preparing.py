@@ -121,7 +121,7 @@ TOUCHED = (
 class Override(Held):
     """Replaces the functions above while it is open.
 
-    ``sharded(accelerator, model)`` is asked for a model to prepare for FSDP2: True where it is ready as it
+    ``sharded(model)`` is asked for a model to prepare for FSDP2: True where it is ready as it
     is. ``partitioned(accelerator, model)`` sees each module that is prepared for DeepSpeed. ``whole(model)``
     gives the state dict of a model that accelerate would save in part (None on other ranks than 0), and
     NotImplemented for others. All may raise.
@@ -129,7 +129,7 @@ class Override(Held):
 
     def __init__(
         self,
-        sharded: Callable[[Any, Any], bool],
+        sharded: Callable[[Any], bool],
         partitioned: Callable[[Any, Any], None],
         whole: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -159,7 +159,7 @@ class Override(Held):
 
     def _fsdp2_prepare_model(self, original: Any) -> Any:
         def fsdp2_prepare_model(accelerator: Any, model: Any) -> Any:
-            return model if self._sharded(accelerator, model) else original(accelerator, model)
+            return model if self._sharded(model) else original(accelerator, model)
 
         return fsdp2_prepare_model
 

@@ -329,7 +329,7 @@ def pinned_bytes(nbytes: int) -> torch.Tensor:
     """Page-locked host memory, by DeepSpeed's own means, as a 1-D tensor of bytes."""
     from deepspeed.accelerator import get_accelerator
 
-    template = torch.empty(nbytes, dtype=torch.uint8)
+    template = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     pinned: torch.Tensor = get_accelerator().pin_memory(template, make_copy=False)
     return pinned
 
@@ -347,7 +347,7 @@ def give_partition(init: Any, parameter: nn.Parameter, partition: torch.Tensor, 
     size = _partition_size(init, parameter)
     if size != partition.numel():
         raise EngineError(f"DeepSpeed partitions a parameter into {size} elements, not {partition.numel()}")
-    state: Any = torch.empty(0, dtype=parameter.dtype) if home.nvme else partition
+    state: Any = torch.empty(0, dtype=parameter.dtype, device="cpu") if home.nvme else partition
     state.requires_grad = False
     state.ds_numel = size
     state.status = module.PartitionedParamStatus.AVAILABLE
@@ -385,7 +385,7 @@ def partition_available(partition: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def contexts_aside() -> Iterator[None]:
-    """Suspend a ``zero.Init`` context, which would partition what is built, around the body; may be nested."""
+    """Suspend a ``zero.Init`` context, which would partition what is built; may be nested."""
     module = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     context = getattr(module, "top_level_context", None)
     if module is None or context is None or not context.patched:

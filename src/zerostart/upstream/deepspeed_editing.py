@@ -15,7 +15,7 @@ from zerostart.upstream.deepspeed_stage12_adoption import shares_of
 from zerostart.upstream.registry import Use
 from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["TOUCHED", "Master", "check_editable", "has_own_values", "master_of", "optimizer_of"]
+__all__ = ["TOUCHED", "Master", "check_editable", "has_own_values", "master_of", "optimizer_of", "row_major"]
 
 TOUCHED = (
     Use(
@@ -77,7 +77,23 @@ def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
                 "not follow a change"
             )
         flat = any(hasattr(optimizer, name) for name in ("round_robin_bit16_groups", "bf16_groups"))
-        yield _in_partition(optimizer, parameter) if flat else _in_groups(optimizer, parameter)
+        if flat:
+            yield _in_partition(optimizer, parameter)
+        else:
+            with _in_groups(optimizer, parameter) as found:
+                yield found
+
+
+@contextlib.contextmanager
+def row_major(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Inside, the elements of ``tensor`` in row-major order as 1-D memory; what is changed there is changed.
+
+    That is a view of it, or a copy where its strides (of ``channels_last``, say) allow none.
+    """
+    flat = tensor.reshape(-1)
+    yield flat
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))
 
 
 def optimizer_of(parameter: Any) -> Any:
@@ -115,15 +131,19 @@ def _in_partition(optimizer: Any, parameter: torch.Tensor) -> Master | None:
     return next(((first, share) for member, first, share in shares if member is parameter), None)
 
 
-def _in_groups(optimizer: Any, parameter: torch.Tensor) -> Master | None:
+@contextlib.contextmanager
+def _in_groups(optimizer: Any, parameter: torch.Tensor) -> Iterator[Master | None]:
     """As ``master_of``, at stage 0: one flat buffer of masters for each group, or one tensor for each."""
     for number, group in enumerate(getattr(optimizer, "fp16_groups", ())):
         offset = 0
         for place, member in enumerate(group):
             if member is parameter:
                 flats = getattr(optimizer, "fp32_groups_flat", None)
-                if flats is None:
-                    return 0, optimizer.fp32_groups[number][place].detach().view(-1)
-                return 0, flats[number].detach()[offset : offset + parameter.numel()]
+                if flats is not None:
+                    yield 0, flats[number].detach()[offset : offset + parameter.numel()]
+                    return
+                with row_major(optimizer.fp32_groups[number][place].detach()) as values:
+                    yield 0, values
+                return
             offset += member.numel()
-    return None
+    yield None

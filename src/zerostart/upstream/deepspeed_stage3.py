@@ -266,7 +266,7 @@ class _Overrides:
             dtype = group["params"][0].dtype
             if dtype != self.dtype:
                 buffer = self.param_groups_fp16_flat_cpu_memory[number]
-                other = torch.empty(buffer.numel(), dtype=dtype, pin_memory=buffer.is_pinned())
+                other = torch.empty(buffer.numel(), dtype=dtype, device="cpu", pin_memory=buffer.is_pinned())
                 self.param_groups_fp16_flat_cpu_memory[number] = other
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:

@@ -150,7 +150,7 @@ class Storage(ABC):
 
     @property
     def name(self) -> str:
-        """What to call it in messages; empty where the path that the user gave does that, and has a root."""
+        """What to call it in messages, where the user gave no path or URL."""
         return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
 
     def readers(self, world_size: int) -> Sequence[int]:

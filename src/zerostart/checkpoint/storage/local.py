@@ -43,11 +43,6 @@ class LocalFiles(Storage):
         """What each file has to be found in; None where nobody has looked."""
         return tuple(state if isinstance(state, FileState) else None for state in self.identities)
 
-    @property
-    def name(self) -> str:
-        """The user's path says it."""
-        return ""
-
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
         """A reader of the files, through the page cache or round it."""
         from zerostart.checkpoint.storage.reader import (

@@ -14,23 +14,33 @@ __all__ = ["register_storage", "storage_at"]
 
 #: Entry points of other packages: a scheme, and the subclass of ``Storage``.
 GROUP = "zerostart.storages"
-_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://.+", re.DOTALL)
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+_URL = re.compile(rf"(?P<scheme>{_SCHEME.pattern})://.+", re.DOTALL)
 _registered: dict[str, type[Storage]] = {}
 
 
 def register_storage(kind: type[Storage]) -> type[Storage]:
     """Have sources with one of ``kind.schemes`` read from ``kind``, in this process; also a decorator.
 
-    Raises ConfigError for a scheme that another storage has, where there is none, and for a class without an
-    ``at`` of its own.
+    Capitals in a scheme mean nothing. Raises ConfigError for a scheme that another storage has, registered or
+    installed, for what is no scheme or where there is none, and for a class without an ``at`` of its own.
     """
-    if not kind.schemes:
-        raise ConfigError(f"{kind.__name__} names no scheme of URLs; set schemes")
-    for scheme in kind.schemes:
-        if _registered.get(scheme, kind) is not kind:
+    given: object = kind.schemes
+    if not given or isinstance(given, str):
+        raise ConfigError(f"{kind.__name__} names no schemes of URLs; set schemes, a tuple")
+    schemes = [scheme.lower() for scheme in kind.schemes]
+    for scheme in schemes:
+        if _SCHEME.fullmatch(scheme) is None:
+            raise ConfigError(
+                f"{kind.__name__}: {scheme!r} is no scheme of a URL: a letter, then letters, digits, +, -, ."
+            )
+        installed = _installed().get(scheme)
+        if (installed and _package(installed.module) != _package(kind.__module__)) or _registered.get(
+            scheme, kind
+        ) is not kind:
             raise ConfigError(f"a storage of {scheme}:// is there already; choose another scheme")
     _check_reached(kind)
-    _registered.update(dict.fromkeys(kind.schemes, kind))
+    _registered.update(dict.fromkeys(schemes, kind))
     return kind
 
 
@@ -58,6 +68,10 @@ def storage_at(source: object) -> Storage | None:
     return kind.at(match.string)
 
 
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
 def _check_reached(kind: type[Storage]) -> None:
     if getattr(kind.at, "__func__", None) is Storage.at.__func__:  # type: ignore[attr-defined]
         raise ConfigError(
@@ -67,4 +81,4 @@ def _check_reached(kind: type[Storage]) -> None:
 
 @functools.cache
 def _installed() -> dict[str, Any]:
-    return {point.name: point for point in entry_points(group=GROUP)}
+    return {point.name.lower(): point for point in entry_points(group=GROUP)}

@@ -1,0 +1,47 @@
+"""Files that documents and docstrings name are there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import zerostart
+
+ROOT = Path(zerostart.__file__).parent
+REPOSITORY = Path(__file__).parents[2]
+#: Where a path that is written down may begin.
+BASES = (REPOSITORY, REPOSITORY / "docs", REPOSITORY / "tests", ROOT.parent, ROOT)
+#: Folders of libraries whose files are named too; which files they have differs between versions.
+THEIRS = ("transformers", "runtime", "module_inject", "utils")
+_QUOTED = re.compile(r"`([^`\n]+)`")
+_PATH = re.compile(r"(?<![\w./<{*-])[A-Za-z_][\w-]*(?:/[\w.-]+)*\.(?:py|md|yaml)(?![\w/])")
+_LINK = re.compile(r"\]\(([\w./-]+\.md)(?:#[\w-]+)?\)")
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    for folder, pattern in ((REPOSITORY, "*.md"), (REPOSITORY / "docs", "*.md"), (ROOT, "**/*.py")):
+        for path in sorted(folder.glob(pattern)):
+            yield path, path.read_text()
+
+
+def is_there(name: str, beside: Path) -> bool:
+    return any((base / name).exists() for base in (beside.parent, *BASES))
+
+
+def test_files_that_are_named_are_there() -> None:
+    """With their folder; a name alone may be one of anybody's."""
+    found = []
+    for path, text in texts():
+        if path.name == "CHANGELOG.md":
+            continue  # tells of the past
+        for number, line in enumerate(text.splitlines(), 1):
+            named = {name for quoted in _QUOTED.findall(line) for name in _PATH.findall(quoted)}
+            if path.suffix == ".md":
+                named |= {f"./{name}" for name in _LINK.findall(line)}
+            found += [
+                f"{path.relative_to(REPOSITORY)}:{number}: {name}"
+                for name in sorted(named)
+                if "/" in name and name.partition("/")[0] not in THEIRS and not is_there(name, path)
+            ]
+    assert found == []
