@@ -16,7 +16,7 @@ import torch
 from zerostart.geometry import row_major_strides
 from zerostart.recipe.memory import Memory
 from zerostart.recipe.operators import cast
-from zerostart.recipe.refusals import refusal
+from zerostart.recipe.refusals import by_torch, ours_are_refused, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, constant, depends_on_values, names_of
 from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views, straight, strided_step
 from zerostart.upstream.torch_wrapper import resizable, shares_storage
@@ -39,14 +39,20 @@ _INDEXED = {
 }
 
 
+@ours_are_refused
 def record(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``func`` gives, as tensors of the class ``cls``.
 
-    Raises ConversionError for what no trace can follow, and torch's own errors where it would.
+    Raises ConversionError for what no trace can follow, and torch's own errors where torch does not accept
+    the call: all others come from us, and a converter that catches them would go on otherwise than eagerly.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # a view made there would not fit a tensor that was not
-            return record(cls, func, args, kwargs)
+            return _recorded(cls, func, args, kwargs)
+    return _recorded(cls, func, args, kwargs)
+
+
+def _recorded(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = list(_tensors((args, kwargs.values())))
     if all(not isinstance(t, cls) for t in tensors):
         return _from_outside(cls, func, args, kwargs, tensors)
@@ -97,7 +103,8 @@ def _from_outside(cls: Any, func: Any, args: Any, kwargs: Any, tensors: Sequence
         if device is None or torch.device(device).type == "cpu":
             like = func(*args, **{**kwargs, "device": "meta", "pin_memory": None})
             return cls(Memory.filled(like, torch.full((), fill, dtype=like.dtype, device="cpu")))
-    made = func(*args, **kwargs)
+    with by_torch():
+        made = func(*args, **kwargs)
     if func is not aten.lift_fresh.default and (_writes(func) or _is_view(func)):
         return made
     return _mapped(made, functools.partial(_constant, cls))
@@ -144,22 +151,21 @@ def _on_meta(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
     if torch.Tag.data_dependent_output in func.tags or func._schema.name.startswith("aten::quantize"):
         raise depends_on_values(func, args, list(kwargs.values()))
-    kwargs = _mapped(kwargs, twin)
-    if kwargs.get("device") is not None:
-        kwargs["device"] = torch.device("meta")
-    try:
-        return func(*_mapped(args, twin), **kwargs)
-    except NotImplementedError as error:
-        if _DEPENDS & set(func.tags):
-            raise depends_on_values(func, args) from error
-        raise refusal(
-            f"the conversion of {names_of(args)} calls {func}, and torch cannot tell "
-            f"without values what comes of it: {error}"
-        ) from error
-    except RuntimeError as error:
-        if _DEPENDS & set(func.tags):
-            raise depends_on_values(func, args) from error
-        raise
+    twins, named = _mapped(args, twin), _mapped(kwargs, twin)
+    if named.get("device") is not None:
+        named["device"] = torch.device("meta")
+    with by_torch():
+        try:
+            return func(*twins, **named)
+        except RuntimeError as error:
+            if _DEPENDS & set(func.tags):
+                raise depends_on_values(func, args) from error
+            if isinstance(error, NotImplementedError):
+                raise refusal(
+                    f"the conversion of {names_of(args)} calls {func}, and torch cannot tell "
+                    f"without values what comes of it: {error}"
+                ) from error
+            raise
 
 
 def _values(cls: Any, values: Any) -> Any:
@@ -192,7 +198,9 @@ def _make(cls: Any, func: Any, args: Any, kwargs: Any, tensors: Sequence[Any]) -
         return a.memory is b.memory and a.layout_in_memory == b.layout_in_memory
     fill = _fill_of(func, args)
     if fill is None and _all_constant(cls, tensors):
-        return _mapped(func(*_reals(cls, args), **_reals(cls, kwargs)), functools.partial(_constant, cls))
+        with by_torch():
+            made = func(*_reals(cls, args), **_reals(cls, kwargs))
+        return _mapped(made, functools.partial(_constant, cls))
     args = _counted(cls, func, args)
     metas = _stack_meta(func, args)
     if metas is None:
@@ -286,7 +294,8 @@ def _write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     tensors = list(_tensors((args, kwargs.values())))
     written = _written(func, args, kwargs)
     if _all_constant(cls, tensors):
-        func(*_reals(cls, args), **_reals(cls, kwargs))
+        with by_torch():
+            func(*_reals(cls, args), **_reals(cls, kwargs))
         for target in written:
             if isinstance(target, cls):
                 target.memory.touch()

@@ -57,7 +57,7 @@ class _Sealing(TorchFunctionMode):
 
 
 def recorded(name: str, function: Callable[[], T]) -> T:
-    """Run ``function``, which calls the converter ``name`` on symbolic tensors.
+    """Run ``function``, which calls the converter ``name``, or another's code, on symbolic tensors.
 
     Raises ConversionError for what cannot be followed, also where the converter catches that, and where
     random numbers are drawn.

@@ -20,7 +20,7 @@ import torch
 from zerostart import geometry
 from zerostart.recipe.memory import Memory
 from zerostart.recipe.record import record
-from zerostart.recipe.refusals import refusal
+from zerostart.recipe.refusals import ours_are_refused, refusal
 from zerostart.recipe.sealed import Sealed
 from zerostart.recipe.values import Value, constant
 from zerostart.recipe.views import Layout, Step, straight
@@ -79,12 +79,16 @@ class SymbolicTensor(Sealed, torch.Tensor):
         """What the tensor holds now."""
         memory = self.memory
         if self._known is None or self._known[0] != memory.version or memory.exported:
-            with without_dispatch():
-                value = memory.value
-                for step in self.steps:
-                    value = step.of(value)
-            self._known = (memory.version, value)
+            self._known = (memory.version, self._shown())
         return self._known[1]
+
+    @ours_are_refused
+    def _shown(self) -> Value:
+        with without_dispatch():
+            value = self.memory.value
+            for step in self.steps:
+                value = step.of(value)
+            return value
 
     @property
     def pieces(self) -> tuple[geometry.Piece, ...]:
@@ -115,6 +119,7 @@ class SymbolicTensor(Sealed, torch.Tensor):
                 made = made.conj()
             return torch._neg_view(made) if self.is_neg() else made
 
+    @ours_are_refused
     def write(self, new: Value) -> None:
         """Give the tensor, and with it every view of its memory, the elements ``new``."""
         if self.memory.exported:
