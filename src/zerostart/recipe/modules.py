@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zerostart.errors import ConversionError
 from zerostart.recipe.recording import recorded
 from zerostart.recipe.refusals import refusal
+from zerostart.recipe.stored import copies_of
 from zerostart.recipe.symbolic import SymbolicTensor, settled
 
 __all__ = ["Loaded", "load_module"]
@@ -65,7 +66,7 @@ def load_module(
     happens inside ``log``. Raises ConversionError for a model whose loading needs values, is random, or keeps
     tensors elsewhere.
     """
-    state: Any = OrderedDict((name, tensor.copied()) for name, tensor in tensors.items())
+    state: Any = OrderedDict(copies_of(tensors))
     if versions is not None:
         state._metadata = OrderedDict((name, dict(entry)) for name, entry in versions.items())
     kind = type(model).__name__
@@ -118,7 +119,10 @@ class _Copies(TorchDispatchMode):
         symbolic = [t for t in given if isinstance(t, SymbolicTensor)]
         if func is aten.copy_.default and len(symbolic) == 1 and symbolic[0] is args[1]:
             # As it is now: the module may go on to change what it took from the checkpoint.
-            self._made.append((args[0], settled(symbolic[0].expand(args[0].shape))))
+            symbol = symbolic[0]
+            if symbol.shape != args[0].shape:
+                symbol = symbol.expand(args[0].shape)
+            self._made.append((args[0], settled(symbol)))
             self._memory.add(_memory(args[0]))
             return args[0]
         if func is aten.copy_.default and not symbolic and _place(args[0]) == _place(args[1]):

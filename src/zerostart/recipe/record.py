@@ -401,7 +401,8 @@ def _resized(cls: Any, target: Any, shape: Sequence[int]) -> Any:
     if tuple(shape) == tuple(target.shape):
         return target.detach()
     room = prod(target.memory.layout.shape)
-    if target.storage_offset() + prod(shape) <= room and not any(step.reads_anew for step in target.steps):
+    first = target.storage_offset() - target.memory.layout.offset
+    if first + prod(shape) <= room and not any(step.reads_anew for step in target.steps):
         return target.as_strided(shape, row_major_strides(shape))
     return target.new_empty(shape) if not room else None
 

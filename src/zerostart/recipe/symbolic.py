@@ -22,7 +22,7 @@ from zerostart.recipe.memory import Memory
 from zerostart.recipe.record import record
 from zerostart.recipe.refusals import ours_are_refused, refusal
 from zerostart.recipe.sealed import Sealed
-from zerostart.recipe.values import Value, constant
+from zerostart.recipe.values import Value, constant, names_of
 from zerostart.recipe.views import Layout, Step, straight
 from zerostart.upstream.torch_wrapper import become_wrapper, make_wrapper, without_dispatch
 
@@ -126,6 +126,11 @@ class SymbolicTensor(Sealed, torch.Tensor):
             raise refusal(
                 "a conversion writes weights into a tensor whose memory NumPy shares; use torch alone for it"
             )
+        if self.memory.overlaps is not None:
+            raise refusal(
+                f"a conversion writes into {names_of(self.value)}, which in the checkpoint shares memory "
+                f"with {self.memory.overlaps} of another dtype; write into a clone"
+            )
         steps = self.steps
         if any(step.repeats for step in steps):
             steps = straight(steps, self.memory.layout)
@@ -137,8 +142,13 @@ class SymbolicTensor(Sealed, torch.Tensor):
         self.memory.hold(new)
 
     def copied(self) -> SymbolicTensor:
-        """A tensor of its own with the same elements, for a converter that may write into it."""
+        """A tensor of its own with the same elements, in the same strides."""
         return SymbolicTensor(Memory.holding(self.value, self.stride()))
+
+    def shown_as(self, value: Value) -> SymbolicTensor:
+        """The tensor itself, which holds ``value`` as long as nothing is written into its memory."""
+        self._known = (self.memory.version, value)
+        return self
 
     def become(self, other: SymbolicTensor) -> None:
         """Be another view, as ``t.data = other`` and ``t.t_()`` have it."""
