@@ -42,7 +42,7 @@ class Memory:
         """
         strides = row_major_strides(value.shape) if strides is None else tuple(strides)
         made = cls(Layout(value.shape, strides, offset), value.dtype)
-        made._value = value
+        made._value = value.lying(strides)
         return made
 
     @classmethod
@@ -82,15 +82,15 @@ class Memory:
     def value(self) -> Value:
         """What the memory holds now."""
         if self._real is not None and (self._value is None or self.exported):
-            self._value = constant(self._real.clone())
+            self._value = constant(self._real.clone()).lying(self.layout.strides)
         elif self._value is None:
             assert self._fill is not None, "a memory holds something"
-            self._value = constant(self._fill.expand(self.layout.shape))
+            self._value = constant(self._fill.expand(self.layout.shape)).lying(self.layout.strides)
         return self._value
 
     def hold(self, value: Value) -> None:
         """Hold ``value`` from now on."""
-        self._value, self._real, self._fill = value, None, None
+        self._value, self._real, self._fill = value.lying(self.layout.strides), None, None
         self.version += 1
 
     def touch(self) -> None:

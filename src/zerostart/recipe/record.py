@@ -17,6 +17,7 @@ from zerostart.geometry import row_major_strides
 from zerostart.recipe.memory import Memory
 from zerostart.recipe.operators import cast
 from zerostart.recipe.refusals import by_torch, ours_are_refused, refusal
+from zerostart.recipe.strides import as_on_cpu
 from zerostart.recipe.values import HANDLERS, Value, compute, constant, depends_on_values, names_of
 from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views, straight, strided_step
 from zerostart.upstream.torch_wrapper import resizable, shares_storage
@@ -156,7 +157,7 @@ def _on_meta(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
         named["device"] = torch.device("meta")
     with by_torch():
         try:
-            return func(*twins, **named)
+            made = func(*twins, **named)
         except RuntimeError as error:
             if _DEPENDS & set(func.tags):
                 raise depends_on_values(func, args) from error
@@ -166,12 +167,15 @@ def _on_meta(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
                     f"without values what comes of it: {error}"
                 ) from error
             raise
+    return as_on_cpu(func, twins, named, made)
 
 
 def _values(cls: Any, values: Any) -> Any:
     def valued(t: torch.Tensor) -> Value:
-        found: Value = t.value if isinstance(t, cls) else constant(t.detach().clone())
-        return found.lying(t)
+        if isinstance(t, cls):
+            found: Value = t.value
+            return found
+        return constant(t.detach().clone()).lying(t.stride())
 
     return _mapped(values, valued)
 

@@ -87,7 +87,7 @@ class SymbolicTensor(Sealed, torch.Tensor):
         with without_dispatch():
             value = self.memory.value
             for step in self.steps:
-                value = step.of(value)
+                value = step.of(value).lying(step.layout.strides)
             return value
 
     @property
@@ -136,9 +136,9 @@ class SymbolicTensor(Sealed, torch.Tensor):
             steps = straight(steps, self.memory.layout)
         values = [self.memory.value]
         for step in steps:
-            values.append(step.of(values[-1]))
+            values.append(step.of(values[-1]).lying(step.layout.strides))
         for step, base in zip(reversed(steps), reversed(values[:-1]), strict=True):
-            new = step.written(base, new)
+            new = step.written(base, new.lying(step.layout.strides))
         self.memory.hold(new)
 
     def copied(self) -> SymbolicTensor:
@@ -147,7 +147,7 @@ class SymbolicTensor(Sealed, torch.Tensor):
 
     def shown_as(self, value: Value) -> SymbolicTensor:
         """The tensor itself, which holds ``value`` as long as nothing is written into its memory."""
-        self._known = (self.memory.version, value)
+        self._known = (self.memory.version, value.lying(self.stride()))
         return self
 
     def become(self, other: SymbolicTensor) -> None:
