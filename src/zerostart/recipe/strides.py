@@ -82,7 +82,7 @@ def _small(value: Any, sizes: Mapping[int, int]) -> Any:
 def _lying_as(meta: torch.Tensor, few: torch.Tensor) -> torch.Tensor:
     """``meta`` with its dimensions in the order in which those of ``few`` lie in memory."""
     if meta.dim() != few.dim() or few.is_contiguous():
-        strides = torch.empty(meta.shape, device="meta").stride()
+        strides = list(torch.empty(meta.shape, device="meta").stride())
     else:
         strides, step = [0] * meta.dim(), 1
         for dim in sorted(range(meta.dim()), key=lambda d: (few.stride(d), -d)):
