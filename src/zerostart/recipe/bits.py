@@ -46,7 +46,7 @@ _MOVES = {
 #: Rounded once, as IEEE 754 has it; the sums only where nothing is multiplied before.
 _ROUNDED = {aten.abs, aten.neg, aten.mul, aten.reciprocal, aten.div.Tensor, aten.div.Scalar, aten.true_divide}
 _SUMS = {aten.add, aten.sub, aten.rsub}
-#: Computed otherwise where operands are contiguous (by another library, or by way of a tensor that always is),
+#: Computed otherwise where operands are contiguous (by another library, or by way of one that always is),
 #: so that what lies otherwise has other bits than the same elements in a row.
 _BY_CONTIGUITY = {aten.gelu, aten.gelu_backward, aten.ldexp}
 

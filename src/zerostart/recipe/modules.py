@@ -76,9 +76,14 @@ def load_module(
     handle = watched.register_load_state_dict_post_hook(lambda _, found: keys.append(deepcopy(found)))
     errors = ""
 
+    assigned: dict[str, SymbolicTensor] = {}
+
     def load() -> Any:
-        with log, copies:
-            return model.load_state_dict(state, strict=False)
+        try:
+            with log, copies:
+                return model.load_state_dict(state, strict=False)
+        finally:
+            assigned.update(_assigned(model))
 
     try:
         with _as_torch_does():
@@ -94,7 +99,7 @@ def load_module(
         ) from error
     finally:
         handle.remove()
-    filled = {**copies.by_name(model), **_assigned(model)}
+    filled = {**copies.by_name(model), **assigned}
     missing, unexpected = _left(keys, [name for name in targets if name not in filled])
     return Loaded(filled, missing, unexpected, _mismatched(errors, kind))
 

@@ -12,7 +12,10 @@ operators are those of torch's own meta kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,7 +29,51 @@ from zerostart.recipe.values import Value, constant, names_of
 from zerostart.recipe.views import Layout, Step, straight
 from zerostart.upstream.torch_wrapper import become_wrapper, make_wrapper, without_dispatch
 
-__all__ = ["SymbolicTensor", "settled"]
+__all__ = ["SymbolicTensor", "constants_become_real", "settled"]
+
+
+_CONSTANTS: ContextVar[list[weakref.ref[SymbolicTensor]] | None] = ContextVar("constants", default=None)
+
+
+@contextlib.contextmanager
+def constants_become_real() -> Iterator[None]:
+    """At the end, constants that were made inside and are still referred to are ordinary tensors.
+
+    They are in a cache or in a module, for code that runs long after the conversion.
+    """
+    made: list[weakref.ref[SymbolicTensor]] = []
+    token = _CONSTANTS.set(made)
+    try:
+        yield
+    finally:
+        _CONSTANTS.reset(token)
+        while made:
+            tensor = made.pop()()
+            if tensor is not None and tensor.memory.is_constant:
+                _become_real(tensor)
+
+
+def _become_real(tensor: SymbolicTensor) -> None:
+    """The object stays, and who shares its memory does."""
+    swap: Any = torch.utils.swap_tensors
+    try:
+        swap(tensor, _real(tensor))
+    except RuntimeError as error:
+        raise refusal(
+            "a conversion keeps a tensor that it made where it cannot get elements (in a graph of autograd, "
+            f"or behind a weak reference); make it where it is used ({error})"
+        ) from error
+
+
+def _real(tensor: SymbolicTensor) -> torch.Tensor:
+    """A constant as an ordinary tensor, with what Python code has noted on it."""
+    real = tensor.elements
+    assert real is not None, "a constant has elements"
+    noted = {k: v for k, v in tensor.__dict__.items() if k not in SymbolicTensor.__annotations__}
+    if noted.pop("_is_param", False):
+        real = torch.nn.Parameter(real, tensor.requires_grad)
+    real.__dict__.update(noted)
+    return real.requires_grad_(tensor.requires_grad) if tensor.is_leaf else real
 
 
 class SymbolicTensor(Sealed, torch.Tensor):
@@ -60,6 +107,9 @@ class SymbolicTensor(Sealed, torch.Tensor):
         self.steps = steps
         self._meta = meta
         self._known = None
+        made = _CONSTANTS.get()
+        if made is not None and memory.is_constant:
+            made.append(weakref.ref(self))
         return self
 
     @classmethod
