@@ -173,6 +173,34 @@ def test_every_pointwise_operator_on_integers_too() -> None:
     assert wrong_operators(torch.int32, "whole numbers", BLOCK + 77, 2, 1 << 12) == []
 
 
+def wrong_when_turned(dtype: torch.dtype, names: Callable[[str], bool]) -> list[str]:
+    """Operators that give other bits where their operands lie column by column."""
+    found, source = each_operator(dtype, "normal", 97 * 211)
+    source = {name: tensor.view(97, 211) for name, tensor in source.items()}
+    wrong = []
+    for name, convert in found.items():
+        if not names(name):
+            continue
+
+        def turned(d: Tensors, convert: Convert = convert) -> Tensors:
+            return convert({name: tensor.t() for name, tensor in d.items()})
+
+        if differing(turned, source, 1, 1 << 13):
+            wrong.append(name)
+    return wrong
+
+
+def test_operators_of_other_libraries_have_their_bits_where_operands_are_turned() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert wrong_when_turned(dtype, lambda name: any(n in name for n in ("gelu", "ldexp", "pow.S"))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_every_pointwise_operator_where_operands_are_turned(dtype: torch.dtype) -> None:
+    assert wrong_when_turned(dtype, lambda name: True) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["normal", "fractions", "special"])
 @pytest.mark.parametrize("dtype", FLOATING)

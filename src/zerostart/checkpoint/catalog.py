@@ -71,6 +71,10 @@ class TensorEntry:
 
     ``strides`` are in elements, None for row-major and contiguous as a safetensors file stores all tensors.
     ``nbytes`` are the bytes of its elements, which with strides are not one run of the file.
+
+    What torch loads of it shares memory with the tensors of the same file and storage. ``storage_offset`` are
+    the elements (of this dtype) from where its storage begins, and ``same_as`` names the entry that is
+    the very same tensor object under another name, if there is one before it.
     """
 
     name: str
@@ -80,12 +84,15 @@ class TensorEntry:
     offset: int
     nbytes: int
     strides: tuple[int, ...] | None = None
+    storage_offset: int = 0
+    same_as: str = ""
 
     def __reduce__(self) -> tuple[type[TensorEntry], tuple[object, ...]]:
         # By fields in their order: what a dataclass with slots does of itself takes twice as long, and rank 0
         # pickles tens of thousands while the others wait.
         fields = (self.name, self.dtype, self.shape, self.file, self.offset, self.nbytes, self.strides)
-        return TensorEntry, fields
+        shared = (self.storage_offset, self.same_as)
+        return TensorEntry, (*fields, *shared) if shared != (0, "") else fields
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

@@ -28,7 +28,11 @@ def memory_catalog(tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...]
     for name, tensor in given.items():
         _check(name, tensor)
     storage, numbers = MemoryStorage.of(given, holders)
-    entries = {name: _entry(name, tensor, numbers[name]) for name, tensor in given.items()}
+    first: dict[int, str] = {}
+    entries = {
+        name: _entry(name, tensor, numbers[name], first.setdefault(id(tensor), name))
+        for name, tensor in given.items()
+    }
     return Catalog("", storage, entries, versions=_versions(tensors))
 
 
@@ -47,7 +51,7 @@ def signature(catalog: Catalog) -> str:
     return digest.hexdigest()
 
 
-def _entry(name: str, tensor: torch.Tensor, file: int) -> TensorEntry:
+def _entry(name: str, tensor: torch.Tensor, file: int, first: str) -> TensorEntry:
     shape, strides = tuple(tensor.shape), tensor.stride()
     width = tensor.dtype.itemsize
     return TensorEntry(
@@ -58,6 +62,8 @@ def _entry(name: str, tensor: torch.Tensor, file: int) -> TensorEntry:
         int(tensor.storage_offset()) * width,
         tensor.numel() * width,
         None if contiguous_strides(shape, strides) else strides,
+        int(tensor.storage_offset()),
+        "" if first == name else first,
     )
 
 

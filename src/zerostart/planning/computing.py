@@ -10,14 +10,12 @@ from zerostart.geometry import (
     Copy,
     Region,
     block_regions,
-    copies_between,
-    merge_runs,
     regions,
     row_major_boxes,
-    row_major_strides,
     split_loop,
     split_region,
 )
+from zerostart.planning.operands import Operands
 from zerostart.planning.plan import Computation, Destination, Held, Part, Step
 from zerostart.planning.reads import PlanOptions, Segment, merged_reads, segments
 from zerostart.recipe import BLOCK, Computed, Cut, Operand
@@ -36,6 +34,7 @@ def computations(
     One that can be evaluated in boxes or in blocks is cut until it takes no more memory than a chunk (or is
     one block); one that needs an operand whole is evaluated once, for all copies out of it.
     """
+    operands = Operands()
     by_source: dict[Computed, list[Copy]] = {}
     for copy in copies:
         assert isinstance(copy.source, Computed), "a tensor of the checkpoint is read"
@@ -44,7 +43,7 @@ def computations(
         limit = max(1, options.chunk_size // source.element_bytes)
 
         def made(regions: Sequence[Region], source: Computed = source) -> Computation:
-            return _Builder(tensors, options).computation(source, regions, target)
+            return _Builder(tensors, options, operands).computation(source, regions, target)
 
         if source.whole or not source.from_blocks:
             yield from map(made, _regions(source, taken, limit))
@@ -115,11 +114,12 @@ def _halved(region: Region, budget: int, made: Maker) -> Iterator[Computation]:
 class _Builder:
     """Makes one computation: the registers and reads that its steps need, each once."""
 
-    def __init__(self, tensors: Tensors, options: PlanOptions) -> None:
+    def __init__(self, tensors: Tensors, options: PlanOptions, operands: Operands) -> None:
         self._tensors = tensors
         self._options = options
+        self._operands = operands
         self._registers: list[Destination] = []
-        self._known: dict[tuple[Operand, Box], int] = {}
+        self._known: dict[tuple[int, Box], int] = {}
         self._segments: list[Segment] = []
         self._steps: list[Step] = []
 
@@ -138,7 +138,7 @@ class _Builder:
             if aligned and source.cut is Cut.BLOCKS:
                 operands.append(self._run(operand, box))
             elif aligned:
-                operand = operand.split(factors)
+                operand = self._operands.split(operand, factors)
                 region = _aligned(operand.shape, box)
                 operands.append(self._register(operand, region, (region,), region.extent))
             else:
@@ -177,7 +177,8 @@ class _Builder:
         strides: tuple[int, ...] | None = None,
     ) -> Held:
         """The register with ``region`` of ``operand``, filled by then: ``boxes``, one after the other."""
-        known = self._known.get((operand, region))
+        operand = self._operands.one(operand)
+        known = self._known.get((id(operand), region))
         if known is not None:
             return known, shape, strides
         number = len(self._registers)
@@ -189,7 +190,7 @@ class _Builder:
         storage = Destination(f"register {number}", size, owned, operand.dtype, direct=True)
         self._registers.append(storage)
         computed: dict[Computed, list[Copy]] = {}
-        for copy in _pull_back(operand, boxes, strides):
+        for copy in self._operands.copies(operand, boxes, strides):
             if isinstance(copy.source, Computed):
                 computed.setdefault(copy.source, []).append(copy)
             else:
@@ -197,7 +198,7 @@ class _Builder:
         for source, copies in computed.items():
             for taken in _regions(source, copies):
                 self._step(source, taken, number)
-        self._known[(operand, region)] = number
+        self._known[(id(operand), region)] = number
         return number, shape, strides
 
 
@@ -209,16 +210,3 @@ def _aligned(shape: tuple[int, ...], box: Box) -> Box:
         tuple(0 if o else at for o, at in zip(one, box.origin[lead:], strict=True)),
         tuple(1 if o else n for o, n in zip(one, box.extent[lead:], strict=True)),
     )
-
-
-def _pull_back(operand: Operand, boxes: Iterable[Box], strides: Sequence[int] | None) -> list[Copy]:
-    """The copies that lay ``boxes`` down one after the other, each row-major or with ``strides``."""
-    found: list[Copy] = []
-    to = 0
-    for box in boxes:
-        if box.numel:
-            steps = row_major_strides(box.extent) if strides is None else strides
-            for piece in operand.pieces:
-                found += copies_between(piece, box, to, steps)
-        to += box.numel
-    return merge_runs(found)

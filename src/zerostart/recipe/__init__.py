@@ -6,9 +6,10 @@ from zerostart.recipe.coverage import Coverage
 from zerostart.recipe.dtypes import main_dtype, spelling, torch_dtype
 from zerostart.recipe.recipe import Recipe, Recipes, Target
 from zerostart.recipe.recording import recorded
+from zerostart.recipe.stored import symbols_of
 from zerostart.recipe.symbolic import SymbolicTensor, settled
 from zerostart.recipe.threads import one_thread
-from zerostart.recipe.trace import assembled, loaded_into, matched, run_converter, symbols_of
+from zerostart.recipe.trace import assembled, loaded_into, matched, run_converter
 
 __all__ = [
     "BLOCK",

@@ -46,6 +46,9 @@ _MOVES = {
 #: Rounded once, as IEEE 754 has it; the sums only where nothing is multiplied before.
 _ROUNDED = {aten.abs, aten.neg, aten.mul, aten.reciprocal, aten.div.Tensor, aten.div.Scalar, aten.true_divide}
 _SUMS = {aten.add, aten.sub, aten.rsub}
+#: Computed otherwise where operands are contiguous (by another library, or by way of one that always is),
+#: so that what lies otherwise has other bits than the same elements in a row.
+_BY_CONTIGUITY = {aten.gelu, aten.gelu_backward, aten.ldexp}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,8 @@ def regions_of(
         if order is not None and all(_lies_as(operand, made, order) for operand in operands):
             ordered = tuple(_in_order(operand, order) for operand in operands)
             asked = not exact or _told_by_nan(func, operands, made) or any(o.from_blocks for o in operands)
-            if asked and not any(operand.across_blocks for operand in ordered):
+            in_a_row = _turned(order) is None or func._overloadpacket not in _BY_CONTIGUITY
+            if asked and in_a_row and not any(operand.across_blocks for operand in ordered):
                 aligned = tuple(operand.numel > 1 for operand in operands)
                 return Regions(Cut.BLOCKS, ordered, aligned, _turned(order))
         if exact:

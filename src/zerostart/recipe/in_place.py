@@ -22,7 +22,7 @@ from zerostart.recipe.operands import (
     valued,
 )
 from zerostart.recipe.operators import cast
-from zerostart.recipe.refusals import refusal
+from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, names_of
 from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views, straight, strided_step
 from zerostart.upstream.torch_wrapper import shares_storage
@@ -73,7 +73,8 @@ def write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     tensors = list(tensors_in((args, kwargs.values())))
     written = _written(func, args, kwargs)
     if all_constant(cls, tensors):
-        func(*reals(cls, args), **reals(cls, kwargs))
+        with by_torch():
+            func(*reals(cls, args), **reals(cls, kwargs))
         for target in written:
             if isinstance(target, cls):
                 target.memory.touch()
@@ -179,7 +180,8 @@ def _resized(cls: Any, target: Any, shape: Sequence[int]) -> Any:
     if tuple(shape) == tuple(target.shape):
         return target.detach()
     room = prod(target.memory.layout.shape)
-    if target.storage_offset() + prod(shape) <= room and not any(step.reads_anew for step in target.steps):
+    first = target.storage_offset() - target.memory.layout.offset
+    if first + prod(shape) <= room and not any(step.reads_anew for step in target.steps):
         return target.as_strided(shape, row_major_strides(shape))
     return target.new_empty(shape) if not room else None
 

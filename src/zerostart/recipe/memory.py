@@ -19,7 +19,7 @@ class Memory:
     A constant, which a conversion made itself, has its elements (``real``) until weights are written into it.
     """
 
-    __slots__ = ("_fill", "_real", "_value", "dtype", "exported", "layout", "version")
+    __slots__ = ("_fill", "_real", "_value", "dtype", "exported", "layout", "overlaps", "version")
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self.layout = layout
@@ -28,16 +28,21 @@ class Memory:
         self.version = 0
         #: Whether something outside sees, and may change, the elements.
         self.exported = False
+        #: A tensor of the checkpoint that has other elements in the same place, which no write could reach.
+        self.overlaps: str | None = None
         self._value: Value | None = None
         self._real: torch.Tensor | None = None
         self._fill: torch.Tensor | None = None
 
     @classmethod
-    def holding(cls, value: Value, strides: Sequence[int] | None = None) -> Memory:
-        """The memory of a tensor with ``value``, laid out by ``strides`` (None for row-major)."""
+    def holding(cls, value: Value, strides: Sequence[int] | None = None, offset: int = 0) -> Memory:
+        """The memory of a tensor with ``value``, laid out by ``strides`` (None for row-major).
+
+        It begins after ``offset`` elements, as the memory of a tensor that is a view may.
+        """
         strides = row_major_strides(value.shape) if strides is None else tuple(strides)
-        made = cls(Layout(value.shape, strides, 0), value.dtype)
-        made._value = value
+        made = cls(Layout(value.shape, strides, offset), value.dtype)
+        made._value = value.lying(strides)
         return made
 
     @classmethod
@@ -77,15 +82,15 @@ class Memory:
     def value(self) -> Value:
         """What the memory holds now."""
         if self._real is not None and (self._value is None or self.exported):
-            self._value = constant(self._real.clone())
+            self._value = constant(self._real.clone()).lying(self.layout.strides)
         elif self._value is None:
             assert self._fill is not None, "a memory holds something"
-            self._value = constant(self._fill.expand(self.layout.shape))
+            self._value = constant(self._fill.expand(self.layout.shape)).lying(self.layout.strides)
         return self._value
 
     def hold(self, value: Value) -> None:
         """Hold ``value`` from now on."""
-        self._value, self._real, self._fill = value, None, None
+        self._value, self._real, self._fill = value.lying(self.layout.strides), None, None
         self.version += 1
 
     def touch(self) -> None:
@@ -99,4 +104,5 @@ class Memory:
         made._value = self.value
         made._real = None if self._real is None else self._real.clone()
         made._fill = self._fill
+        made.version, made.overlaps = self.version, self.overlaps
         return made

@@ -21,9 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zerostart.errors import ConversionError
+from zerostart.recipe.recording import recorded
+from zerostart.recipe.refusals import refusal
+from zerostart.recipe.stored import copies_of
 from zerostart.recipe.symbolic import SymbolicTensor, settled
 
 __all__ = ["Loaded", "load_module"]
@@ -63,7 +66,7 @@ def load_module(
     happens inside ``log``. Raises ConversionError for a model whose loading needs values, is random, or keeps
     tensors elsewhere.
     """
-    state: Any = OrderedDict((name, tensor.copied()) for name, tensor in tensors.items())
+    state: Any = OrderedDict(copies_of(tensors))
     if versions is not None:
         state._metadata = OrderedDict((name, dict(entry)) for name, entry in versions.items())
     kind = type(model).__name__
@@ -72,10 +75,20 @@ def load_module(
     watched: Any = model
     handle = watched.register_load_state_dict_post_hook(lambda _, found: keys.append(deepcopy(found)))
     errors = ""
+
+    assigned: dict[str, SymbolicTensor] = {}
+
+    def load() -> Any:
+        try:
+            with log, copies:
+                return model.load_state_dict(state, strict=False)
+        finally:
+            assigned.update(_assigned(model))
+
     try:
-        with _as_torch_does(kind), log, copies:
-            returned = model.load_state_dict(state, strict=False)
-            keys = keys or [returned]
+        with _as_torch_does():
+            returned = recorded(f"the loading of {kind}", load)
+        keys = keys or [returned]
     except ConversionError:
         raise
     except RuntimeError as error:
@@ -86,7 +99,7 @@ def load_module(
         ) from error
     finally:
         handle.remove()
-    filled = {**copies.by_name(model), **_assigned(model)}
+    filled = {**copies.by_name(model), **assigned}
     missing, unexpected = _left(keys, [name for name in targets if name not in filled])
     return Loaded(filled, missing, unexpected, _mismatched(errors, kind))
 
@@ -105,10 +118,16 @@ class _Copies(TorchDispatchMode):
     ) -> Any:
         """Note a copy; refuse what would need the values that were to be copied."""
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if any(_is_constant(t) for t in given) and any(t.device.type == "meta" for t in given):
+            args, kwargs = tree_map(_with_elements, (args, kwargs))  # for the log
+            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         symbolic = [t for t in given if isinstance(t, SymbolicTensor)]
         if func is aten.copy_.default and len(symbolic) == 1 and symbolic[0] is args[1]:
             # As it is now: the module may go on to change what it took from the checkpoint.
-            self._made.append((args[0], settled(symbolic[0].expand(args[0].shape))))
+            symbol = symbolic[0]
+            if symbol.shape != args[0].shape:
+                symbol = symbol.expand(args[0].shape)
+            self._made.append((args[0], settled(symbol)))
             self._memory.add(_memory(args[0]))
             return args[0]
         if func is aten.copy_.default and not symbolic and _place(args[0]) == _place(args[1]):
@@ -117,7 +136,7 @@ class _Copies(TorchDispatchMode):
             own = [t for t in given if not isinstance(t, SymbolicTensor)]
             mixed = symbolic and any(t.device.type == "meta" for t in own)
             if mixed or any(_memory(t) in self._memory for t in own):
-                raise ConversionError(
+                raise refusal(
                     f"the loading of {self._kind} calls {func} on a tensor of the module, whose values are "
                     f"not there before the load. {_REMEDY}"
                 )
@@ -144,10 +163,9 @@ class _Copies(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _as_torch_does(kind: str) -> Iterator[None]:
-    """Inside, parameters are copied and not swapped; raises ConversionError for random numbers."""
+def _as_torch_does() -> Iterator[None]:
+    """Inside, parameters are copied and not swapped."""
     swapping = torch.__future__.get_swap_module_params_on_conversion()
-    randomness = torch.get_rng_state()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:
         with warnings.catch_warnings():
@@ -155,11 +173,14 @@ def _as_torch_does(kind: str) -> Iterator[None]:
             yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swapping)
-    if not torch.equal(randomness, torch.get_rng_state()):
-        torch.set_rng_state(randomness)
-        raise ConversionError(
-            f"the loading of {kind} draws random numbers, which would differ from rank to rank. {_REMEDY}"
-        )
+
+
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, SymbolicTensor) and value.memory.is_constant
+
+
+def _with_elements(value: Any) -> Any:
+    return value.elements if _is_constant(value) else value
 
 
 def _memory(tensor: torch.Tensor) -> int:

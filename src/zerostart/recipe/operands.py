@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from zerostart.recipe.memory import Memory
-from zerostart.recipe.refusals import refusal
+from zerostart.recipe.refusals import by_torch, refusal
+from zerostart.recipe.strides import as_on_cpu
 from zerostart.recipe.values import Value, constant, depends_on_values, names_of
 from zerostart.upstream.torch_wrapper import resizable
 
@@ -121,30 +122,32 @@ def on_meta(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
     if torch.Tag.data_dependent_output in func.tags or func._schema.name.startswith("aten::quantize"):
         raise depends_on_values(func, args, list(kwargs.values()))
-    kwargs = mapped(kwargs, twin)
-    if kwargs.get("device") is not None:
-        kwargs["device"] = torch.device("meta")
-    try:
-        return func(*mapped(args, twin), **kwargs)
-    except NotImplementedError as error:
-        if _DEPENDS & set(func.tags):
-            raise depends_on_values(func, args) from error
-        raise refusal(
-            f"the conversion of {names_of(args)} calls {func}, and torch cannot tell "
-            f"without values what comes of it: {error}"
-        ) from error
-    except RuntimeError as error:
-        if _DEPENDS & set(func.tags):
-            raise depends_on_values(func, args) from error
-        raise
+    twins, named = mapped(args, twin), mapped(kwargs, twin)
+    if named.get("device") is not None:
+        named["device"] = torch.device("meta")
+    with by_torch():
+        try:
+            made = func(*twins, **named)
+        except RuntimeError as error:
+            if _DEPENDS & set(func.tags):
+                raise depends_on_values(func, args) from error
+            if isinstance(error, NotImplementedError):
+                raise refusal(
+                    f"the conversion of {names_of(args)} calls {func}, and torch cannot tell "
+                    f"without values what comes of it: {error}"
+                ) from error
+            raise
+    return as_on_cpu(func, twins, named, made)
 
 
 def valued(cls: Any, values: Any) -> Any:
     """Arguments with the values of tensors, for the handlers of operators."""
 
     def own(t: torch.Tensor) -> Value:
-        found: Value = t.value if isinstance(t, cls) else constant(t.detach().clone())
-        return found.lying(t)
+        if isinstance(t, cls):
+            found: Value = t.value
+            return found
+        return constant(t.detach().clone()).lying(t.stride())
 
     return mapped(values, own)
 

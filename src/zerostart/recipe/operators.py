@@ -163,7 +163,9 @@ def _repeat(t: Value, repeats: Sequence[int]) -> Value:
     lead = len(repeats) - t.dim()
     result = reshape(t, [1] * lead + list(t.shape)) if lead else t
     for dim, times in enumerate(repeats):
-        if times != 1:
+        if times == 0:
+            result = slice_of(result, dim, 0, 0)
+        elif times != 1:
             result = cat([result] * times, dim)
     return result
 
@@ -219,7 +221,7 @@ def _flip(t: Value, dims: Sequence[int]) -> Value:
 def _roll(t: Value, shifts: Sequence[int], dims: Sequence[int] = ()) -> Value:
     if not dims:
         return reshape(_roll(reshape(t, [-1]), shifts, [0]), t.shape)
-    for by, dim in zip(shifts, dims, strict=True):
+    for by, dim in zip(shifts, dims, strict=True) if t.numel() else ():
         at = -by % t.shape[_dim(t, dim)]
         t = cat([slice_of(t, dim, at), slice_of(t, dim, 0, at)], dim)
     return t

@@ -26,7 +26,7 @@ from zerostart.recipe.operands import (
     valued,
     writes,
 )
-from zerostart.recipe.refusals import refusal
+from zerostart.recipe.refusals import by_torch, ours_are_refused, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, depends_on_values, names_of
 
 __all__ = ["record"]
@@ -34,14 +34,20 @@ __all__ = ["record"]
 aten = torch.ops.aten
 
 
+@ours_are_refused
 def record(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``func`` gives, as tensors of the class ``cls``.
 
-    Raises ConversionError for what no trace can follow, and torch's own errors where it would.
+    Raises ConversionError for what no trace can follow, and torch's own errors where torch does not accept
+    the call: all others come from us, and a converter that catches them would go on otherwise than eagerly.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # a view made there would not fit a tensor that was not
-            return record(cls, func, args, kwargs)
+            return _recorded(cls, func, args, kwargs)
+    return _recorded(cls, func, args, kwargs)
+
+
+def _recorded(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = list(tensors_in((args, kwargs.values())))
     if all(not isinstance(t, cls) for t in tensors):
         return _from_outside(cls, func, args, kwargs, tensors)
@@ -59,7 +65,8 @@ def _from_outside(cls: Any, func: Any, args: Any, kwargs: Any, tensors: Sequence
         if device is None or torch.device(device).type == "cpu":
             like = func(*args, **{**kwargs, "device": "meta", "pin_memory": None})
             return cls(Memory.filled(like, torch.full((), fill, dtype=like.dtype, device="cpu")))
-    made = func(*args, **kwargs)
+    with by_torch():
+        made = func(*args, **kwargs)
     if func is not aten.lift_fresh.default and (writes(func) or is_view(func)):
         return made
     return mapped(made, functools.partial(constant_of, cls))
@@ -72,7 +79,9 @@ def _make(cls: Any, func: Any, args: Any, kwargs: Any, tensors: Sequence[Any]) -
         return a.memory is b.memory and a.layout_in_memory == b.layout_in_memory
     fill = fill_of(func, args)
     if fill is None and all_constant(cls, tensors):
-        return mapped(func(*reals(cls, args), **reals(cls, kwargs)), functools.partial(constant_of, cls))
+        with by_torch():
+            made = func(*reals(cls, args), **reals(cls, kwargs))
+        return mapped(made, functools.partial(constant_of, cls))
     args = counted(cls, func, args)
     metas = _stack_meta(func, args)
     if metas is None:

@@ -13,7 +13,7 @@ from zerostart.errors import ConversionError
 from zerostart.recipe.record import record
 from zerostart.recipe.refusals import refusal, refusals_count
 from zerostart.recipe.sealed import SEALED
-from zerostart.recipe.symbolic import SymbolicTensor
+from zerostart.recipe.symbolic import SymbolicTensor, constants_become_real
 from zerostart.upstream.torch import asks_for_memory
 
 __all__ = ["recorded"]
@@ -57,13 +57,13 @@ class _Sealing(TorchFunctionMode):
 
 
 def recorded(name: str, function: Callable[[], T]) -> T:
-    """Run ``function``, which calls the converter ``name`` on symbolic tensors.
+    """Run ``function``, which calls the converter ``name``, or another's code, on symbolic tensors.
 
     Raises ConversionError for what cannot be followed, also where the converter catches that, and where
     random numbers are drawn.
     """
     randomness = torch.get_rng_state()
-    with refusals_count(), _Recording(), _Sealing():  # type: ignore[no-untyped-call]
+    with refusals_count(), constants_become_real(), _Recording(), _Sealing():  # type: ignore[no-untyped-call]
         try:
             made = function()
         except RuntimeError as error:

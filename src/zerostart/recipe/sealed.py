@@ -104,7 +104,8 @@ class Sealed:
             twin = memo.get(id(tensor.memory))
             if twin is None:
                 twin = memo[id(tensor.memory)] = tensor.memory.copy()
-            memo[id(self)] = made = type(tensor)(twin, tensor.steps, tensor.meta)
+            memo[id(self)] = made = type(tensor)(twin, tensor.steps, tensor.meta if tensor.steps else None)
+            made._known = tensor._known
             made.__dict__.update(
                 copy.deepcopy({k: v for k, v in tensor.__dict__.items() if k not in made.__dict__})
             )

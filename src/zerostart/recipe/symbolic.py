@@ -12,7 +12,10 @@ operators are those of torch's own meta kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,13 +23,57 @@ import torch
 from zerostart import geometry
 from zerostart.recipe.memory import Memory
 from zerostart.recipe.record import record
-from zerostart.recipe.refusals import refusal
+from zerostart.recipe.refusals import ours_are_refused, refusal
 from zerostart.recipe.sealed import Sealed
-from zerostart.recipe.values import Value, constant
+from zerostart.recipe.values import Value, constant, names_of
 from zerostart.recipe.views import Layout, Step, straight
 from zerostart.upstream.torch_wrapper import become_wrapper, make_wrapper, without_dispatch
 
-__all__ = ["SymbolicTensor", "settled"]
+__all__ = ["SymbolicTensor", "constants_become_real", "settled"]
+
+
+_CONSTANTS: ContextVar[list[weakref.ref[SymbolicTensor]] | None] = ContextVar("constants", default=None)
+
+
+@contextlib.contextmanager
+def constants_become_real() -> Iterator[None]:
+    """At the end, constants that were made inside and are still referred to are ordinary tensors.
+
+    They are in a cache or in a module, for code that runs long after the conversion.
+    """
+    made: list[weakref.ref[SymbolicTensor]] = []
+    token = _CONSTANTS.set(made)
+    try:
+        yield
+    finally:
+        _CONSTANTS.reset(token)
+        while made:
+            tensor = made.pop()()
+            if tensor is not None and tensor.memory.is_constant:
+                _become_real(tensor)
+
+
+def _become_real(tensor: SymbolicTensor) -> None:
+    """The object stays, and who shares its memory does."""
+    swap: Any = torch.utils.swap_tensors
+    try:
+        swap(tensor, _real(tensor))
+    except RuntimeError as error:
+        raise refusal(
+            "a conversion keeps a tensor that it made where it cannot get elements (in a graph of autograd, "
+            f"or behind a weak reference); make it where it is used ({error})"
+        ) from error
+
+
+def _real(tensor: SymbolicTensor) -> torch.Tensor:
+    """A constant as an ordinary tensor, with what Python code has noted on it."""
+    real = tensor.elements
+    assert real is not None, "a constant has elements"
+    noted = {k: v for k, v in tensor.__dict__.items() if k not in SymbolicTensor.__annotations__}
+    if noted.pop("_is_param", False):
+        real = torch.nn.Parameter(real, tensor.requires_grad)
+    real.__dict__.update(noted)
+    return real.requires_grad_(tensor.requires_grad) if tensor.is_leaf else real
 
 
 class SymbolicTensor(Sealed, torch.Tensor):
@@ -60,6 +107,9 @@ class SymbolicTensor(Sealed, torch.Tensor):
         self.steps = steps
         self._meta = meta
         self._known = None
+        made = _CONSTANTS.get()
+        if made is not None and memory.is_constant:
+            made.append(weakref.ref(self))
         return self
 
     @classmethod
@@ -79,12 +129,16 @@ class SymbolicTensor(Sealed, torch.Tensor):
         """What the tensor holds now."""
         memory = self.memory
         if self._known is None or self._known[0] != memory.version or memory.exported:
-            with without_dispatch():
-                value = memory.value
-                for step in self.steps:
-                    value = step.of(value)
-            self._known = (memory.version, value)
+            self._known = (memory.version, self._shown())
         return self._known[1]
+
+    @ours_are_refused
+    def _shown(self) -> Value:
+        with without_dispatch():
+            value = self.memory.value
+            for step in self.steps:
+                value = step.of(value).lying(step.layout.strides)
+            return value
 
     @property
     def pieces(self) -> tuple[geometry.Piece, ...]:
@@ -115,6 +169,7 @@ class SymbolicTensor(Sealed, torch.Tensor):
                 made = made.conj()
             return torch._neg_view(made) if self.is_neg() else made
 
+    @ours_are_refused
     def write(self, new: Value) -> None:
         """Give the tensor, and with it every view of its memory, the elements ``new``.
 
@@ -124,19 +179,29 @@ class SymbolicTensor(Sealed, torch.Tensor):
             raise refusal(
                 "a conversion writes weights into a tensor whose memory NumPy shares; use torch alone for it"
             )
+        if self.memory.overlaps is not None:
+            raise refusal(
+                f"a conversion writes into {names_of(self.value)}, which in the checkpoint shares memory "
+                f"with {self.memory.overlaps} of another dtype; write into a clone"
+            )
         steps = self.steps
         if any(step.repeats for step in steps):
             steps = straight(steps, self.memory.layout)
         values = [self.memory.value]
         for step in steps:
-            values.append(step.of(values[-1]))
+            values.append(step.of(values[-1]).lying(step.layout.strides))
         for step, base in zip(reversed(steps), reversed(values[:-1]), strict=True):
-            new = step.written(base, new)
+            new = step.written(base, new.lying(step.layout.strides))
         self.memory.hold(new)
 
     def copied(self) -> SymbolicTensor:
-        """A tensor of its own with the same elements, for a converter that may write into it."""
+        """A tensor of its own with the same elements, in the same strides."""
         return SymbolicTensor(Memory.holding(self.value, self.stride()))
+
+    def shown_as(self, value: Value) -> SymbolicTensor:
+        """The tensor itself, which holds ``value`` as long as nothing is written into its memory."""
+        self._known = (self.memory.version, value.lying(self.stride()))
+        return self
 
     def become(self, other: SymbolicTensor) -> None:
         """Be another view, as ``t.data = other`` and ``t.t_()`` have it."""

@@ -1,6 +1,6 @@
 """The steps from a catalog and a model's expectations to recipes, all on symbolic tensors.
 
-A library of models puts them together: what the checkpoint holds (``symbols_of``), a conversion of it, its
+A library of models puts them together: what the checkpoint holds (``stored``), a conversion of it, its
 own or the caller's (``run_converter``), and then either names that are matched (``matched``, ``assembled``)
 or a module's own loading (``loaded_into``).
 """
@@ -15,32 +15,16 @@ from typing import Any
 import torch
 
 from zerostart import geometry
-from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.errors import ConversionError
 from zerostart.recipe.coverage import Coverage
-from zerostart.recipe.dtypes import torch_dtype
-from zerostart.recipe.memory import Memory
 from zerostart.recipe.modules import Loaded, load_module
 from zerostart.recipe.operators import cast
 from zerostart.recipe.recipe import Recipe, Recipes, Target
 from zerostart.recipe.recording import recorded
+from zerostart.recipe.stored import copies_of
 from zerostart.recipe.symbolic import SymbolicTensor, settled
-from zerostart.recipe.values import Value
 
-__all__ = ["assembled", "loaded_into", "matched", "run_converter", "symbols_of"]
-
-
-def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
-    """A symbolic tensor for each tensor of the checkpoint, by its name."""
-    return {name: _symbol(tensor) for name, tensor in catalog.weights.items()}
-
-
-def _symbol(tensor: TensorEntry | Assembled) -> SymbolicTensor:
-    """A tensor of the checkpoint as it is stored, in one place or in several."""
-    dtype = torch_dtype(tensor.dtype, tensor.name)
-    if isinstance(tensor, TensorEntry):
-        return SymbolicTensor.of(tensor.name, tensor.shape, dtype, tensor.strides)
-    return SymbolicTensor(Memory.holding(Value(tensor.pieces, tensor.shape, dtype)))
+__all__ = ["assembled", "loaded_into", "matched", "run_converter"]
 
 
 def run_converter(
@@ -53,7 +37,7 @@ def run_converter(
     Raises ConversionError for a conversion that fails, is random, or depends on the values of weights.
     """
     name = known_as or str(getattr(converter, "__name__", type(converter).__name__))
-    given: dict[str, torch.Tensor] = {key: symbol.copied() for key, symbol in symbols.items()}
+    given: dict[str, torch.Tensor] = dict(copies_of(symbols))
 
     def run() -> dict[str, SymbolicTensor]:
         return _state_dict(name, converter(given))

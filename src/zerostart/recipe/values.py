@@ -14,11 +14,13 @@ import torch
 from torch.utils._pytree import tree_map
 
 from zerostart import geometry
+from zerostart.checkpoint.catalog import contiguous_strides
 from zerostart.errors import ConversionError
 from zerostart.recipe.bits import computed
 from zerostart.recipe.computed import Computed, Operand, leaves_of
 from zerostart.recipe.dtypes import holds
 from zerostart.recipe.refusals import refusal
+from zerostart.recipe.strides import as_on_cpu
 
 __all__ = ["HANDLERS", "Value", "compute", "constant", "depends_on_values", "names_of"]
 
@@ -62,13 +64,12 @@ class Value:
         """What a computation needs to know of it."""
         return Operand(self.pieces, self.shape, self.dtype, self.strides)
 
-    def lying(self, tensor: torch.Tensor) -> Value:
-        """The value in the strides of ``tensor``, which holds it."""
-        # A handler may give a value as it took it, strides and all, for a tensor that lies otherwise.
-        strides = None if tensor.is_contiguous() else tuple(tensor.stride())
-        if strides == self.strides:
+    def lying(self, strides: Sequence[int]) -> Value:
+        """The value of a tensor with ``strides``, whatever the strides of what it was made from."""
+        known = None if contiguous_strides(self.shape, tuple(strides)) else tuple(strides)
+        if known == self.strides:
             return self
-        return Value(self.pieces, self.shape, self.dtype, self.stored, strides)
+        return Value(self.pieces, self.shape, self.dtype, self.stored, known)
 
     def on_meta(self) -> torch.Tensor:
         """A tensor on the meta device with the shape, dtype and strides."""
@@ -100,7 +101,8 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any 
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise refusal(f"the conversion of {names_of(args, kwargs)} calls {func}, which is random")
     if made is None:
-        made = func(*tree_map(_empty, args), **tree_map(_empty, kwargs))
+        twins, others = tree_map(_empty, args), tree_map(_empty, kwargs)
+        made = as_on_cpu(func, twins, others, func(*twins, **others))
     given, named = tree_map(_operand, (args, kwargs))
 
     def result(meta: torch.Tensor, output: int | None) -> Value:

@@ -57,7 +57,11 @@ def read_torch_file(
     with opened(name, "torch") as (handle, size):
         archive = TorchArchive(handle, size, name)
         weights, metadata = _weights(archive.value(read_weights_pickle), name)
-        entries = [archive.entry(key, tensor, file_index) for key, tensor in weights.items()]
+        first: dict[int, str] = {}
+        entries = [
+            archive.entry(key, tensor, file_index, first.setdefault(id(tensor), key))
+            for key, tensor in weights.items()
+        ]
     return entries, {"format": "pt", **metadata}, size
 
 
@@ -79,8 +83,11 @@ class TorchArchive:
         """What the pickle holds, as ``read`` (of raw bytes and the path) gives it."""
         return read(self._index.read(f"{self._prefix}data.pkl", MAX_PICKLE_BYTES), self._index.path)
 
-    def entry(self, name: str, tensor: StoredTensor, file_index: int) -> TensorEntry:
-        """The entry of one tensor; raises CheckpointError unless it lies inside its storage."""
+    def entry(self, name: str, tensor: StoredTensor, file_index: int, first: str = "") -> TensorEntry:
+        """The entry of one tensor, which is also called ``first``, if that is given.
+
+        Raises CheckpointError unless it lies inside its storage.
+        """
         dtype = TORCH_NAMES.get(tensor.dtype)
         unit = TORCH_NAMES.get(tensor.storage.dtype)
         if dtype is None or unit is None:
@@ -107,7 +114,9 @@ class TorchArchive:
         plain = count == 0 or contiguous_strides(tensor.shape, tensor.strides)
         offset = self._base + start + (tensor.offset * width if count else 0)
         strides = None if plain else tensor.strides
-        return TensorEntry(name, dtype, tensor.shape, file_index, offset, count * width, strides)
+        nbytes, before = count * width, tensor.offset if count else 0
+        same_as = "" if first == name else first
+        return TensorEntry(name, dtype, tensor.shape, file_index, offset, nbytes, strides, before, same_as)
 
     def _storage(self, name: str, key: str) -> tuple[int, int]:
         if key not in self._found:

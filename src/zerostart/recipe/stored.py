@@ -1,0 +1,104 @@
+"""The tensors of a checkpoint as symbolic tensors, which share memory where torch would have them share it.
+
+Views of one storage, of a file of ``torch.save`` or in memory, stay that: what a conversion writes into one
+tensor the others show, and one tensor under two names is one object.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+
+from zerostart import geometry
+from zerostart.checkpoint.catalog import DTYPE_BITS, Assembled, Catalog, TensorEntry
+from zerostart.recipe.dtypes import torch_dtype
+from zerostart.recipe.memory import Memory
+from zerostart.recipe.symbolic import SymbolicTensor
+from zerostart.recipe.values import Value
+
+__all__ = ["copies_of", "symbols_of"]
+
+
+def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
+    """A symbolic tensor for each tensor of the checkpoint, by its name."""
+    made: dict[str, SymbolicTensor] = {}
+    storages: dict[tuple[int, int], list[TensorEntry]] = {}
+    for name, tensor in catalog.weights.items():
+        if isinstance(tensor, Assembled):
+            value = Value(tensor.pieces, tensor.shape, torch_dtype(tensor.dtype, tensor.name))
+            made[name] = SymbolicTensor(Memory.holding(value))
+        elif not tensor.numel:
+            made[name] = _alone(tensor)
+        else:
+            begin = tensor.offset - tensor.storage_offset * DTYPE_BITS[tensor.dtype] // 8
+            storages.setdefault((tensor.file, begin), []).append(tensor)
+    for entries in storages.values():
+        for together in _overlapping(entries) if len(entries) > 1 else [entries]:
+            made.update(_sharing(together) if len(together) > 1 else {together[0].name: _alone(together[0])})
+    for name, tensor in catalog.weights.items():
+        if isinstance(tensor, TensorEntry) and tensor.same_as in made:
+            made[name] = made[tensor.same_as]
+    return {name: made[name] for name in catalog.weights}
+
+
+def copies_of(symbols: Mapping[str, SymbolicTensor]) -> dict[str, SymbolicTensor]:
+    """The tensors in memory of their own, shared as before, for code that may write into them."""
+    return copy.deepcopy(dict(symbols))
+
+
+def _value(entry: TensorEntry) -> Value:
+    dtype = torch_dtype(entry.dtype, entry.name)
+    return Value(geometry.whole(entry.name, entry.shape, entry.strides), entry.shape, dtype)
+
+
+def _alone(entry: TensorEntry, overlaps: str | None = None) -> SymbolicTensor:
+    """A tensor that shares its memory with no other."""
+    memory = Memory.holding(_value(entry), entry.strides, entry.storage_offset)
+    memory.overlaps = overlaps
+    return SymbolicTensor(memory)
+
+
+def _span(entry: TensorEntry) -> int:
+    """Elements from the first to the last, with what lies between them."""
+    strides = entry.strides or geometry.row_major_strides(entry.shape)
+    steps = zip(entry.shape, strides, strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) if entry.numel else 0
+
+
+def _overlapping(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    """Views of one storage in groups that overlap, in their order in memory."""
+    together: list[TensorEntry] = []
+    end = 0
+    for entry in sorted(entries, key=lambda entry: entry.offset):
+        if together and entry.offset >= end:
+            yield together
+            together = []
+        together.append(entry)
+        end = max(end, entry.offset + _span(entry) * (DTYPE_BITS[entry.dtype] // 8))
+    yield together
+
+
+def _sharing(entries: Sequence[TensorEntry]) -> Iterator[tuple[str, SymbolicTensor]]:
+    """Tensors that overlap, in the order of their memory, as views of that."""
+    if len({entry.dtype for entry in entries}) > 1:
+        for entry in entries:
+            other = next(other.name for other in entries if other.dtype != entry.dtype)
+            yield entry.name, _alone(entry, overlaps=other)
+        return
+    first = entries[0].storage_offset
+    parts: list[tuple[Sequence[geometry.Piece], int]] = []
+    end = first
+    for entry in entries:
+        span, done = _span(entry), end - entry.storage_offset
+        if span > done:
+            run = geometry.whole(entry.name, (span,))
+            parts.append((geometry.crop(run, 0, done, span) if done else run, span - done))
+            end = entry.storage_offset + span
+    dtype = torch_dtype(entries[0].dtype, entries[0].name)
+    pieces = geometry.concatenate(parts, 0)
+    memory = Memory.holding(Value(pieces, (end - first,), dtype), offset=first)
+    for entry in entries:
+        strides = entry.strides or geometry.row_major_strides(entry.shape)
+        view = SymbolicTensor(memory).as_strided(entry.shape, strides, entry.storage_offset)
+        assert isinstance(view, SymbolicTensor), "a view of one is one"
+        yield entry.name, view.shown_as(_value(entry))

@@ -1,0 +1,147 @@
+"""Tensors of a checkpoint that share memory share it in a converter, as those that torch loads do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerostart
+from zerostart.errors import ConversionError
+
+State = dict[str, torch.Tensor]
+Convert = Callable[[State], State]
+
+
+def module_for(tensors: State) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        made = nn.Module()
+        for name, tensor in tensors.items():
+            made.register_buffer(name, torch.zeros(tensor.shape, dtype=tensor.dtype))
+        return made
+
+    return build
+
+
+def loads_as_torch(source: Any, state: State, convert: Convert | None) -> None:
+    """``source``, which torch loads as ``state``, arrives as what ``convert`` makes of it eagerly."""
+    expected = {name: t.clone() for name, t in (convert or dict)(state).items()}
+    made = zerostart.load(
+        source,
+        module_for(expected),
+        engine="fsdp2",
+        zero_stage=0,
+        converter=convert,
+        progress=False,
+    ).state_dict()
+    for name, want in expected.items():
+        assert torch.equal(made[name], want), name
+
+
+def one_under_two_names() -> State:
+    t = torch.arange(12.0).view(4, 3)
+    return {"a": t, "b": t, "c": t.clone()}
+
+
+def two_of_one_memory() -> State:
+    t = torch.arange(12.0).view(4, 3)
+    return {"a": t, "b": t.detach(), "c": t.t(), "d": t[0].clone()}
+
+
+def overlapping_runs() -> State:
+    t = torch.arange(30.0)
+    return {"b": t[6:18].view(4, 3), "a": t[:12].view(4, 3), "far": t[20:24], "row": t[2:3].expand(5)}
+
+
+def columns() -> State:
+    t = torch.arange(60.0).view(6, 10)
+    return {"q": t[:, :4], "k": t[:, 4:8], "turned": t[1:3].t(), "corner": t[5:, 9:]}
+
+
+SOURCES = (one_under_two_names, two_of_one_memory, overlapping_runs, columns)
+
+
+def doubled(state: State) -> State:
+    for number, name in enumerate(sorted(state)):
+        if not state[name].is_contiguous() and 0 in state[name].stride():
+            continue  # torch itself does not write there
+        state[name][1:].mul_(2).add_(number)
+    return state
+
+
+def first_only(state: State) -> State:
+    state[next(iter(state))].mul_(2)
+    return state
+
+
+def by_places(state: State) -> State:
+    shown = {name: t.reshape(-1) * (1 + t.storage_offset()) for name, t in state.items()}
+    names = list(state)
+    for at, name in enumerate(names):
+        same = [n for n in names[:at] if state[n] is state[name]]
+        shown[f"{name}_same"] = torch.ones(2) * len(same)
+        alike = [n for n in names[:at] if state[n].is_set_to(state[name])]
+        shown[f"{name}_alike"] = torch.ones(2) * len(alike)
+    return shown
+
+
+def by_strides(state: State) -> State:
+    name = next(iter(state))
+    first = state[name].as_strided((3,), (1,), state[name].storage_offset())
+    return {"first": first, "all": state[name].as_strided((2, 2), (2, 1))}
+
+
+def turned_in_place(state: State) -> State:
+    state[next(iter(state))].t_()
+    return {name: t * 2 for name, t in state.items()}
+
+
+CONVERSIONS = (None, doubled, first_only, by_places, by_strides, turned_in_place)
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+@pytest.mark.parametrize("make", SOURCES)
+def test_tensors_of_a_mapping_share_memory_as_they_do(make: Callable[[], State], convert: Any) -> None:
+    loads_as_torch(make(), make(), convert)
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+@pytest.mark.parametrize("make", SOURCES)
+def test_tensors_of_a_file_of_torch_share_memory_as_those_torch_loads(
+    tmp_path: Path, make: Callable[[], State], convert: Any
+) -> None:
+    torch.save(make(), tmp_path / "model.pt")
+    loads_as_torch(tmp_path / "model.pt", torch.load(tmp_path / "model.pt"), convert)
+
+
+def test_hooks_of_a_module_write_into_shared_memory_too() -> None:
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(4, 3))
+            self.register_load_state_dict_pre_hook(lambda module, state, *_: state["a"].mul_(2))
+
+    t = torch.arange(12.0).view(4, 3)
+    made = zerostart.load({"a": t, "b": t}, Hooked, engine="fsdp2", zero_stage=0, progress=False)
+    expected = Hooked()
+    expected.load_state_dict({"a": t, "b": t})
+    assert torch.equal(made.state_dict()["b"], expected.b)
+    assert torch.equal(made.state_dict()["a"], expected.a)
+
+
+def test_what_nothing_was_written_into_stays_as_it_is_stored() -> None:
+    source = {name: t for name, t in overlapping_runs().items() if t.is_contiguous()}
+    made = zerostart.load(source, module_for(source), engine="fsdp2", zero_stage=0, progress=False)
+    assert zerostart.report(made).converted == ()
+
+
+def test_a_write_that_elements_of_another_type_would_show_is_refused() -> None:
+    t = torch.arange(12.0)
+    source = {"a": t, "bits": t.view(torch.int32)}
+    loads_as_torch(source, dict(source), lambda state: {name: x * 2 for name, x in state.items()})
+    with pytest.raises(ConversionError, match=r"a, which in the checkpoint shares memory with bits"):
+        loads_as_torch(source, {n: x.clone() for n, x in source.items()}, first_only)
