@@ -275,7 +275,7 @@ def _pad(t: Value, pad: Sequence[int], value: float = 0) -> Value:
                 t = slice_of(t, dim, 0, t.shape[dim] + by) if after else slice_of(t, dim, -by)
             elif by:
                 shape = [*t.shape[:dim], by, *t.shape[dim + 1 :]]
-                filled = constant(torch.full((), value, dtype=t.dtype).expand(shape))
+                filled = constant(torch.full((), value, dtype=t.dtype, device="cpu").expand(shape))
                 t = cat([t, filled] if after else [filled, t], dim)
     return t
 

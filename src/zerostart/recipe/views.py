@@ -280,9 +280,9 @@ def _rows(table: Value, first: int, loops: Sequence[tuple[int, int]]) -> Value:
 
 def _addresses(view: Layout, first: int) -> torch.Tensor:
     """The address of each element of a strided view, 64-bit, in the view's shape."""
-    found = torch.full((), first, dtype=torch.int64)
+    found = torch.full((), first, dtype=torch.int64, device="cpu")
     for d, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
-        along = torch.arange(size, dtype=torch.int64) * stride
+        along = torch.arange(size, dtype=torch.int64, device="cpu") * stride
         found = found.unsqueeze(-1) + along if d else found + along
     return found.reshape(view.shape)
 
@@ -308,7 +308,7 @@ def _write_strided(base: Value, new: Value, source: Layout, view: Layout) -> Val
 def _last_written(addresses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each address once, in order, and which of the elements that go there is the last."""
     ordered, at = addresses.sort(stable=True)
-    last = torch.ones(len(ordered), dtype=torch.bool)
+    last = torch.ones(len(ordered), dtype=torch.bool, device="cpu")
     last[:-1] = ordered[1:] != ordered[:-1]
     return ordered[last], at[last]
 
