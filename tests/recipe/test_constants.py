@@ -11,6 +11,7 @@ from tests.recipe.test_writes import Tensors, check
 from torch import nn
 
 import zerostart
+from zerostart.errors import ConversionError
 from zerostart.recipe import SymbolicTensor
 from zerostart.recipe.recording import recorded
 
@@ -55,6 +56,27 @@ def test_constants_are_real_after_an_error_too() -> None:
     with pytest.raises(KeyError):
         recorded("the converter", run)
     assert kept[0].tolist() == [1, 1]
+
+
+def test_a_default_device_is_that_of_the_converter_s_own_tensors_alone() -> None:
+    def changed(d: Tensors) -> Tensors:
+        w, u = d["w"], d["u"]
+        w.diagonal().mul_(2)
+        u.reshape(-1).as_strided((5, 3), (7, 1)).zero_()
+        padded = nn.functional.pad(w, (1, 2, 0, 1), value=3.0)
+        return {"w": w, "u": u, "padded": padded, "power": 2 ** w.t(), "filled": w[1:].clone().fill_(2)}
+
+    def convert(d: Tensors) -> Tensors:
+        with torch.device("meta" if isinstance(d["w"], SymbolicTensor) else "cpu"):
+            return changed(d)
+
+    check(convert)
+
+    def mixed(d: Tensors) -> Tensors:
+        return {"w": d["w"] * torch.ones(6, device="meta" if isinstance(d["w"], SymbolicTensor) else "cpu")}
+
+    with pytest.raises(ConversionError):
+        check(mixed)
 
 
 def test_what_a_module_s_loading_leaves_on_it_is_real() -> None:

@@ -156,7 +156,7 @@ def _view_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if func is aten.set_.source_Tensor and _settable(cls, target, args[1]):
         target.become(args[1].detach())
         return target
-    if func is aten.resize_.default and (resized := _resized(cls, target, args[1])) is not None:
+    if func is aten.resize_.default and (resized := _resized(target, args[1])) is not None:
         target.become(resized)
         return target
     if func._schema.name == "aten::set_" and isinstance(args[1], torch.UntypedStorage):
@@ -175,7 +175,7 @@ def _view_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return target
 
 
-def _resized(cls: Any, target: Any, shape: Sequence[int]) -> Any:
+def _resized(target: Any, shape: Sequence[int]) -> Any:
     """What ``resize_`` makes of a tensor whose memory is large enough; None for any other."""
     if tuple(shape) == tuple(target.shape):
         return target.detach()

@@ -147,6 +147,11 @@ def valued(cls: Any, values: Any) -> Any:
         if isinstance(t, cls):
             found: Value = t.value
             return found
+        if t.device.type == "meta":
+            raise refusal(
+                "a conversion takes a tensor that is on the meta device, and has no elements; make it with "
+                'device="cpu"'
+            )
         return constant(t.detach().clone()).lying(t.stride())
 
     return mapped(values, own)

@@ -76,7 +76,8 @@ def _small(value: Any, sizes: Mapping[int, int]) -> Any:
         elif stride:
             strides[dim] = room
     made = torch.empty_strided(shape, strides, dtype=value.dtype, device="cpu")
-    return made.copy_(torch.linspace(0.1, 0.9, max(made.numel(), 1))[: made.numel()].reshape(shape))
+    values = torch.linspace(0.1, 0.9, max(made.numel(), 1), device="cpu")
+    return made.copy_(values[: made.numel()].reshape(shape))
 
 
 def _lying_as(meta: torch.Tensor, few: torch.Tensor) -> torch.Tensor:

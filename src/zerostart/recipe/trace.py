@@ -80,15 +80,29 @@ def loaded_into(
     log: AbstractContextManager[object],
 ) -> Recipes:
     """Recipes out of what the module's own ``load_state_dict`` makes of ``symbols``; see ``load_module``."""
-    return _loaded(load_module(model, symbols, targets, versions, log), model, targets)
+    before = {name: tensor.dtype for name, (tensor, _) in _tensors(model).items()}
+    return _loaded(load_module(model, symbols, targets, versions, log), model, targets, before)
 
 
-def _loaded(loaded: Loaded, model: torch.nn.Module, targets: Mapping[str, Target]) -> Recipes:
-    """Recipes out of what a module's loading fills; it may have changed the module's tensors meanwhile."""
-    now = {
+def _tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
+    """Parameters and buffers by name, tied names included, and which of them are buffers."""
+    return {
         **{name: (t, False) for name, t in model.named_parameters(remove_duplicate=False)},
         **{name: (t, True) for name, t in model.named_buffers(remove_duplicate=False)},
     }
+
+
+def _loaded(
+    loaded: Loaded,
+    model: torch.nn.Module,
+    targets: Mapping[str, Target],
+    before: Mapping[str, torch.dtype],
+) -> Recipes:
+    """Recipes out of what a module's loading fills; it may have changed the module's tensors meanwhile.
+
+    ``before`` are their dtypes until then: where the load asks for none, what the module has changed stays.
+    """
+    now = _tensors(model)
     # A tied tensor has several names, and is stored under one.
     stored = {id(symbol) for name, symbol in loaded.tensors.items() if _as_stored(name, symbol)}
     by_name: dict[str, Recipe] = {}
@@ -97,7 +111,7 @@ def _loaded(loaded: Loaded, model: torch.nn.Module, targets: Mapping[str, Target
         known = targets.get(name)
         dtype = known.dtype if known is not None and tensor.dtype.is_floating_point else tensor.dtype
         if known is not None and known.as_stored and symbol.dtype.is_floating_point:
-            dtype = symbol.dtype
+            dtype = symbol.dtype if tensor.dtype == before.get(name) else tensor.dtype
         target = Target(name, tuple(symbol.shape), dtype, buffer)
         by_name[name] = Recipe(target, cast(symbol.value, dtype).pieces, id(symbol) not in stored)
     return Recipes(by_name, Coverage(loaded.missing, loaded.unexpected, loaded.mismatched))
