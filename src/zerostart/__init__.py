@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zerostart.forecast import WorldPlan
     from zerostart.loading.report import Report
     from zerostart.state.background import Saving
+    from zerostart.state.saving import SaveReport
 
     Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
     ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | None
@@ -42,6 +43,7 @@ __all__ = [
     "load_state",
     "plan",
     "report",
+    "save",
     "save_state",
 ]
 __version__ = "0.1.0.dev0"
@@ -242,6 +244,52 @@ def gathered(
     from zerostart.state.editing import gathered as gather
 
     return gather(model, name, modifier_rank)
+
+
+def save(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    trainable_only: bool = False,
+    adapters_only: bool = False,
+    merge_adapters: bool = False,
+    *,
+    memory_limit: int | None = None,
+) -> SaveReport:
+    """Save a sharded model as an ordinary checkpoint, each rank writing its own bytes; nothing is gathered.
+
+    Collective, with the same arguments on every rank. What was loaded here goes back into the layout of its
+    checkpoint: names, shapes and order of elements, conversions reversed; tied tensors once. Configuration,
+    generation configuration, tokenizer or processor and code files are beside it, so that plain transformers
+    or diffusers opens it. What cannot be put back (calculated on the way, or initialised where the library
+    knows no way back) has the model's own name, which the report tells. See ``docs/saving.md``.
+
+    Args:
+        model: what ``load`` returned, or what an engine, accelerate, PEFT or ``torch.compile`` made of it, or
+            any model that DeepSpeed (ZeRO) or FSDP2 shards, or that every rank has whole.
+        path: a directory that all ranks see, which appears whole or not at all. Weights there are replaced;
+            files that zerostart has not written stay.
+        max_shard_size: most bytes of a file, as in ``save_pretrained``: a number, or with a unit.
+        dtype: floating dtype of the tensors in the files; None: the one in which the model holds each.
+        trainable_only: leave out frozen parameters, and buffers.
+        adapters_only: save PEFT's adapters alone, in PEFT's format.
+        merge_adapters: save the model with LoRA's adapters in its weights, as ``merge_and_unload`` has it.
+            The model itself stays as it is.
+        memory_limit: most bytes that a rank takes beside its shards; None: 32 MiB. Factors of adapters that
+            are merged come to that.
+
+    Returns:
+        What was written, and what has another name than in the checkpoint that it came from.
+
+    Raises:
+        ZerostartError: the same type and text on every rank; what was at ``path`` is then as before.
+    """
+    from zerostart.state.saving import SaveRequest
+    from zerostart.state.saving import save as save_model
+
+    request = SaveRequest(max_shard_size, dtype, trainable_only, adapters_only, merge_adapters, memory_limit)
+    return save_model(model, path, request)
 
 
 def save_state(

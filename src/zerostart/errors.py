@@ -21,6 +21,7 @@ __all__ = [
     "PeerError",
     "ReadError",
     "UnsupportedVersionError",
+    "VerifyError",
     "WriteError",
     "ZerostartError",
 ]
@@ -48,6 +49,10 @@ class ReadError(ZerostartError, OSError):
 
 class WriteError(ZerostartError, OSError):
     """Writing a checkpoint failed: no space, no permission, or the place is not a directory."""
+
+
+class VerifyError(ZerostartError, ValueError):
+    """A saved checkpoint that is not what was saved: a file or a tensor is missing, or has other contents."""
 
 
 class ConversionError(ZerostartError, ValueError):

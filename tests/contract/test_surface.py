@@ -86,6 +86,8 @@ LEAVES = {
     "PeerError": RuntimeError,
     "ReadError": OSError,
     "UnsupportedVersionError": ImportError,
+    "VerifyError": ValueError,
+    "WriteError": OSError,
 }
 
 

@@ -33,9 +33,8 @@ __all__ = ["Digests"]
 #: Words of one block, and blocks at a time: what the CPU's cache holds, and enough to keep others busy.
 WORDS, MANY = 1 << 13, 1 << 6
 BLOCK = 8 * WORDS
-#: Rows whose beginnings are at most so many bytes apart, or four times their length, are laid out among
-#: zeros; others are added one by one or, below so many bytes, element by element, so many at a time.
-NEAR, SHORT, ELEMENTS = 1 << 17, 1 << 8, 1 << 16
+#: Bytes that are summed up in the time of one call, and of one element by itself; and elements at a time.
+CALL, SINGLE, ELEMENTS = 100_000, 100, 1 << 16
 _LANES = 2
 _ALL = (1 << 64) - 1
 #: Seeds of the keys: A of both lanes, C of both, B of both.
@@ -73,19 +72,18 @@ class Digests:
         rows, count = data.shape
         if step == count or rows == 1:
             self.add(name, first, data.contiguous().view(-1))
-        elif bits >= 8 and step * bits <= max(8 * NEAR, 4 * count * bits):
-            together = max(1, 8 * MANY * BLOCK // (step * bits))
-            for row in range(0, rows, together):
-                part = data[row : row + together]
-                self._note(name, part.numel(), _spread(part, first + row * step, step, bits // 8))
-        elif bits < 8 or count * bits >= 8 * SHORT:
+            return
+        alone, spread, scattered = CALL + count * bits // 8, step * bits // 8, SINGLE * count
+        if bits < 8 or alone <= min(spread, scattered):
             for row in range(rows):
                 self.add(name, first + row * step, data[row].contiguous())
-        else:
-            together = max(1, ELEMENTS // max(count, 1))
-            for row in range(0, rows, together):
-                part = data[row : row + together]
-                self._note(name, part.numel(), _scattered(part, first + row * step, step, bits // 8))
+            return
+        # Laid out among zeros, or element by element.
+        lanes_of = _spread if spread <= scattered else _scattered
+        together = max(1, MANY * BLOCK // spread if spread <= scattered else ELEMENTS // max(count, 1))
+        for row in range(0, rows, together):
+            part = data[row : row + together]
+            self._note(name, part.numel(), lanes_of(part, first + row * step, step, bits // 8))
 
     def summed(self, world: World) -> dict[str, str]:
         """The digest of each entry as 32 hexadecimal digits; collective, one reduction.

@@ -20,21 +20,20 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from zerostart.checkpoint.durable import sync, sync_directory, write_whole
+from zerostart.checkpoint.replacing import MARKER, MARKERS, Replaced
 from zerostart.errors import WriteError, ZerostartError
 
-__all__ = ["FORMAT", "MARKER", "Staging", "recover", "told"]
+__all__ = ["FORMAT", "Staging", "recover", "told"]
 
-#: The file that makes a directory valid, unless another is named, and the version of its format.
-MARKER, FORMAT = "zerostart.json", 1
-#: All names of such files: a save replaces what an earlier one of another kind has left in its place, too.
-MARKERS = (MARKER, "state.json")
+#: The version of the markers.
+FORMAT = 1
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 #: What a system or a file system answers that cannot exchange two directories.
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
-_SHARD = re.compile(r"(?P<stem>.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 class Staging:
@@ -74,23 +73,25 @@ class Staging:
     def complete(self, document: Mapping[str, Any]) -> None:
         """Bring everything to the disk, write the marker, and put the directory in its place.
 
-        The marker holds ``document``, and "files": for each file its "bytes" and, if it holds no tensors, its
-        "sha256". What lies at the place and is no part of what was saved there before is kept. Raises
-        WriteError; the place is then as it was, unless the message says otherwise.
+        The marker holds ``document``, and "files": for each file its "bytes" and, unless "digests" of
+        ``document`` has the tensors of its folder, its "sha256". What lies at the place and is no part of
+        what was saved there before is kept. Raises WriteError; the place is then as it was, unless the
+        message says otherwise.
         """
         with told(self.path, "nothing was saved, and what was there is as it was"):
-            files = {name: _described(self.directory / name) for name in _files_below(self.directory)}
-            replaced = _Replaced(self.path, self.directory, files)
+            digested = document.get("digests", {})
+            files = {name: self._described(name, digested) for name in _files_below(self.directory)}
+            replaced = Replaced(self.path, self.directory, files)
             replaced.keep()
             for name in files:
-                _sync(self.directory / name, 0)
+                sync(self.directory / name)
             for folder, _, _ in os.walk(self.directory, topdown=False):
-                _sync_directory(Path(folder))
+                sync_directory(Path(folder))
             self._write_marker({"format": FORMAT, **document, "files": files})
             old = self._take_place()
             self._published = True
         with told(self.path, "all is there, but may be lost if the machine stops now: save again"):
-            _sync_directory(self.path.parent)
+            sync_directory(self.path.parent)
             if old is not None:
                 replaced.keep(old)
         self._release()
@@ -113,20 +114,21 @@ class Staging:
             with contextlib.suppress(FileExistsError):
                 parent.mkdir()
                 self._made.append(parent)
-                _sync_directory(parent.parent)
+                sync_directory(parent.parent)
+
+    def _described(self, name: str, digested: Mapping[str, Any]) -> dict[str, Any]:
+        """What tells a file that it is as it was: its length, and a hash unless its tensors have digests."""
+        file = self.directory / name
+        described: dict[str, Any] = {"bytes": file.stat().st_size}
+        if file.suffix != ".safetensors" or PurePosixPath(name).parent.as_posix() not in digested:
+            with file.open("rb") as handle:
+                described["sha256"] = hashlib.file_digest(handle, "sha256").hexdigest()
+        return described
 
     def _write_marker(self, document: Mapping[str, Any]) -> None:
-        part = self.directory / f".{self.marker}.part"
-        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            data = memoryview((json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
-            while data:
-                data = data[os.write(handle, data) :]
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        part.rename(self.directory / self.marker)
-        _sync_directory(self.directory)
+        data = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+        write_whole(self.directory / self.marker, data, self.directory / f".{self.marker}.part")
+        sync_directory(self.directory)
 
     def _take_place(self) -> Path | None:
         """Put the directory in its place; gives where that lies now which was there."""
@@ -164,73 +166,8 @@ def recover(path: str | os.PathLike[str]) -> None:
             new = old.with_suffix(".saving")
             complete = any((new / marker).exists() for marker in MARKERS)
             (new if complete else old).rename(place)
-            _sync_directory(place.parent)
+            sync_directory(place.parent)
             return
-
-
-class _Replaced:
-    """What lies at a place that is to be replaced, and of it what is kept: files that others have put there.
-
-    Not kept are the files that a marker there lists, and weights of a name that is saved anew.
-    """
-
-    def __init__(self, old: Path, new: Path, files: Mapping[str, Any]) -> None:
-        self._old, self._new, self._place = old, new, old
-        self._dropped = set(MARKERS)
-        self._stems = {(str(Path(name).parent), stem) for name in files if (stem := _stem(name))}
-        for marker in MARKERS:
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # none, or not one of ours
-                self._dropped |= set(json.loads((old / marker).read_text(encoding="utf-8"))["files"])
-
-    def keep(self, moved: Path | None = None) -> None:
-        """Give files of the old directory (``moved``, once it was replaced) a name in the new one, too.
-
-        They are not copied: each is one file with two names, until the old directory goes.
-        """
-        old, new = (self._old, self._new) if moved is None else (moved, self._place)
-        if old.is_dir():
-            self._keep_in(old, new, "")
-
-    def _keep_in(self, old: Path, new: Path, below: str) -> None:
-        with os.scandir(old) as entries:
-            for entry in entries:
-                name = below + entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    self._keep_directory(entry.path, new / entry.name, f"{name}/")
-                elif name not in self._dropped and not self._is_saved_anew(name):
-                    with contextlib.suppress(FileExistsError):
-                        _link(entry.path, new / entry.name)
-
-    def _keep_directory(self, old: str, new: Path, below: str) -> None:
-        made = not new.exists()
-        if made:
-            new.mkdir()
-        self._keep_in(Path(old), new, below)
-        if made and any(name.startswith(below) for name in self._dropped):
-            with contextlib.suppress(OSError):  # there is something of others in it
-                new.rmdir()
-
-    def _is_saved_anew(self, name: str) -> bool:
-        stem = _stem(name)
-        return bool(stem) and (str(Path(name).parent), stem) in self._stems
-
-
-def _link(old: str, new: Path) -> None:
-    try:
-        os.link(old, new, follow_symlinks=False)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise WriteError(
-            f"{old} was not saved by zerostart and cannot be kept ({error.strerror}): save to a new "
-            "directory, or move it away first"
-        ) from error
-
-
-def _stem(name: str) -> str:
-    """What the file name of weights, or of their index, begins with; empty for other files."""
-    found = _SHARD.fullmatch(Path(name).name)
-    return found["stem"] if found else ""
 
 
 def _beside(path: Path, token: str, kind: str) -> Path:
@@ -290,26 +227,6 @@ def _files_below(directory: Path) -> list[str]:
     for folder, _, names in os.walk(directory):
         found += [(Path(folder) / name).relative_to(directory).as_posix() for name in names]
     return sorted(found)
-
-
-def _described(file: Path) -> dict[str, Any]:
-    described: dict[str, Any] = {"bytes": file.stat().st_size}
-    if file.suffix != ".safetensors":
-        with file.open("rb") as handle:
-            described["sha256"] = hashlib.file_digest(handle, "sha256").hexdigest()
-    return described
-
-
-def _sync_directory(directory: Path) -> None:
-    _sync(directory, os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

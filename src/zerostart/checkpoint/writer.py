@@ -14,6 +14,7 @@ import uuid
 from pathlib import Path
 from types import TracebackType
 
+from zerostart.checkpoint.durable import sync_directory, write_whole
 from zerostart.checkpoint.shards import SaveLayout
 from zerostart.errors import CheckpointError, WriteError
 
@@ -178,14 +179,9 @@ class CheckpointWriter:
                 raise self._failure(position, error) from error
 
     def _write_index(self, index: Path) -> None:
-        part = index.with_name(f".{index.name}.{self._token}.part")
         text = json.dumps(self.layout.index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        with part.open("w", encoding="utf-8") as handle:
-            handle.write(text)
-            handle.flush()
-            if self._durable:
-                os.fsync(handle.fileno())
-        part.replace(index)
+        part = index.with_name(f".{index.name}.{self._token}.part")
+        write_whole(index, text.encode(), part, self._durable)
 
     def _remove_stale(self) -> None:
         """Shards of an earlier save of another size: nothing lists them any more."""
@@ -196,10 +192,5 @@ class CheckpointWriter:
                 path.unlink()
 
     def _sync_directory(self) -> None:
-        if not self._durable:
-            return
-        handle = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        if self._durable:
+            sync_directory(self.directory)

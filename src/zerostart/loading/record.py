@@ -15,7 +15,16 @@ from zerostart.layout import Parallelism
 from zerostart.loading.report import Report
 from zerostart.recipe import Recipe
 
-__all__ = ["LoadRecord", "bare_model", "keep", "loaded_model", "loaded_models", "record_of", "wrapped"]
+__all__ = [
+    "LoadRecord",
+    "bare_model",
+    "keep",
+    "kept_record",
+    "loaded_model",
+    "loaded_models",
+    "record_of",
+    "wrapped",
+]
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,11 @@ def wrapped(wrapper: nn.Module) -> nn.Module | None:
 def loaded_models(model: nn.Module) -> Iterator[nn.Module]:
     """All loaded models that ``model`` is or contains."""
     return (module for module in model.modules() if module in _records)
+
+
+def kept_record(model: nn.Module) -> LoadRecord | None:
+    """The record of ``model`` itself; None if zerostart did not load it."""
+    return _records.get(model)
 
 
 def record_of(model: nn.Module) -> LoadRecord:

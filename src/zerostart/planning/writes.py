@@ -67,19 +67,34 @@ class Write:
         """Whether it is one run of host memory, in the dtype of the file."""
         return len(self.parts) == 1 and self.parts[0].direct
 
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """The unbroken runs, as ``(first element, elements)`` relative to ``first``, in order."""
+    def rows(self) -> Iterator[tuple[int, int, int, int]]:
+        """The unbroken runs, in order, those of one length at equal distances together.
+
+        As ``(first element, elements, distance, how many)``, the first relative to that of the write.
+        """
         if self.count == self.span:
-            yield 0, self.span
+            yield 0, self.span, self.span, 1
             return
+        starts, lengths = (column.tolist() for column in self._runs())
+        begin, step = 0, 0
+        for at in range(1, len(starts) + 1):
+            if at < len(starts) and lengths[at] == lengths[begin]:
+                distance = starts[at] - starts[at - 1]
+                if at == begin + 1 or distance == step:
+                    step = distance
+                    continue
+            yield starts[begin], lengths[begin], step, at - begin
+            begin, step = at, 0
+
+    def _runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Where the unbroken runs begin, and how long they are."""
         found = [_runs(part) for part in self.parts]
         starts = np.concatenate([s for s, _ in found])
         order = np.argsort(starts)
         starts = starts[order]
         lengths = np.concatenate([np.full(len(s), n) for s, n in found])[order]
         begins = np.flatnonzero(np.concatenate([[True], starts[1:] != starts[:-1] + lengths[:-1]]))
-        totals = np.add.reduceat(lengths, begins)
-        yield from zip(starts[begins].tolist(), totals.tolist(), strict=True)
+        return starts[begins], np.add.reduceat(lengths, begins)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ __all__ = ["Adapted", "adapted_model", "adapter_contents", "has_adapters", "merg
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model with adapters: ``model`` has ``peft_config``, and its tensors have ``prefix`` in PEFT's files."""
+    """A model that has ``peft_config``; ``prefix`` is what its names have before them in PEFT's files."""
 
     model: Any
     prefix: str
@@ -34,6 +36,21 @@ class Adapted:
     def names(self) -> list[str]:
         """Names of its adapters."""
         return list(self.model.peft_config)
+
+    def save_config(self, adapter: str, directory: Path) -> None:
+        """Write ``adapter_config.json`` as PEFT's ``save_pretrained`` does."""
+        config = copy.deepcopy(self.model.peft_config[adapter])
+        base: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        if config.base_model_name_or_path is None:
+            config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+        config.inference_mode = True
+        mapping = None
+        if config.task_type is None:
+            mapping = {
+                "base_model_class": type(base).__name__.removeprefix("FSDP"),
+                "parent_library": type(base).__module__,
+            }
+        config.save_pretrained(directory, auto_mapping_dict=mapping)
 
 
 def adapted_model(model: nn.Module) -> Adapted | None:
@@ -123,9 +140,8 @@ def merged(model: nn.Module, held: Sequence[Held]) -> list[Held]:
     inside: set[str] = set()
     changed: dict[str, Held] = {}
     for name, layer in _layers(model):
-        inside |= {
-            given for given in by_given if given.startswith(f"{name}.") and ".base_layer." not in given
-        }
+        own = f"{name}."
+        inside |= {n for n in by_given if n.startswith(own) and not n.startswith(f"{own}base_layer.")}
         deltas = [_delta(name, layer, adapter, by_given) for adapter in _unmerged(layer)]
         item = by_given.get(f"{name}.base_layer.weight")
         if deltas and item is None:

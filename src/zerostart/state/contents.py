@@ -1,9 +1,9 @@
 """What a model is in files: the names, types and shapes of a checkpoint, and where a rank's share of it goes.
 
 A model that zerostart has loaded goes back into the tensors that it came from, by the recipes of its load
-taken backwards. What has no recipe that can be (it was initialised, calculated, or changed since) goes the way
-that its library reverts conversions, which is traced like any other; and what has no such way, under the
-model's own name.
+taken backwards. What has no recipe that can be (it was initialised, calculated, or changed since) goes the
+way that its library reverts conversions, which is traced like any other; and what has no such way, under
+the model's own name.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ __all__ = ["Contents", "Held", "contents_of", "held_tensors"]
 class Held:
     """One logical tensor of a live model: its name as it was loaded, and this rank's share.
 
-    ``given`` is its name now, ``trained`` whether it takes gradients; ``change`` as in ``Outgoing``.
+    ``given`` is its name now; ``trained`` says whether it is a ``parameter`` that takes gradients; ``change``
+    is as in ``Outgoing``.
     """
 
     name: str
     given: str
     shard: Shard
+    parameter: bool
     trained: bool
     change: Change | None = None
 
@@ -85,8 +87,9 @@ def held_tensors(
         if kept != given:
             tied[plain_name(given)] = plain_name(kept)
         else:
-            trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-            found.append(Held(plain_name(given), given, shards[given], trained))
+            parameter = isinstance(tensor, nn.Parameter)
+            trained = parameter and tensor.requires_grad
+            found.append(Held(plain_name(given), given, shards[given], parameter, trained))
     return found, tied
 
 
@@ -159,7 +162,7 @@ def _as_loaded(
 def _as_reverted(
     contents: Contents, model: nn.Module, rest: Mapping[str, Held], dtype: torch.dtype | None
 ) -> None:
-    """Name and lay out the ``rest`` as ``save_pretrained`` of the model's library would, where that is known."""
+    """Name and lay out the ``rest`` as the library's ``save_pretrained`` would, where that is known."""
     if not rest or not is_pretrained(model):
         return
     shapes = {name: item.shard.layout.shape for name, item in rest.items()}

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.publishing import MARKER, Staging, told
+from zerostart.checkpoint.publishing import Staging, told
+from zerostart.checkpoint.replacing import MARKER
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError
 
@@ -51,7 +52,7 @@ def publishing(path: str | os.PathLike[str], world: World, *, marker: str = MARK
         try:
             directory = Path(world.broadcast_object(begin, "making a directory to save to"))
             publication = Publication(directory)
-            with world.phase("writing the files"), told(directory, "nothing was saved"):
+            with world.phase("writing the files"), told(Path(path), "nothing was saved"):
                 if not directory.is_dir():
                     raise WriteError(
                         f"{directory}: rank {world.rank} does not see the directory that rank 0 made; save "

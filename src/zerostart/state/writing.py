@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
-import torch.distributed as dist
 
 from zerostart import geometry
+from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.shards import SaveLayout, plan_shards
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.machine import cores, local_ranks
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
-from zerostart.errors import CheckpointError, ConfigError
+from zerostart.errors import ConfigError
 from zerostart.layout import Layout
 from zerostart.planning.writes import GRAIN, Origin, WritePlan, own_part, plan_writes
 from zerostart.recipe import Recipe, Target
@@ -87,11 +87,14 @@ def write_tensors(
     ``entries``, and the targets of ``outgoing``, are in one order on all ranks, which together have each
     element of each entry once (``Shard.held`` tells replicas). ``stem``, ``max_shard_size``, ``metadata`` and
     ``parameters`` are as in ``plan_shards``. Beside the shards a rank takes at most ``memory_limit`` bytes;
-    None: 32 MiB. Raises WriteError, ConfigError and CheckpointError, on every rank; then no file is left.
+    None: 32 MiB. Raises WriteError, ConfigError and, where an element is on no rank or counted by two,
+    CheckpointError, on every rank; then no file is left.
     """
     begun = time.perf_counter()
     with world.phase("planning what is written"):
-        layout = plan_shards(entries, max_shard_size, stem, metadata, parameters)
+        listed = list(entries)
+        layout = plan_shards(listed, max_shard_size, stem, metadata, parameters)
+        digests = Digests(listed)
         chunk, threads = _tuned(memory_limit)
         plan, storages = planned(layout, outgoing, chunk)
     token = world.broadcast_object(lambda: uuid.uuid4().hex[:12], "naming the files")
@@ -103,15 +106,15 @@ def write_tensors(
                 if world.rank == 0:
                     writer.create()
             with world.phase("writing to the files"):
-                write_out(plan, storages, writer, threads)
+                write_out(plan, storages, writer, threads, digests.add_rows)
                 writer.close()
-            _check_complete(plan, world)
+            known = digests.summed(world)
             if world.rank == 0:
                 writer.commit()
     except BaseException:
         writer.discard()
         raise
-    return Written(layout, plan.nbytes, time.perf_counter() - begun)
+    return Written(layout, plan.nbytes, time.perf_counter() - begun, known)
 
 
 def planned(
@@ -145,16 +148,3 @@ def _tuned(memory_limit: int | None) -> tuple[int, int]:
     threads = min(THREADS, max(2, int(cores()) // local_ranks()), limit // MIN_CHUNK)
     chunk = min(CHUNK, limit // threads)
     return chunk - chunk % 4096, threads
-
-
-def _check_complete(plan: WritePlan, world: World) -> None:
-    """Raise CheckpointError, on every rank, unless all bytes of all tensors have been written once."""
-    written = torch.tensor([plan.nbytes], dtype=torch.int64)
-    if world.size > 1:
-        with world.collectives("counting what was written"):
-            dist.all_reduce(written, group=world.group)
-    if int(written) != plan.layout.total_size:
-        raise CheckpointError(
-            f"the ranks together have {int(written)} bytes of the {plan.layout.total_size} of all files: "
-            "a shard that none of them has, or that several have, cannot be saved; nothing was saved"
-        )

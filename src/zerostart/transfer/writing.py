@@ -16,9 +16,9 @@ from zerostart.transfer.staging import bytes_view
 
 __all__ = ["Change", "Noted", "Source", "write_out"]
 
-#: Told of every run that is written: the tensor, its first element there, and the elements, in the file's
-#: dtype, which it must not keep. Called from several threads.
-Noted = Callable[[str, int, torch.Tensor], None]
+#: Told of all that is written: the tensor, the first element there, the distance from row to row, and rows of
+#: elements in the file's dtype, [rows, elements], which it must not keep. Called from several threads.
+Noted = Callable[[str, int, int, torch.Tensor], None]
 #: Given the first element and elements of a storage from there on, gives what is written in their place.
 Change = Callable[[int, torch.Tensor], torch.Tensor]
 
@@ -119,11 +119,13 @@ class _Crew:
     def _write(self, write: Write, room: _Room) -> None:
         data = self._in_place(write) if write.direct else self._put_together(write, room)
         view, width = bytes_view(data), write.dtype.itemsize
-        for first, count in write.runs():
+        for first, count, step, rows in write.rows():
             if self._noted is not None:
-                self._noted(write.name, write.first + first, data[first : first + count])
-            run = view[first * width : (first + count) * width]
-            self._writer.write(write.name, run, (write.first + first) * width)
+                seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
+                self._noted(write.name, write.first + first, step, seen)
+            for begin in range(first, first + rows * step, step) if rows > 1 else (first,):
+                run = view[begin * width : (begin + count) * width]
+                self._writer.write(write.name, run, (write.first + begin) * width)
 
     def _in_place(self, write: Write) -> torch.Tensor:
         (part,) = write.parts

@@ -1,0 +1,40 @@
+"""Files and directories that are on the disk before anything goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["sync", "sync_directory", "write_whole"]
+
+
+def write_whole(path: Path, data: bytes, part: Path, durable: bool = True) -> None:
+    """Write ``path`` under the name ``part`` beside it first, so that it is never there in part.
+
+    With ``durable`` its bytes are on the disk before it has its name; the name itself is once the directory
+    is synced. Raises OSError.
+    """
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(handle, left) :]
+        if durable:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+    part.replace(path)
+
+
+def sync_directory(directory: Path) -> None:
+    """Bring the names in a directory to the disk. Raises OSError."""
+    sync(directory, os.O_DIRECTORY)
+
+
+def sync(path: Path, flags: int = 0) -> None:
+    """Bring the bytes of a file to the disk, whoever wrote them. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
