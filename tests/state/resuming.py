@@ -44,7 +44,7 @@ class Case:
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": self.accumulate,
-            "gradient_clipping": 0.5,
+            "gradient_clipping": 0.0,
             "zero_optimization": {"stage": self.stage, **self.zero},
             "bf16": {"enabled": self.bf16},
             "zero_allow_untested_optimizer": True,
@@ -53,11 +53,14 @@ class Case:
         }
 
 
-def batch(step: int, part: int = 0, parts: int = 1) -> torch.Tensor:
-    """This rank's rows of the batch of a step, or of one of ``parts`` that are accumulated."""
+def batch(step: int, part: int, parts: int, tensors: int) -> torch.Tensor:
+    """This rank's rows of the batch of a step, or of one of ``parts`` that are accumulated.
+
+    Ranks that share ``tensors`` see the same.
+    """
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator).chunk(parts)[part]
-    return tokens.chunk(dist.get_world_size())[dist.get_rank()]
+    return tokens.chunk(dist.get_world_size() // tensors)[dist.get_rank() // tensors]
 
 
 class Run:
@@ -76,6 +79,8 @@ class Run:
 
                 shard_added(self.model, {}, fp32=False)
         self.model.train()
+        if case.engine == "fsdp2" and case.stage == 0:
+            self.model = nn.parallel.DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(list(_groups(self.model, case.groups)), lr=RATE, eps=1e-4)
         if case.engine == "deepspeed":
             import deepspeed
@@ -121,7 +126,7 @@ class Run:
         count = self.case.accumulate
         losses = []
         for part in parts or range(count):
-            tokens = batch(number, part, count)
+            tokens = batch(number, part, count, self.case.tensors)
             loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
             if self.case.engine == "deepspeed":
                 self.model.backward(loss)
@@ -129,7 +134,6 @@ class Run:
             else:
                 (loss / count).backward()
                 if part == count - 1:
-                    nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
                     self.optimizer.step()
                     self.optimizer.zero_grad()
             mean = loss.detach().float()

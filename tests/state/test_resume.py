@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import zerostart
 from parity import checkpoint
 from ranks import run_ranks
-from resuming import Case, train
+from resuming import Case, Run, train
 
 FIRST, MORE = 2, 3
 FSDP2, ZERO = Case("fsdp2"), Case("deepspeed")
@@ -162,3 +166,132 @@ def test_losses_go_on_elsewhere(name: str, paths: dict[str, Path], tmp_path: Pat
     wanted = run_ranks(uninterrupted, ranks, paths[one.kind], one, tmp_path / "state")[0]
     found = run_ranks(resumed, others, paths[one.kind], other, tmp_path / "state")[0]
     assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def window(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:
+    """Saved after the first of three batches that make up a step."""
+    wrong = []
+    for number, (name, case) in enumerate(cases.items()):
+        place = folder / str(number)
+        run = Run(path, case)
+        run.step(0)
+        run.step(1, range(1))
+        zerostart.save_state(place, *run.state)
+        wanted = run.step(1, range(1, 3)) + run.step(2)
+        run.end()
+        run = Run(path, case)
+        zerostart.load_state(place, *run.state)
+        found = run.step(1, range(1, 3)) + run.step(2)
+        run.end()
+        if found != wanted:
+            wrong.append(f"{name}: {found} for {wanted}")
+    return wrong
+
+
+WINDOWS = {
+    "FSDP2": Case("fsdp2", accumulate=3),
+    "ZeRO-3": Case("deepspeed", accumulate=3, bf16=True),
+    "ZeRO-3, offloaded": Case("deepspeed", zero=OFFLOADED, accumulate=3),
+}
+
+
+def test_gradients_of_a_window_are_added_to(paths: dict[str, Path], tmp_path: Path) -> None:
+    assert run_ranks(window, 2, paths["qwen3"], WINDOWS, tmp_path) == [[], []]
+
+
+def not_in_a_window(path: Path, folder: Path) -> None:
+    for stage in (1, 2):
+        run = Run(path, Case("deepspeed", stage, accumulate=3))
+        run.step(0, range(1))
+        with pytest.raises(zerostart.ZerostartError, match="middle of a window of gradient accumulation"):
+            zerostart.save_state(folder, *run.state)
+        assert not folder.exists()
+        run.end()
+
+
+def before_a_step(path: Path, folder: Path) -> None:
+    """No moments are there yet: there are none afterwards, and no step is taken."""
+    for engine in ("fsdp2", "deepspeed"):
+        place = folder / engine
+        run = Run(path, Case(engine))
+        zerostart.save_state(place, *run.state)
+        wanted = run.step(0) + run.step(1)
+        run.end()
+        run = Run(path, Case(engine))
+        run.step(5)
+        zerostart.load_state(place, *run.state)
+        steps = run.optimizer.state
+        assert not any(steps.values())
+        assert run.step(0) + run.step(1) == wanted
+        run.end()
+
+
+def test_a_state_without_moments_has_none_afterwards(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(before_a_step, 2, paths["qwen3"], tmp_path)
+
+
+def random_states(path: Path, folder: Path) -> None:
+    """Each rank has its own, of three generators."""
+    import random
+
+    import numpy as np
+
+    run = Run(path, FSDP2)
+    seed = 17 + dist.get_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    random.gauss(0, 1), np.random.randn(), torch.randn(3)
+
+    def draws() -> list[Any]:
+        return [random.gauss(0, 1), random.random(), *np.random.randn(3).tolist(), *torch.randn(5).tolist()]
+
+    zerostart.save_state(folder, *run.state)
+    wanted = draws()
+    assert zerostart.load_state(folder, *run.state) is None
+    assert draws() == wanted
+
+
+def test_random_states_of_each_rank_come_back(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(random_states, 2, paths["qwen3"], tmp_path / "state")
+
+
+def refusals(path: Path, folder: Path) -> None:
+    """By name, on every rank."""
+    run = Run(path, FSDP2)
+    zerostart.save_state(folder / "state", *run.state)
+    with pytest.raises(zerostart.errors.ConfigError, match=r"extra\.a is a set"):
+        zerostart.save_state(folder / "other", *run.state, extra={"a": set()})
+    whole = Run(path, Case("fsdp2", 0))
+    whole.optimizer = factored = torch.optim.Adafactor(whole.model.parameters())
+    whole.step(0)
+    with pytest.raises(zerostart.ZerostartError, match="'row_var' of model.embed_tokens.weight is neither"):
+        zerostart.save_state(folder / "other", whole.model, factored)
+    with pytest.raises(zerostart.ZerostartError, match="optimized now and were not"):
+        fresh = Run(path, FSDP2)
+        zerostart.save_state(
+            folder / "frozen", fresh.model, torch.optim.AdamW(fresh.model.lm_head.parameters())
+        )
+        zerostart.load_state(folder / "frozen", *fresh.state)
+    assert sorted(p.name for p in folder.iterdir()) == ["frozen", "state"]
+    if dist.get_rank() == 0:
+        (folder / "state" / "state.json").rename(folder / "state" / "aside.json")
+    dist.barrier()
+    with pytest.raises(FileNotFoundError, match="no complete training checkpoint"):
+        zerostart.load_state(folder / "state", *run.state)
+    engine = Run(path, ZERO)
+    with pytest.raises(zerostart.errors.ConfigError, match=r"pass what deepspeed\.initialize"):
+        zerostart.save_state(folder / "other", engine.model.module)
+    engine.end()
+
+
+def test_what_cannot_be_saved_or_restored_is_named(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(
+        refusals, 2, checkpoint("qwen3", tmp_path, tie_word_embeddings=False), _made(tmp_path / "states")
+    )
+    run_ranks(not_in_a_window, 2, paths["qwen3"], tmp_path / "window")
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

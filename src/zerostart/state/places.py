@@ -90,14 +90,15 @@ def _named(inner: nn.Module, outer: nn.Module) -> Iterator[tuple[str, nn.Paramet
 
 def _found(loaded: nn.Module, outer: nn.Module, world: World) -> dict[int, Shard]:
     """Shards of all parameters of ``outer``, by id; what was loaded lies as its record says."""
-    found = found_shards(outer, world)
+    inside = dict(loaded.named_parameters(remove_duplicate=False))
     try:
-        known = record_of(loaded).shards(loaded)
+        known = {id(inside[name]): shard for name, shard in record_of(loaded).shards(loaded).items()}
+        ours = {id(parameter) for parameter in inside.values()}
     except ConfigError:
-        known = {}
-    own = {id(p): name for name, p in loaded.named_parameters(remove_duplicate=False) if name in known}
-    for name, parameter in outer.named_parameters(remove_duplicate=False):
-        if id(parameter) in own:
-            found[name] = known[own[id(parameter)]]
+        known, ours = {}, set()
+    named = dict(outer.named_parameters(remove_duplicate=False))
+    around = any(id(parameter) not in ours for parameter in named.values())
+    found = found_shards(outer, world) if around else {}
+    found.update({name: known[id(p)] for name, p in named.items() if id(p) in known})
     every = with_whole(outer, found, world)
-    return {id(p): every[name] for name, p in outer.named_parameters(remove_duplicate=False)}
+    return {id(parameter): every[name] for name, parameter in named.items()}

@@ -259,11 +259,11 @@ def _in_groups(wrapper: Any, base: torch.optim.Optimizer) -> Iterator[Stepped]:
         flats = getattr(wrapper, "fp32_groups_flat", None)
         if flats is None:
             for parameter, master in zip(parameters, wrapper.fp32_groups[number], strict=True):
-                yield Stepped(base, master, number, (Member(parameter, 0, parameter.numel(), 0),))
+                yield Stepped(base, master, number, (Member(parameter, 0, parameter.numel()),))
             continue
         offsets = [0, *itertools.accumulate(p.numel() for p in parameters)]
         members = tuple(
-            Member(parameter, at, parameter.numel(), 0)
+            Member(parameter, at, parameter.numel())
             for parameter, at in zip(parameters, offsets, strict=False)
         )
         yield Stepped(base, flats[number], number, members)

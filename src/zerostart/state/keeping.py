@@ -1,0 +1,49 @@
+"""Which of a run's training checkpoints stay: the last ones, and the best."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.errors import ConfigError, WriteError
+from zerostart.state.training_state import MARKER
+
+__all__ = ["complete", "prune"]
+
+
+def complete(directory: Path) -> list[Path]:
+    """The complete training checkpoints in ``directory``, the oldest first."""
+    found = [path.parent for path in directory.glob(f"*/{MARKER}")]
+    return sorted(found, key=lambda path: ((path / MARKER).stat().st_mtime_ns, path.name))
+
+
+def prune(
+    directory: Path, keep: int | None, best: int = 0, score: Callable[[Any], float] | None = None
+) -> list[Path]:
+    """Remove training checkpoints in ``directory`` but the last ``keep`` and the ``best`` ones; gives them.
+
+    One rank calls it, after a save. ``score`` says how good a checkpoint is, from its ``extra`` as it is in
+    the document (more is better). ``keep=None`` keeps all. What is incomplete, or no training checkpoint, is
+    left alone. A checkpoint loses its marker first, so that a kill leaves none that looks whole.
+    Raises ConfigError for numbers that keep nothing, WriteError where removing fails.
+    """
+    if keep is None:
+        return []
+    if keep < 1 or best < 0 or (best and score is None):
+        raise ConfigError(f"keep={keep} and best={best}: keep the last one at least, and say what is best")
+    found = complete(directory)
+    kept = set(found[-keep:])
+    if score is not None:
+        told = {path: score(read_json(path / MARKER, "training state").get("extra")) for path in found}
+        kept |= set(sorted(found, key=lambda path: told[path])[len(found) - min(best, len(found)) :])
+    removed = [path for path in found if path not in kept]
+    for path in removed:
+        try:
+            (path / MARKER).unlink()
+            shutil.rmtree(path)
+        except OSError as error:
+            raise WriteError(f"{path}: cannot be removed: {error}") from error
+    return removed
