@@ -127,7 +127,7 @@ def load_and_export(path, engine, out):
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
 def test_export_is_what_plain_transformers_loads(checkpoints, tokenizer_path, tmp_path, kind, engine):
-    """Tied weights are stored once; fused experts in the model's own layout, in several files."""
+    """Tied weights are stored once; experts one by one, as they came, in several files."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = checkpoints(kind)

@@ -208,9 +208,11 @@ def _delta(name: str, layer: Any, adapter: str, held: Mapping[str, Held]) -> _De
             "shard; use adapters_only=True"
         )
     a, b = (_whole(factor) for factor in factors if factor is not None)
-    turned = bool(getattr(layer, "fan_in_fan_out", False)) or "embedding" in (given or ("",))[0]
-    dtype = b.dtype
-    if dtype in (torch.float16, torch.bfloat16):  # PEFT's own way on the CPU
+    embedding = "embedding" in (given or ("",))[0]
+    turned = bool(getattr(layer, "fan_in_fan_out", False)) or embedding
+    # Of an embedding PEFT casts the product before it adds it.
+    dtype = layer.get_base_layer().weight.dtype if embedding else b.dtype
+    if b.dtype in (torch.float16, torch.bfloat16):  # PEFT's own way on the CPU
         a, b = a.float(), b.float()
     return _Delta(a, b, float(layer.scaling[adapter]), turned, dtype)
 

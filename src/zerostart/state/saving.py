@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -33,7 +34,10 @@ _WEIGHTS = re.compile(r"(?P<stem>.+?)(-\d{5}-of-\d{5})?\.(safetensors|sft)")
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """The arguments of a save, as ``zerostart.save`` documents them."""
+    """The arguments of a save, as ``zerostart.save`` documents them.
+
+    ``beside`` writes what else belongs into the directory, which it is given; on one rank.
+    """
 
     max_shard_size: int | str = "5GB"
     dtype: torch.dtype | None = None
@@ -41,6 +45,7 @@ class SaveRequest:
     adapters_only: bool = False
     merge_adapters: bool = False
     memory_limit: int | None = None
+    beside: Callable[[Path], object] | None = None
 
     def check(self) -> None:
         """Raise ConfigError for what no save can serve."""
@@ -148,6 +153,8 @@ def _model(
     with world.phase("saving the settings"):
         if world.rank == 0:
             root = record.catalog.root if record is not None else ""
+            if request.beside is not None:
+                request.beside(publication.directory)
             save_settings(inner, publication.directory, root, request.dtype)
     return written, contents
 
