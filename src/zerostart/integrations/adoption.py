@@ -20,6 +20,7 @@ from zerostart import engines
 from zerostart.distributed.world import current_world
 from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
+from zerostart.integrations import meeting, saving, states
 from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.pretrained import Call, Settings
@@ -33,6 +34,7 @@ from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
 from zerostart.upstream.deepspeed_active import config_stage
 from zerostart.upstream.deepspeed_saving import Consolidation
 from zerostart.upstream.diffusers import is_diffusers
+from zerostart.upstream.saving_calls import SavingCalls
 
 __all__ = ["Settings", "disable", "enable", "enabled"]
 
@@ -121,7 +123,9 @@ class _Noting(Call):
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
-        _accelerate.hold(model)  # It may be prepared long after the block in which it was loaded.
+        # It may be prepared, and saved, long after the block in which it was loaded.
+        _accelerate.hold(model)
+        _saving.hold(model)
         if record_of(model).engine.wraps and self._settings.expert_parallel > 1:
             _consolidation.hold(model)
         return found
@@ -250,8 +254,29 @@ def _left(model: nn.Module) -> None:
         _accelerate.hold(model)
 
 
+def _wait_for_everyone(original: Any, **call: Any) -> Any:
+    """``wait_for_everyone`` of accelerate, which ranks that wait for others at another place look at."""
+    meeting.waiting()
+    return original()
+
+
 _transformers = loading_parts.Override(_choose, _left)
 _diffusers = diffusers_parts.Override(_choose, _left)
 _accelerate = accelerate_parts.Override(_sharded, _partitioned, _whole_of_flat)
 _consolidation = Consolidation(_whole_state)
-_overrides = (_transformers, _diffusers, _accelerate)
+_saving = SavingCalls(
+    {
+        "PreTrainedModel.save_pretrained": saving.save_pretrained,
+        "PeftModel.save_pretrained": saving.save_adapters,
+        "Accelerator.save_model": saving.save_model,
+        "DeepSpeedEngine.save_checkpoint": states.save_checkpoint,
+        "DeepSpeedEngine.load_checkpoint": states.load_checkpoint,
+        "accelerate.accelerator.save_fsdp_model": states.save_fsdp_model,
+        "accelerate.accelerator.save_fsdp_optimizer": states.save_fsdp_optimizer,
+        "accelerate.accelerator.load_fsdp_model": states.load_fsdp_model,
+        "accelerate.accelerator.load_fsdp_optimizer": states.load_fsdp_optimizer,
+        "accelerate.accelerator.load_accelerator_state": states.load_accelerator_state,
+        "PartialState.wait_for_everyone": _wait_for_everyone,
+    }
+)
+_overrides = (_transformers, _diffusers, _accelerate, _saving)
