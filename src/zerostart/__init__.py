@@ -22,17 +22,22 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from zerostart.checkpoint.verifying import Verified
     from zerostart.forecast import WorldPlan
     from zerostart.loading.report import Report
     from zerostart.state.background import Saving
+    from zerostart.state.comparing import Difference
     from zerostart.state.saving import SaveReport
 
     Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
     ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | None
+    Comparable = str | os.PathLike[str] | nn.Module
     Converter = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | Sequence[Any] | None
 
 __all__ = [
     "ZerostartError",
+    "diff",
+    "digest",
     "disable",
     "enable",
     "enabled",
@@ -45,6 +50,7 @@ __all__ = [
     "report",
     "save",
     "save_state",
+    "verify",
 ]
 __version__ = "0.1.0.dev0"
 
@@ -246,6 +252,64 @@ def gathered(
     return gather(model, name, modifier_rank)
 
 
+def save_state(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    extra: Any = None,
+    wait: bool = True,
+) -> Saving:
+    """Write a training checkpoint; collective, each rank its own share, nothing gathered.
+
+    It has all that a run goes on from: parameters, persistent buffers, fp32 masters, the optimizer's state
+    and settings, the engine's counters, loss scale and schedule, gradients that are there to be added to,
+    the random states of every rank, and ``extra``. ``path`` appears whole or not at all, in the place of an
+    older checkpoint. In it ``model/`` is a Hugging Face directory. See ``docs/resuming.md``.
+
+    Args:
+        path: the directory to be; the same on all ranks, on storage that they share.
+        model: what ``load``, ``deepspeed.initialize`` or ``accelerator.prepare`` returned, or any model that
+            DeepSpeed's ZeRO or FSDP2 shards, inside PEFT, DistributedDataParallel, ``torch.compile`` or not.
+        optimizer: the torch optimizer where no DeepSpeed engine steps, or accelerate's wrapper of it.
+        extra: any JSON value with tensors in it, the same on all ranks; of other objects pass what describes
+            them, such as ``scheduler.state_dict()``.
+        wait: if False, return when the shares are copied to host memory, and write them in the background; an
+            error is then told by ``wait()`` of what is returned, or by the next save. Keep the process group
+            until then.
+
+    Returns:
+        The save: ``done()``, ``wait()``, and ``seconds`` with ``blocked`` and ``written``.
+
+    Raises:
+        ZerostartError: the same type and text on every rank; what was at ``path`` is then as it was.
+            ConfigError for a state of the optimizer that has not the shape of its parameter, and in the
+            middle of an accumulation window where the engine has not reduced its gradients.
+    """
+    from zerostart.state.checkpointing import save_state as save
+
+    return save(path, model, optimizer, extra, wait)
+
+
+def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None) -> Any:
+    """Put a training checkpoint into a model, its optimizer and its engine; gives its ``extra``. Collective.
+
+    Each rank reads what it holds, so that the number of ranks, the ZeRO stage, expert and tensor parallel
+    degrees, offloading and the engine may be others than when it was saved. No step is taken: an optimizer
+    without state gets the saved one, and one whose parameters had none yet has none. ``model`` and
+    ``optimizer`` are as in ``save_state``; parameters are matched by name, and groups by their parameters.
+
+    Random states are each rank's own where the ranks are as many, else new ones that follow from the saved.
+
+    Raises:
+        ZerostartError: the same on every rank; the model is then of no use. CheckpointNotFoundError for a
+            directory that is no complete checkpoint, CoverageError for one of another model, CheckpointError
+            for groups or numbers that do not fit the running optimizer.
+    """
+    from zerostart.state.resuming import load_state as restore
+
+    return restore(path, model, optimizer)
+
+
 def save(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -292,62 +356,58 @@ def save(
     return save_model(model, path, request)
 
 
-def save_state(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Any = None,
-    extra: Any = None,
-    wait: bool = True,
-) -> Saving:
-    """Write a training checkpoint; collective, each rank its own share, nothing gathered.
+def digest(model: nn.Module) -> dict[str, str]:
+    """The digest of each tensor of ``model``, by its state-dict name; tied names have the same.
 
-    It has all that a run goes on from: parameters, persistent buffers, fp32 masters, the optimizer's state
-    and settings, the engine's counters, loss scale and schedule, gradients that are there to be added to,
-    the random states of every rank, and ``extra``. ``path`` appears whole or not at all, in the place of an
-    older checkpoint. In it ``model/`` is a Hugging Face directory. See ``docs/resuming.md``.
+    Collective. 32 hexadecimal digits of dtype, shape and bits that are the same for every layout, engine,
+    stage and number of ranks, experts whole, and those that files of the same tensors have. ``model`` is as
+    in ``save``. Each rank reads its own share, where it lies, and one message goes round. See
+    ``docs/verify.md``.
 
-    Args:
-        path: the directory to be; the same on all ranks, on storage that they share.
-        model: what ``load``, ``deepspeed.initialize`` or ``accelerator.prepare`` returned, or any model that
-            DeepSpeed's ZeRO or FSDP2 shards, inside PEFT, DistributedDataParallel, ``torch.compile`` or not.
-        optimizer: the torch optimizer of a model that no DeepSpeed engine steps, or accelerate's wrapper of it.
-        extra: any JSON value with tensors in it, the same on all ranks; of other objects pass what describes
-            them, such as ``scheduler.state_dict()``.
-        wait: if False, return when the shares are copied to host memory, and write them in the background; an
-            error is then told by ``wait()`` of what is returned, or by the next save. Keep the process group
-            until then.
+    Raises:
+        ZerostartError: the same type and text on every rank; EngineError for experts of DeepSpeed's own MoE.
+    """
+    from zerostart.state.digest import digest as digest_of
+
+    return digest_of(model)
+
+
+def verify(path: str | os.PathLike[str]) -> Verified:
+    """Compare a directory that zerostart saved with what was saved, in files, bytes and digests of tensors.
+
+    Reads all of it once, in one process and without one of ``torch.distributed``, in bounded memory.
 
     Returns:
-        The save: ``done()``, ``wait()``, and ``seconds`` with ``blocked`` and ``written``.
+        How many ``files``, ``tensors`` and ``bytes`` were found as they were saved.
 
     Raises:
-        ZerostartError: the same type and text on every rank; the checkpoint that was at ``path`` is then as it
-            was. ConfigError for a state of the optimizer that has not the shape of its parameter, and in the
-            middle of an accumulation window below ZeRO stage 3.
+        VerifyError: files and tensors that are missing or have other contents, by name; or there is no
+            ``zerostart.json`` (of ``save_state``: ``state.json``), which says what was saved.
     """
-    from zerostart.state.checkpointing import save_state as save
+    from zerostart.checkpoint.verifying import verify as verify_path
 
-    return save(path, model, optimizer, extra, wait)
+    return verify_path(path)
 
 
-def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None) -> Any:
-    """Put a training checkpoint into a model, its optimizer and its engine, and return its ``extra``; collective.
+def diff(a: Comparable, b: Comparable) -> Difference:
+    """Compare two checkpoints, two live models, or one of each, tensor by tensor and bit by bit.
 
-    Each rank reads what it holds, so that the number of ranks, the ZeRO stage, expert and tensor parallel
-    degrees, offloading and the engine may be others than when it was saved. No step is taken: an optimizer
-    without state gets the saved one, and one whose parameters had none yet has none. ``model`` and
-    ``optimizer`` are as in ``save_state``; parameters are matched by name, and groups by their parameters.
+    A path is whatever ``load`` takes for one; names are those in the files. A live model is as in ``save``,
+    and the call then collective: it is compared with files in the layout in which it would be saved, but
+    under its state-dict names where the files have only those; with another model under those names. Memory
+    is bounded: with a checkpoint each rank reads what it holds itself; of two models the tensors whose
+    digests differ meet segment by segment.
 
-    Random states are those of each rank where the ranks are as many, else new ones that follow from the saved.
+    Returns:
+        ``equal`` names; ``differing``, by name the ``largest`` absolute difference and the number of
+        ``elements`` that differ; ``only_a`` and ``only_b``, names; and ``same``. The same on every rank.
 
     Raises:
-        ZerostartError: the same on every rank; the model is then of no use. CheckpointNotFoundError for a
-            directory that is no complete checkpoint, CoverageError for one of another model, CheckpointError
-            for groups or numbers that do not fit the running optimizer.
+        ZerostartError: what opening and reading a checkpoint raises; the same on every rank.
     """
-    from zerostart.state.resuming import load_state as restore
+    from zerostart.state.diff import diff as compare
 
-    return restore(path, model, optimizer)
+    return compare(a, b)
 
 
 def enabled(

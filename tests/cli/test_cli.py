@@ -28,7 +28,7 @@ def test_help_lists_the_commands_and_imports_no_torch():
     lines = result.stdout.splitlines()
     assert lines[-1] == "[]"
     listed = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")]
-    assert listed[-6:] == ["inspect", "plan", "load", "train", "synth", "env"]
+    assert listed[-8:] == ["inspect", "plan", "load", "train", "synth", "verify", "diff", "env"]
 
 
 def test_a_usage_error_imports_nothing_heavy():

@@ -66,12 +66,20 @@ def test_plan_takes_what_the_contract_says() -> None:
 def test_other_verbs_take_what_the_contract_says() -> None:
     assert list(parameters(zerostart.report)) == ["model"]
     assert parameters(zerostart.full_tensors) == {"model": inspect.Parameter.empty, "rank": 0}
+    required = inspect.Parameter.empty
+    state = {"path": required, "model": required, "optimizer": None}
+    assert parameters(zerostart.load_state) == state
+    assert parameters(zerostart.save_state) == state | {"extra": None, "wait": True}
 
 
 def test_only_finished_verbs_are_there() -> None:
     """A verb that is not asked for yet is absent, not a stub."""
     verbs = {name for name in zerostart.__all__ if inspect.isfunction(getattr(zerostart, name))}
-    assert verbs == {"disable", "enable", "enabled", "full_tensors", "gathered", "load", "plan", "report"}
+    started = {"disable", "enable", "enabled", "load", "plan", "report"}
+    assert verbs == started | {"diff", "digest", "full_tensors", "gathered", "save", "verify"} | {
+        "load_state",
+        "save_state",
+    }
 
 
 LEAVES = {

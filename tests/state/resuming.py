@@ -1,4 +1,4 @@
-"""Trainings that are saved, and go on elsewhere: one topology a case, the same batches for any number of ranks."""
+"""Trainings that are saved, and go on elsewhere; the same batches for any number of ranks."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class Case:
     kind: str = "qwen3"
     accumulate: int = 1
     stock: bool = False  # not loaded by zerostart
+    options: dict[str, Any] = field(default_factory=dict)  # of FSDP2
 
     @property
     def config(self) -> dict[str, Any]:
@@ -93,12 +94,12 @@ class Run:
         case = self.case
         config: dict[str, Any] | None = case.config
         if case.engine == "fsdp2":
-            config = None
+            config = {**case.options}
             if case.bf16:
                 from torch.distributed.fsdp import MixedPrecisionPolicy
 
                 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-                config = {"mp_policy": policy}
+                config["mp_policy"] = policy
         return zerostart.load(
             path,
             engine=case.engine,
@@ -181,7 +182,8 @@ def train(
     run = Run(path, case)
     if load is not None:
         extra = zerostart.load_state(load, *run.state)
-        assert extra["step"] == steps.start and torch.equal(extra["tensor"], torch.arange(7.0) / 3)
+        assert extra["step"] == steps.start
+        assert torch.equal(extra["tensor"], torch.arange(7.0) / 3)
     losses = []
     handle: Any = None
     for number in steps:

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the checkpoint is of the moment of the call, errors come later, never lost."""
+"""Saving while training goes on: a checkpoint is of the moment of the call, and no error is lost."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from resuming import Case, Run, train
 
 import zerostart
 from parity import checkpoint
 from ranks import run_ranks
-from resuming import Case, Run, train
 from zerostart.state import checkpointing
 
 FIRST, MORE = 2, 3

@@ -21,7 +21,7 @@ from zerostart.errors import ZerostartError
 
 __all__ = ["main"]
 
-_COMMANDS = ("inspect", "plan", "load", "train", "synth", "env")
+_COMMANDS = ("inspect", "plan", "load", "train", "synth", "verify", "diff", "env")
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 

@@ -11,7 +11,7 @@ import typer
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.strict_json import dump_json
 
-__all__ = ["command"]
+__all__ = ["command", "readable"]
 
 _LARGEST = 5
 
@@ -36,7 +36,7 @@ def command(
         if as_json:
             print(dump_json({"root": str(path), "components": described}, indent=1))
         else:
-            print_components(str(path), described, _readable)
+            print_components(str(path), described, readable)
         return
     catalog = open_catalog(source)
     config = read_config(catalog.root) or {}
@@ -120,7 +120,7 @@ def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
         "files": f"{len(catalog.files):,}",
         "tensors": f"{len(catalog.tensors):,}",
         "parameters": f"{sum(entry.numel for entry in catalog.tensors.values()):,}",
-        "bytes": f"{catalog.nbytes:,} ({_readable(catalog.nbytes)})",
+        "bytes": f"{catalog.nbytes:,} ({readable(catalog.nbytes)})",
     }
     for name, value in rows.items():
         facts.add_row(name, Text(value, overflow="fold"))
@@ -128,20 +128,18 @@ def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
     kinds = Table("dtype", title="By element type", title_justify="left")
     add_figures(kinds, "tensors", "parameters", "bytes")
     for dtype, counts in _by_dtype(catalog).items():
-        kinds.add_row(
-            dtype, f"{counts['tensors']:,}", f"{counts['parameters']:,}", _readable(counts["bytes"])
-        )
+        kinds.add_row(dtype, f"{counts['tensors']:,}", f"{counts['parameters']:,}", readable(counts["bytes"]))
     console.print(kinds)
     table = Table("tensor", title="Largest tensors", title_justify="left")
     add_figures(table, "dtype", "shape", "bytes")
     for entry in _largest(catalog, _LARGEST):
         # Text, because square brackets in a stranger's names would be read as markup.
-        figures = (Text(entry.dtype), Text(str(list(entry.shape))), _readable(entry.nbytes))
+        figures = (Text(entry.dtype), Text(str(list(entry.shape))), readable(entry.nbytes))
         table.add_row(Text(entry.name, overflow="fold"), *figures)
     console.print(table)
 
 
-def _readable(count: int) -> str:
+def readable(count: int) -> str:
     """Bytes in decimal units, as the hub and ``--max-shard-size`` count them."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:

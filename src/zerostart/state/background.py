@@ -34,8 +34,11 @@ logger = logging.getLogger("zerostart")
 
 @dataclass
 class Saving:
-    """A save under way or done. ``seconds``: ``blocked`` is how long the call held the training up, ``written``
-    how long it took until the checkpoint was in its place, both from the call on; 0.0 until then."""
+    """A save under way or done.
+
+    Of ``seconds``, ``blocked`` is how long the call held the training up, ``written`` how long it took from
+    the call until the checkpoint was in its place; 0.0 until then.
+    """
 
     seconds: dict[str, float] = field(default_factory=lambda: {"blocked": 0.0, "written": 0.0})
     _thread: threading.Thread | None = None
@@ -51,7 +54,7 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when the checkpoint is in its place; raises what the save failed with, on every rank, once."""
+        """Return when the checkpoint is in its place; raises what the save failed with, once."""
         if self._thread is not None:
             self._thread.join()
         error, self._error = self._error, None
@@ -60,11 +63,12 @@ class Saving:
 
 
 _last: list[Saving] = []
-_groups: dict[int, Any] = {}
+#: The default process group, and the one beside it.
+_groups: list[tuple[Any, Any]] = []
 
 
 def finish_last() -> None:
-    """Wait for the save that is under way, if any, and raise what it failed with, if nobody has heard of it."""
+    """Wait for the save that is under way, if any, and raise what it failed with, if nobody was told."""
     while _last:
         saving = _last.pop()
         if not saving.done():
@@ -97,12 +101,11 @@ def _aside(world: World) -> World:
     """The same ranks over a group that only saves in the background use, made once."""
     if world.size == 1:
         return world
-    key = id(dist.group.WORLD)
-    if key not in _groups:
-        _groups.clear()
+    default = dist.group.WORLD
+    if not _groups or _groups[0][0] is not default:
         with world.collectives("making a process group for saving"):
-            _groups[key] = dist.new_group(backend="gloo")
-    return replace(world, group=_groups[key])
+            _groups[:] = [(default, dist.new_group(backend="gloo"))]
+    return replace(world, group=_groups[0][1])
 
 
 def kept_on_host(content: Content, world: World, budget: int | None) -> Content:
@@ -116,8 +119,8 @@ def kept_on_host(content: Content, world: World, budget: int | None) -> Content:
         limit = available_memory() // max(1, local_ranks()) if budget is None else budget
         if needed > limit:
             raise InsufficientMemoryError(
-                f"rank {world.rank} would copy {needed / 2**20:.1f} MiB to host memory to save in the background, "
-                f"and {limit / 2**20:.1f} MiB are free for it; use wait=True"
+                f"rank {world.rank} would copy {needed / 2**20:.1f} MiB to host memory to save in the "
+                f"background, and {limit / 2**20:.1f} MiB are free for it; use wait=True"
             )
         model, state = ([_copied(*item) for item in part] for part in own)
         if torch.accelerator.is_available():

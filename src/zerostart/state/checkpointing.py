@@ -1,9 +1,10 @@
-"""``zerostart.save_state``: each rank writes its own share of a training checkpoint, now or in the background."""
+"""``zerostart.save_state``: each rank writes its own share of a training checkpoint, now or later."""
 
 from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from zerostart.distributed.world import World, current_world
 from zerostart.state.background import Saving, begin, finish_last, kept_on_host
 from zerostart.state.publishing import publishing
+from zerostart.state.settings import save_settings
 from zerostart.state.training_state import MARKER, MODEL, STATE, Content, collected
 from zerostart.state.writing import write_tensors
 
@@ -37,6 +39,9 @@ def save_state(
     with world.phase("saving the training state"):
         with world.phase("looking at what is saved"):
             content = collected(model, optimizer, extra, world)
+            names = repr((content.model[0], content.state[0])).encode()
+        # Ranks with other tensors (gradients, states) would be at another place, and hear of it.
+        world.raise_together(None, f"saving the tensors with the checksum {zlib.crc32(names):08x}")
         if wait:
             _write(path, content, world)
             return Saving.finished(time.perf_counter() - begun)
@@ -54,18 +59,8 @@ def _write(path: str | os.PathLike[str], content: Content, world: World) -> None
         model = write_tensors(folder / MODEL, *content.model, world)
         with world.phase("writing the model's configuration"):
             if world.rank == 0:
-                _write_configuration(content.module, folder / MODEL)
+                save_settings(content.module, folder / MODEL, content.root, None)
         state = write_tensors(folder / STATE, *content.state, world, stem=STATE)
         publication.document.update(content.document)
         publication.add_digests(model.digests, MODEL)
         publication.add_digests(state.digests, STATE)
-
-
-def _write_configuration(model: Any, folder: Path) -> None:
-    """What makes the folder one of transformers or diffusers, where the model has it."""
-    for name in ("config", "generation_config"):
-        held = getattr(model, name, None)
-        if hasattr(held, "save_pretrained"):
-            held.save_pretrained(folder)
-    if hasattr(model, "save_config"):
-        model.save_config(folder)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for the parameters of a model, taken out and put in: as logical tensors and numbers.
+"""What an optimizer keeps for a model's parameters, taken out and put in: as logical tensors and numbers.
 
 Engines keep it in different places (flat partitions, sub-groups, the parameters themselves), under the same
 keys. A tensor of a parameter's shape lies as the parameter's own share does, or as the run of it that the
@@ -22,7 +22,16 @@ from zerostart.state.places import Places
 from zerostart.state.values import decoded, dtype_name, dtype_of, encoded
 from zerostart.upstream.stepped import Member, Stepped
 
-__all__ = ["Kept", "masters_of", "moments_of", "restore_groups", "restored_moments", "taken"]
+__all__ = [
+    "Kept",
+    "flat",
+    "masters_of",
+    "moments_of",
+    "restore_groups",
+    "restored_moments",
+    "share_of",
+    "taken",
+]
 
 logger = logging.getLogger("zerostart")
 
@@ -48,7 +57,7 @@ def masters_of(steps: Iterable[Stepped], places: Places) -> Iterator[Kept]:
                 yield Kept(
                     name := places.name_of(member.parameter),
                     "master",
-                    _share(member, places.shards[name], flat(step.tensor)),
+                    share_of(member, places.shards[name], flat(step.tensor)),
                 )
 
 
@@ -61,19 +70,23 @@ def moments_of(steps: Iterable[Stepped], places: Places) -> Iterator[Kept]:
             if not isinstance(value, torch.Tensor) or value.shape != step.tensor.shape:
                 what = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ConfigError(
-                    f"the optimizer's state {key!r} of {places.name_of(step.members[0].parameter)} is neither "
-                    f"a number nor a tensor of the parameter's shape, but {what}: it cannot be cut as the "
-                    "parameter is. Use an optimizer whose state has the parameter's shape (not a factored "
-                    "one), or save its state_dict() by yourself"
+                    f"the optimizer's state {key!r} of {places.name_of(step.members[0].parameter)} is "
+                    f"neither a number nor a tensor of the parameter's shape, but {what}: it cannot be cut "
+                    "as the parameter is. Use an optimizer whose state has the parameter's shape (not a "
+                    "factored one), or save its state_dict() by yourself"
                 )
             for member in step.members:
                 name = places.name_of(member.parameter)
-                yield Kept(name, key, _share(member, places.shards[name], flat(value)))
+                yield Kept(name, key, share_of(member, places.shards[name], flat(value)))
 
 
-def _share(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
-    """The share of a member in a stepped tensor, or in one of its state: a part of the 1-D ``values``."""
-    storage = values[member.at : member.at + member.count]
+def share_of(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
+    """The share of a member in a stepped tensor, or in one of its state: a part of the 1-D ``values``.
+
+    These may be the part already.
+    """
+    part = values.numel() == member.count
+    storage = values if part else values[member.at : member.at + member.count]
     if member.first is None:
         return replace(shard, storage=storage)
     layout = narrowed(shard.layout, member.first, member.first + member.count)
@@ -163,7 +176,7 @@ def restored_moments(
             state[key] = values = _room(key, having, state.get(key), step, stored)
             for member, name in zip(step.members, names, strict=True):
                 if f"optimizer/{key}/{name}" in stored:
-                    yield Kept(name, key, _share(member, places.shards[name], flat(values)))
+                    yield Kept(name, key, share_of(member, places.shards[name], flat(values)))
 
 
 def _numbers(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -190,8 +203,8 @@ def _number(
     for name, other in told.items():
         if _plain(other) != plain:
             raise CheckpointError(
-                f"{first} was saved with {key}={plain} and {name} with {_plain(other)}, and this engine steps "
-                "them together: resume with an engine that steps each parameter by itself (engine='fsdp2')"
+                f"{first} was saved with {key}={plain} and {name} with {_plain(other)}, and this engine "
+                "steps them together: resume with one that steps each by itself (engine='fsdp2')"
             )
     given = decoded(value, {})
     if _class(step.optimizer) != document["class"]:
@@ -242,8 +255,8 @@ def restore_groups(steps: Sequence[Stepped], places: Places, document: Mapping[s
     new = [name for names in members.values() for name in names if name not in saved]
     if new:
         raise CheckpointError(
-            f"{new[0]} and {len(new) - 1} more are optimized now and were not when the state was saved; freeze "
-            "them, or start with zerostart.load of the folder model/ of the checkpoint and a new optimizer"
+            f"{new[0]} and {len(new) - 1} more are optimized now and were not when the state was saved; "
+            "freeze them, or start with zerostart.load of the checkpoint's folder model/ and a new optimizer"
         )
     left = sorted(saved.keys() - {name for names in members.values() for name in names})
     if left:
@@ -253,10 +266,11 @@ def restore_groups(steps: Sequence[Stepped], places: Places, document: Mapping[s
         other = next((name for name in names if saved[name] != settings), None)
         if other is not None:
             raise CheckpointError(
-                f"{names[0]} and {other} are in one parameter group now, and were in groups with other settings "
-                "when the state was saved; group them as they were"
+                f"{names[0]} and {other} are in one parameter group now, and were in groups with other "
+                "settings when the state was saved; group them as they were"
             )
-        _set(steps[0].optimizer, number, settings, document["class"])
+        for optimizer in {id(step.optimizer): step.optimizer for step in steps}.values():
+            _set(optimizer, number, settings, document["class"])
 
 
 def _set(

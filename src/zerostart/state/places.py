@@ -55,7 +55,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def places_of(model: nn.Module, world: World) -> Places:
-    """The places of ``model``, whoever has loaded it; adapters of PEFT are under the names beside their layer.
+    """The places of ``model``, whoever has loaded it; PEFT's adapters have names beside their layer's.
 
     Raises EngineError for a parameter of which no one place can be said.
     """

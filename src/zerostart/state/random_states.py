@@ -17,7 +17,7 @@ def random_rows() -> dict[str, torch.Tensor]:
     """This rank's state of each generator, as a 1-D CPU tensor whose length is the same on every rank."""
     version, words, gauss = random.getstate()
     found = {"python": [version, *words, *_optional(gauss)]}
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found["numpy"] = [*map(int, keys), int(position), int(has_gauss), _bits(float(cached))]
     rows = {name: torch.tensor(row, dtype=torch.int64, device="cpu") for name, row in found.items()}
     rows["torch"] = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""``zerostart.load_state``: a load of a training checkpoint into the layouts that the running engine has now."""
+"""``zerostart.load_state``: a load of a training checkpoint into the layouts that the engine has now."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.publishing import recover
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError, ReadError
 from zerostart.geometry import whole
 from zerostart.layout import Layout, dimension_shard, replicated
 from zerostart.loading.source import open_source
@@ -27,7 +28,15 @@ from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Recipe, Target
 from zerostart.state.optimizing import Kept, flat, masters_of, restore_groups, restored_moments
 from zerostart.state.random_states import random_rows, set_random_rows
-from zerostart.state.training_state import FORMAT, MARKER, MODEL, STATE, Training, training_of
+from zerostart.state.training_state import (
+    FORMAT,
+    MARKER,
+    MODEL,
+    STATE,
+    Training,
+    placed_gradients,
+    training_of,
+)
 from zerostart.state.values import decoded, dtype_of
 from zerostart.transfer import Progress
 from zerostart.transfer.strategy import execute_together
@@ -85,6 +94,10 @@ def _opened(path: Path, world: World) -> _Saved:
 
 
 def _document(path: Path) -> dict[str, Any]:
+    try:
+        recover(path)
+    except OSError as error:
+        raise ReadError(f"{path}: a save was killed, and cannot be put right: {error.strerror}") from error
     if not (path / MARKER).is_file():
         raise CheckpointNotFoundError(
             f"{path} is no complete training checkpoint: {MARKER} is not there, which zerostart.save_state "
@@ -143,7 +156,7 @@ def _parameters(training: Training, saved: _Saved) -> list[_Wanted]:
 
 
 def _source(name: str, dtype: torch.dtype, saved: _Saved) -> str:
-    """What a parameter, or the master of one, is restored from: what was saved in its dtype, else the master."""
+    """What a parameter or a master is restored from: what was saved in its dtype, else the master."""
     name = _name(name, saved)
     master = f"master/{name}"
     if master in saved.state.tensors and dtype_of(saved.model.tensors[name].dtype) != dtype:
@@ -216,23 +229,20 @@ def _gradients(training: Training, saved: _Saved) -> list[Kept]:
     having = {name.partition("/")[2] for name in saved.state.tensors if name.startswith("gradient/")}
     shards = training.places.shards
     engine, found = training.engine, saved.document["engine"]
-    if engine is not None or found["name"] != "torch":
+    if engine is not None or "window" in found:
         if not having:
             return []
-        buffer = deepspeed.gradient_buffer(engine) if engine is not None else None
-        if buffer is None or "window" not in found:
+        room = (
+            deepspeed.gradients(engine, training.steps, make=True)
+            if engine is not None and "window" in found
+            else None
+        )
+        if room is None:
             raise ConfigError(
-                f"{saved.path} was saved in the middle of a window of gradient accumulation, by another kind of "
-                "engine: resume with the same one, or save after optimizer.step() and optimizer.zero_grad()"
+                f"{saved.path} was saved in the middle of a window of gradient accumulation, which this "
+                "engine cannot end: resume with the same one, or save after optimizer.step() and zero_grad()"
             )
-        kept, begin = [], 0
-        for step in training.steps:
-            for member in step.members:
-                name = training.places.name_of(member.parameter)
-                storage = buffer[begin : begin + member.count]
-                kept.append(Kept(name, "gradient", replace(shards[name], storage=storage)))
-                begin += member.count
-        return kept
+        return list(placed_gradients(training, room))
     kept = []
     for name, parameter in training.parameters.items():
         parameter.grad = None
@@ -269,7 +279,7 @@ def _restore_engine(training: Training, saved: _Saved, tensors: Mapping[str, tor
 
 
 def _restore_random(saved: _Saved, world: World) -> None:
-    """This rank's random states; with another number of ranks ones that follow from the saved and the rank."""
+    """This rank's random states; with another number of ranks, new ones out of the saved and the rank."""
     rows: dict[str, torch.Tensor] = {}
     wanted: list[_Wanted] = []
     same = saved.document["world_size"] == world.size

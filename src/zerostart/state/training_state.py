@@ -1,4 +1,4 @@
-"""What a training checkpoint holds, taken from a live model, its optimizer and its engine, as logical tensors.
+"""What a training checkpoint holds, out of a live model, its optimizer and its engine, as logical tensors.
 
 ``model/`` has parameters and persistent buffers under their state-dict names. ``state/`` has everything else:
 ``master/NAME``, ``optimizer/KEY/NAME``, ``gradient/NAME``, ``random/GENERATOR`` (a row for each rank) and
@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,15 +20,27 @@ from zerostart.distributed.world import World
 from zerostart.engines import Shard, whole_shard
 from zerostart.errors import ConfigError
 from zerostart.layout import Layout, dimension_shard
-from zerostart.state.optimizing import Kept, flat, masters_of, moments_of, taken
+from zerostart.loading.record import record_of
+from zerostart.state.optimizing import Kept, flat, masters_of, moments_of, share_of, taken
 from zerostart.state.places import Places, places_of
 from zerostart.state.random_states import random_rows
 from zerostart.state.values import dtype_name, encoded
 from zerostart.state.writing import Entry, Outgoing, plain
 from zerostart.upstream import deepspeed_state as deepspeed
 from zerostart.upstream.stepped import Stepped, plain_steps
+from zerostart.upstream.torch_fsdp2 import has_unreduced
 
-__all__ = ["FORMAT", "MARKER", "MODEL", "STATE", "Content", "Training", "collected", "training_of"]
+__all__ = [
+    "FORMAT",
+    "MARKER",
+    "MODEL",
+    "STATE",
+    "Content",
+    "Training",
+    "collected",
+    "placed_gradients",
+    "training_of",
+]
 
 #: The version of what is written here; a reader knows this one and those before.
 FORMAT = 1
@@ -88,6 +101,8 @@ class Content:
     state: tuple[list[Entry], list[Outgoing]]
     document: dict[str, Any]
     module: nn.Module
+    #: Where the model was loaded from, empty for one that zerostart has not loaded.
+    root: str
 
     @property
     def outgoing(self) -> Iterator[Outgoing]:
@@ -121,7 +136,14 @@ def collected(model: nn.Module, optimizer: Any, extra: Any, world: World) -> Con
         "extra": encoded(extra, "extra", tensors),
     }
     shares += [_replica(name, tensor, world) for name, tensor in tensors.items()]
-    return Content(_entries(shards), _entries(shares), document, places.module)
+    return Content(_entries(shards), _entries(shares), document, places.module, _root(model))
+
+
+def _root(model: nn.Module) -> str:
+    try:
+        return record_of(model).catalog.root
+    except ConfigError:
+        return ""
 
 
 def _is_copy(kept: Kept, places: Places) -> bool:
@@ -129,9 +151,8 @@ def _is_copy(kept: Kept, places: Places) -> bool:
     return kept.shard.storage.dtype != places.shards[kept.name].storage.dtype
 
 
-def _entries(shards: Iterable[Shard]) -> tuple[list[Entry], list[Outgoing]]:
-    shards = list(shards)
-    entries = [(s.name, dtype_name(s.storage.dtype), s.layout.shape) for s in shards]
+def _entries(shards: Sequence[Shard]) -> tuple[list[Entry], list[Outgoing]]:
+    entries: list[Entry] = [(s.name, dtype_name(s.storage.dtype), s.layout.shape) for s in shards]
     return entries, [plain(s.name, s) for s in shards]
 
 
@@ -149,8 +170,8 @@ def _replica(name: str, tensor: torch.Tensor, world: World) -> Shard:
 def _random(world: World) -> Iterator[Shard]:
     for name, row in random_rows().items():
         shape = (world.size, row.numel())
-        layout = dimension_shard(shape, 0, world.rank, world.size)
-        yield Shard(f"random/{name}", layout, row, lambda _, own=layout: own)
+        at = functools.partial(dimension_shard, shape, 0, world_size=world.size)
+        yield Shard(f"random/{name}", at(world.rank), row, at)
 
 
 def _engine(training: Training, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -176,6 +197,11 @@ def gradients_of(training: Training) -> Iterator[Kept]:
     if training.engine is not None:
         yield from _engine_gradients(training)
         return
+    if has_unreduced(places.module):
+        raise ConfigError(
+            "FSDP2 holds gradients that are not yet reduced (set_requires_gradient_sync(False)): save after "
+            "an optimizer step"
+        )
     for name, parameter in training.parameters.items():
         if isinstance(parameter.grad, DTensor) or (parameter.grad is not None and places.alone):
             yield Kept(name, "gradient", replace(places.shards[name], storage=flat(parameter.grad)))
@@ -184,16 +210,19 @@ def gradients_of(training: Training) -> Iterator[Kept]:
 def _engine_gradients(training: Training) -> Iterator[Kept]:
     if not deepspeed.is_window_open(training.engine):
         return
-    buffer = deepspeed.gradient_buffer(training.engine)
-    if buffer is None:
+    found = deepspeed.gradients(training.engine, training.steps)
+    if found is None:
         raise ConfigError(
-            "the engine is in the middle of a window of gradient accumulation, and below ZeRO stage 3 its "
-            "gradients are not yet reduced: save after a step of the optimizer"
+            "the engine is in the middle of a window of gradient accumulation, and its gradients are not yet "
+            "reduced (below ZeRO stage 2, and where stage 2 offloads them): save after an optimizer step"
         )
-    begin = 0
-    for step in training.steps:
-        for member in step.members:
-            name = training.places.name_of(member.parameter)
-            storage = buffer[begin : begin + member.count]
-            yield Kept(name, "gradient", replace(training.places.shards[name], storage=storage))
-            begin += member.count
+    yield from placed_gradients(training, found)
+
+
+def placed_gradients(training: Training, found: Sequence[torch.Tensor]) -> Iterator[Kept]:
+    """Gradients of the members of what an engine steps, each with its share of the parameter."""
+    places = training.places
+    members = (member for step in training.steps for member in step.members)
+    for member, gradient in zip(members, found, strict=True):
+        name = places.name_of(member.parameter)
+        yield Kept(name, "gradient", share_of(member, places.shards[name], gradient))

@@ -39,12 +39,13 @@ class Source:
 def write_out(
     plan: WritePlan,
     storages: Sequence[Source],
-    writer: CheckpointWriter,
+    writer: CheckpointWriter | None,
     threads: int = 2,
     noted: Noted | None = None,
 ) -> int:
     """Write what ``storages`` (one for each of the plan's origins) hold; returns the bytes written.
 
+    Without a ``writer`` nothing is written, and ``noted`` alone is told of what would be.
     Beside the storages this takes a buffer of the plan's ``chunk_size`` for each thread. The first error of
     any thread stops the others and is raised here.
     """
@@ -66,7 +67,7 @@ class _Crew:
         self,
         plan: WritePlan,
         storages: Sequence[Source],
-        writer: CheckpointWriter,
+        writer: CheckpointWriter | None,
         noted: Noted | None,
         device: torch.device | None,
     ) -> None:
@@ -123,6 +124,8 @@ class _Crew:
             if self._noted is not None:
                 seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
                 self._noted(write.name, write.first + first, step, seen)
+            if self._writer is None:
+                continue
             for begin in range(first, first + rows * step, step) if rows > 1 else (first,):
                 run = view[begin * width : (begin + count) * width]
                 self._writer.write(write.name, run, (write.first + begin) * width)

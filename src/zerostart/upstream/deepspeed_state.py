@@ -1,10 +1,10 @@
-"""Private parts of DeepSpeed: where its optimizers keep masters, moments and gradients, and what it counts."""
+"""Private parts of DeepSpeed: where its optimizers keep masters, moments, gradients, and what it counts."""
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ __all__ = [
     "drop_gathered",
     "engine_of",
     "engine_stage",
-    "gradient_buffer",
+    "gradients",
     "is_window_open",
     "set_counters",
     "set_window",
@@ -75,8 +75,28 @@ TOUCHED = (
     Use(
         library=DEEPSPEED,
         owner=_ZERO,
-        attributes=("loss_scaler", "offloaded_states", "single_partition_of_fp32_groups"),
-        why="masters and moments of a rank are its partition of the flat group",
+        names=("_get_compact_grad_partition_buffer", "_use_compact_grad_partition_buffer"),
+        attributes=(
+            "all_grad_tensors",
+            "cpu_offload",
+            "gradient_accumulation_dtype",
+            "loss_scaler",
+            "offloaded_states",
+            "params_in_partition",
+            "partition_gradients",
+            "single_partition_of_fp32_groups",
+        ),
+        why="masters, moments and reduced gradients of a rank are its partition of the flat group",
+        shapes=(
+            Shape(
+                f"{_ZERO}.independent_gradient_partition_epilogue",
+                has=(
+                    "self._use_compact_grad_partition_buffer(I)",
+                    "self.all_grad_tensors[I] = self.get_all_grad_tensors(self.params_in_partition[I], ...)",
+                    "A.add_(G)",
+                ),
+            ),
+        ),
     ),
     Use(
         library=DEEPSPEED,
@@ -113,6 +133,23 @@ TOUCHED = (
                 ),
             ),
         ),
+    ),
+    PatchPoint(
+        library=DEEPSPEED,
+        owner="deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
+        attributes=("cur_hysteresis", "cur_iter", "last_overflow_iter"),
+        writes=("cur_hysteresis", "cur_iter", "cur_scale", "last_overflow_iter"),
+        why="losses are scaled as they were, here and by the LossScaleConfig of stage 0",
+        lasts=Lasts.OPTIMIZER,
+    ),
+    PatchPoint(
+        library=DEEPSPEED,
+        owner=_ZERO,
+        writes=("all_grad_tensors", "micro_step_id", "_epilogue_ran_this_backward"),
+        names=("_epilogue_ran_this_backward",),
+        attributes=("all_grad_tensors", "micro_step_id"),
+        why="the same at stage 2",
+        lasts=Lasts.OPTIMIZER,
     ),
     PatchPoint(
         library=DEEPSPEED,
@@ -154,7 +191,7 @@ def engine_of(model: Any) -> Any:
 
 
 def check_engine_given(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise ConfigError if a DeepSpeed engine trains ``parameters``: it has to be given, and not the model."""
+    """Raise ConfigError if a DeepSpeed engine trains ``parameters``: that is to be given, not the model."""
     if any(
         optimizer_of(parameter) is not None or getattr(parameter, "_hp_mapping", None) is not None
         for parameter in parameters
@@ -197,8 +234,10 @@ def check_movable(engine: Any) -> None:
             "what DeepSpeed keeps on NVMe (offload_param or offload_optimizer to nvme) is not saved or "
             "restored as training state; keep it on the host (device: cpu), or use engine.save_checkpoint"
         )
-    if getattr(wrapper, "zenflow", False):
-        raise EngineError("ZenFlow's state has an order of its own; use engine.save_checkpoint")
+    if getattr(wrapper, "zenflow", False) or ".superoffload." in type(wrapper).__module__:
+        raise EngineError(
+            "ZenFlow and SuperOffload keep states in an order of their own; use engine.save_checkpoint"
+        )
 
 
 def steps_of(engine: Any) -> list[Stepped]:
@@ -282,13 +321,19 @@ def counters(engine: Any) -> dict[str, Any]:
 
 def set_counters(engine: Any, found: Mapping[str, Any]) -> None:
     """Put back what ``counters`` gave; what this engine does not have is left out."""
-    for name in _COUNTERS:
-        if name in found:
-            setattr(engine, name, found[name])
-    scaler = _scaler(engine)
-    for name, value in found.get("scale", {}).items():
-        if hasattr(scaler, name):
-            setattr(scaler, name, value)
+    engine.global_steps = found.get("global_steps", engine.global_steps)
+    engine.global_samples = found.get("global_samples", engine.global_samples)
+    engine.micro_steps = found.get("micro_steps", engine.micro_steps)
+    engine.skipped_steps = found.get("skipped_steps", engine.skipped_steps)
+    scale, scaler = found.get("scale", {}), _scaler(engine)
+    if hasattr(scaler, "cur_scale"):
+        scaler.cur_scale = scale.get("cur_scale", scaler.cur_scale)
+    if hasattr(scaler, "cur_iter"):
+        scaler.cur_iter = scale.get("cur_iter", scaler.cur_iter)
+    if hasattr(scaler, "last_overflow_iter"):
+        scaler.last_overflow_iter = scale.get("last_overflow_iter", scaler.last_overflow_iter)
+    if hasattr(scaler, "cur_hysteresis"):
+        scaler.cur_hysteresis = scale.get("cur_hysteresis", scaler.cur_hysteresis)
 
 
 def _scaler(engine: Any) -> Any:
@@ -306,7 +351,7 @@ def is_window_open(engine: Any) -> bool:
 
 
 def window(engine: Any) -> dict[str, Any]:
-    """Where stage 3 is in an open window, as JSON values."""
+    """Where stages 2 and 3 are in an open window, as JSON values."""
     wrapper = _wrapper(engine)
     return {
         "micro_step_id": wrapper.micro_step_id,
@@ -323,11 +368,38 @@ def set_window(engine: Any, found: Mapping[str, Any]) -> None:
     engine._unmanaged_backward_count = found["unmanaged"]
 
 
-def gradient_buffer(engine: Any) -> torch.Tensor | None:
-    """The accumulated gradients of stage 3, in the order of ``steps_of``; None where others keep them."""
+def gradients(engine: Any, steps: Sequence[Stepped], make: bool = False) -> list[torch.Tensor] | None:
+    """Gradients that have been reduced in an open window, 1-D, of each member of ``steps`` in turn.
+
+    ``make``: give room for them, zeros, in a window to be. None where the engine keeps unreduced ones.
+    """
     wrapper = _wrapper(engine)
-    found: torch.Tensor | None = getattr(wrapper, "grad_partitions_flat_buffer", None)
-    return found
+    if hasattr(wrapper, "grad_partitions_flat_buffer"):
+        counts = [member.count for step in steps for member in step.members]
+        buffer: torch.Tensor = wrapper.grad_partitions_flat_buffer
+        return list(torch.split(buffer[: sum(counts)], counts))
+    if not getattr(wrapper, "partition_gradients", False) or wrapper.cpu_offload:
+        return None
+    return [part for step in steps for part in _reduced(wrapper, step, make)]
+
+
+def _reduced(wrapper: Any, step: Stepped, make: bool) -> Iterator[torch.Tensor]:
+    """The same at stage 2, for one group: in a flat partition, or in whole tensors of which a part counts."""
+    number = step.group
+    if wrapper._use_compact_grad_partition_buffer(number):
+        flat = wrapper._get_compact_grad_partition_buffer(number).flat_partition
+        yield from (flat[member.at : member.at + member.count] for member in step.members)
+        return
+    parameters = wrapper.params_in_partition[number]
+    if make:
+        dtype = wrapper.gradient_accumulation_dtype
+        made = [torch.zeros_like(p, dtype=dtype, requires_grad=False) for p in parameters]
+        wrapper.all_grad_tensors[number] = made
+    held = {id(p): g for p, g in zip(parameters, wrapper.all_grad_tensors[number], strict=True)}
+    for member in step.members:
+        first = member.first or 0
+        whole = held.get(id(member.parameter), member.parameter).detach().view(-1)
+        yield whole[first : first + member.count]
 
 
 def drop_gathered(parameters: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a torch optimizer steps, and the parameters of a model that it stands for: wherever an engine keeps it."""
+"""What a torch optimizer steps, and the parameters that it stands for, wherever an engine keeps it."""
 
 from __future__ import annotations
 

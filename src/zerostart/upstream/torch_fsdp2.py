@@ -17,7 +17,7 @@ from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.torch import over
 from zerostart.upstream.versions import TORCH
 
-__all__ = ["TOUCHED", "has_run", "require", "whole_for_a_while"]
+__all__ = ["TOUCHED", "has_run", "has_unreduced", "require", "whole_for_a_while"]
 
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
@@ -54,6 +54,7 @@ TOUCHED = (
             "mesh_info",
             "post_forward_mesh_info",
             "sharded_param",
+            "unsharded_accumulated_grad",
         ),
         why="a shard is made of a whole parameter, with the settings of the one in whose place it is",
         shapes=(
@@ -90,6 +91,15 @@ def has_run(model: nn.Module) -> bool:
     require()
     states = (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
     return any(state._is_root is not None for state in states)
+
+
+def has_unreduced(model: nn.Module) -> bool:
+    """Whether units of ``model`` hold gradients that have been accumulated without being reduced."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if units:
+        require()
+    groups = (group for unit in units for group in _groups(unit._get_fsdp_state()))
+    return any(p.unsharded_accumulated_grad is not None for group in groups for p in group.fsdp_params)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,24 @@
+"""``zerostart verify``: a saved directory against what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    path: Annotated[
+        Path, typer.Argument(help="A directory that zerostart has saved.", exists=True, show_default=False)
+    ],
+) -> None:
+    """Read a saved checkpoint once and compare it with the digests that were saved with it."""
+    import zerostart
+    from zerostart.cli.inspect import readable
+
+    found = zerostart.verify(path)
+    what = f"{found.files:,} files, {found.tensors:,} tensors, {readable(found.bytes)}"
+    print(f"{path}: {what}, all as they were saved")
