@@ -45,6 +45,20 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # Heads that two ranks can share.
+    "qwen3_even": (
+        "qwen3",
+        {
+            "vocab_size": 131,
+            "hidden_size": 24,
+            "intermediate_size": 36,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 10,
+            "tie_word_embeddings": True,
+        },
+    ),
     # One tensor of more than 3 MiB, which is what DeepSpeed swaps to NVMe on up to three ranks.
     "qwen3_wide": (
         "qwen3",

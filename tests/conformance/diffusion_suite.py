@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import save_file
 from tests.conformance.checkpoints import randomise
 from tests.conformance.diffusion import FAMILIES, Family
+from tests.conformance.saving import round_trip
 from tests.conformance.sharded import Reference, compare
 
-__all__ = ["DiffusionResult", "check_family", "family", "write_original"]
+__all__ = ["DiffusionResult", "check_family", "check_saving", "family", "write_original"]
 
 _HALF = (torch.bfloat16, torch.float16)
 #: In FLUX.1's converter; the small model has the other one.
@@ -69,6 +70,19 @@ def check_family(key: str) -> DiffusionResult:
         tensors=tensors,
         differences=tuple(differences),
     )
+
+
+def check_saving(key: str, worlds: tuple[int, ...]) -> list[str]:
+    """The differences between a family's checkpoints and what shards of them are saved as."""
+    one = family(key)
+    with small_converters(), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        made = write_original(one, path / "original", torch.float32)
+        made.save_pretrained(path / "own")
+        converter = explicit_converter(one, made)
+        file = path / "original" / "release.safetensors"
+        found = [f"original: {line}" for line in round_trip(type(made), file, worlds, converter)]
+        return [*found, *(f"own layout: {line}" for line in round_trip(type(made), path / "own", worlds))]
 
 
 def write_original(one: Family, path: Path, dtype: torch.dtype) -> Any:

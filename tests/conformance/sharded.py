@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from zerostart.planning.plan import Plan
 from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype, trace
 from zerostart.transfer import Progress, execute
 
-__all__ = ["Reference", "SEED", "compare", "reference"]
+__all__ = ["SEED", "Reference", "compare", "filled", "layout_of", "prepare_model", "reference"]
 
 WORLDS = (2, 3)
 SEED = 7
@@ -77,7 +78,7 @@ def compare(
     ``built`` is the model without a load. Where ``from_pretrained`` leaves a plain attribute on meta, the
     value that ``built`` has is expected.
     """
-    loaded = _prepare(kind, path, converter)
+    loaded = prepare_model(kind, path, converter)
     found = [] if loaded.coverage.mismatched == {} else [f"mismatched: {loaded.coverage.mismatched}"]
     if sorted(loaded.coverage.missing) != expected.missing:
         found.append(f"missing is {sorted(loaded.coverage.missing)[:6]}, not {expected.missing[:6]}")
@@ -98,7 +99,7 @@ def compare(
     return found, len(want.state) + len(want.unsaved) + len(want.attributes)
 
 
-def _prepare(kind: Any, path: Path, converter: Any) -> _Loaded:
+def prepare_model(kind: Any, path: Path, converter: Any) -> _Loaded:
     catalog = open_catalog(path)
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.tensors.items()}
     first = next((dtype for dtype in stored.values() if dtype.is_floating_point), None)
@@ -114,7 +115,7 @@ def _prepare(kind: Any, path: Path, converter: Any) -> _Loaded:
     return _Loaded(catalog, built, recipes, coverage, origins, {own[0]: own for own in names.values()})
 
 
-def _layout(shape: tuple[int, ...], flat: bool, rank: int, world: int) -> Layout:
+def layout_of(shape: tuple[int, ...], flat: bool, rank: int, world: int) -> Layout:
     if flat or not shape:
         return flat_partition(shape, rank, world)
     return dimension_shard(shape, 0, rank, world)
@@ -127,7 +128,7 @@ def _compare_world(
     shapes = {name: tuple(p.shape) for name, p in loaded.built.model.named_parameters()}
     whole = {name: torch.empty(p.numel(), dtype=p.dtype) for name, p in loaded.built.model.named_parameters()}
     for rank in range(world):
-        layouts = {name: _layout(shape, flat, rank, world) for name, shape in shapes.items()}
+        layouts = {name: layout_of(shape, flat, rank, world) for name, shape in shapes.items()}
         shards = {name: torch.empty(layout.numel, dtype=dtypes[name]) for name, layout in layouts.items()}
         yield from (f"rank {rank}: {line}" for line in _fill(loaded, layouts, shards, options))
         for name, layout in layouts.items():
@@ -161,6 +162,21 @@ def _fill(
     programs = {name: program for name, program in parameters.items() if isinstance(program, Program)}
     missing = [(program, layouts[name], shards[name]) for name, program in programs.items()]
     models.fill_missing(missing, loaded.origins.start)
+
+
+def filled(loaded: _Loaded) -> dict[str, torch.Tensor]:
+    """Every parameter of a model, whole; its buffers are put in their places."""
+    parameters = dict(loaded.built.model.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    whole = {name: torch.empty(prod(shape), dtype=parameters[name].dtype) for name, shape in shapes.items()}
+    layouts = {name: layout_of(shape, True, 0, 1) for name, shape in shapes.items()}
+    list(_fill(loaded, layouts, whole, DEFAULT))
+    for name, recipe in loaded.origins.buffers.items():
+        buffer = torch.empty(recipe.target.shape, dtype=recipe.target.dtype)
+        destination = Destination(name, buffer.numel(), buffer.numel(), buffer.dtype, direct=True)
+        _execute(join(loaded.catalog, [(recipe, replicated(buffer.shape), destination)]), [buffer.view(-1)])
+        models.replace_tensor(loaded.built.model, name, buffer)
+    return {name: values.view(shapes[name]) for name, values in whole.items()}
 
 
 def _width(catalog: Catalog, recipe: Recipe) -> int:

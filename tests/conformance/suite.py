@@ -19,7 +19,7 @@ from tests.conformance.checkpoints import (
 from tests.conformance.registry import entries, operations
 from tests.conformance.sharded import compare, reference
 
-__all__ = ["NAMED", "Result", "check", "save_base"]
+__all__ = ["NAMED", "Result", "check", "dtype_of", "save_base"]
 
 #: The types that run with the ordinary tests.
 NAMED = (
@@ -53,11 +53,16 @@ class Result:
     differences: tuple[str, ...]
 
 
+def dtype_of(identifier: str) -> torch.dtype:
+    """The dtype in which an identifier's checkpoint is stored: each gets one."""
+    return _DTYPES[sum(map(ord, identifier)) % len(_DTYPES)]
+
+
 @functools.cache
 def check(identifier: str) -> Result:
     """Write the identifier's checkpoints, load them in shards and compare; raises Unavailable."""
     kind, config = choose(identifier)
-    dtype = _DTYPES[sum(map(ord, identifier)) % len(_DTYPES)]
+    dtype = dtype_of(identifier)
     differences: list[str] = []
     used: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import traceback
 from pathlib import Path
 from typing import Any
@@ -28,18 +30,25 @@ ROUND_TRIPS: dict[int, dict[str, tuple[str, torch.dtype, Options]]] = {
     2: {
         "tied, zero3": ("qwen3", F32, DEEPSPEED3),
         "tied, zero2": ("qwen3", BF16, DEEPSPEED2),
-        "tied, replicas": ("qwen3", BF16, {**FSDP2, "zero_stage": 0}),
-        "experts, zero3": ("qwen3_moe", BF16, DEEPSPEED3),
-        "experts, fsdp2": ("qwen3_moe", F32, FSDP2),
-        "experts, zero2, shared out": ("mixtral", BF16, {**DEEPSPEED2, "expert_parallel": 2}),
-        "experts, zero3, shared out": ("mixtral", BF16, {**DEEPSPEED3, "expert_parallel": 2}),
         "experts, fsdp2, shared out": ("qwen3_moe", BF16, {**FSDP2, "expert_parallel": 2}),
         "gpt_oss": ("gpt_oss", BF16, FSDP2),
-        "hsdp": ("mixtral", F32, {**FSDP2, "engine_config": {"replicate": 2}}),
         "offloaded": (
             "qwen3",
             BF16,
             {**DEEPSPEED3, "engine_config": {"zero_optimization": {"offload_param": {"device": "cpu"}}}},
+        ),
+    },
+    4: {
+        "tied, replicas": ("qwen3", BF16, {**FSDP2, "zero_stage": 0}),
+        "tied, tensors": ("qwen3_even", BF16, {**FSDP2, "tensor_parallel": 2}),
+        "experts, fsdp2": ("qwen3_moe", F32, FSDP2),
+        "experts, zero2, shared out": ("mixtral", BF16, {**DEEPSPEED2, "expert_parallel": 2}),
+        "experts, zero3, shared out": ("mixtral", BF16, {**DEEPSPEED3, "expert_parallel": 2}),
+        "hsdp": ("mixtral", F32, {**FSDP2, "engine_config": {"replicate": 2}}),
+        "hierarchical": (
+            "qwen3",
+            BF16,
+            {**DEEPSPEED3, "engine_config": {"zero_optimization": {"zero_hpz_partition_size": 2}}},
         ),
     },
     3: {
@@ -82,7 +91,7 @@ def _save_all(tasks: dict[str, tuple[Path, Options]], out: Path) -> dict[str, st
     return failed
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 def test_round_trip(size: int, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """What was loaded in shards is saved as it was, and plain transformers opens it."""
     from transformers import AutoModelForCausalLM
@@ -181,3 +190,56 @@ def test_refused(arguments: Options, message: str, tmp_path: Path) -> None:
     with pytest.raises(zerostart.errors.ConfigError, match=message):
         zerostart.save(torch.nn.Linear(2, 2), tmp_path / "out", **arguments)
     assert not list(tmp_path.iterdir())
+
+
+def _fail_on_one(path: Path, out: Path) -> tuple[str, list[str]]:
+    """On one rank: a save in which rank 1 cannot write; the error, and what is left."""
+    model = zerostart.load(path, engine="fsdp2", progress=False)
+    zerostart.save(model, out)
+    before = sorted(p.name for p in out.iterdir())
+    if torch.distributed.get_rank() == 1:
+        os.pwrite = _no_space  # type: ignore[assignment]
+    with pytest.raises(zerostart.errors.WriteError) as caught:
+        zerostart.save(model, out)
+    torch.distributed.barrier()
+    assert sorted(p.name for p in out.iterdir()) == before
+    return str(caught.value), [p.name for p in out.parent.iterdir()]
+
+
+def _no_space(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_rank_that_cannot_write_fails_all(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """All ranks raise the same named error; what was saved before is as it was, and nothing else is left."""
+    path = checkpoints("mixtral", BF16)
+    (one, left), (other, _) = run_ranks(_fail_on_one, 2, path, tmp_path / "out", timeout=120)
+    assert one == other
+    assert "No space left" in one
+    assert left == ["out"]
+    assert_same_tensors(tmp_path / "out", path)
+
+
+@pytest.mark.slow
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """Nothing like a shard is made beside the shard, whatever is cast on the way."""
+    from safetensors.torch import save_file
+
+    (tmp_path / "in").mkdir()
+    save_file({f"{n}.weight": torch.randn(4096, 4096) for n in range(4)}, tmp_path / "in/model.safetensors")
+    ((peak, shards), _) = run_ranks(_peak_of_wide, 2, tmp_path, timeout=240)
+    assert peak < 96 << 20 < shards
+
+
+def _peak_of_wide(folder: Path) -> tuple[int, int]:
+    from zerostart.transfer import PeakMeter
+
+    def wide() -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(4)))
+
+    model = zerostart.load(folder / "in", model=wide, engine="fsdp2", progress=False)
+    zerostart.save(model, folder / "first")  # what is imported and made once
+    with PeakMeter(torch.device("cpu")) as meter:
+        zerostart.save(model, folder / "second", dtype=torch.float64)
+    shards: list[Any] = list(model.parameters())
+    return meter.host_bytes, sum(p.to_local().nbytes for p in shards)

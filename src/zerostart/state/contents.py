@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from zerostart import geometry
-from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import World
 from zerostart.engines import Shard, found_shards, plain_name, with_whole
 from zerostart.loading.record import LoadRecord
@@ -100,12 +99,12 @@ def contents_of(
     left_out = set(ignorable_on_save(model)) if is_pretrained(model) else set()
     wanted = {item.name: item for item in held if item.name not in left_out}
     contents = Contents()
+    done: set[str] = set()
     reasons: dict[str, str] = {}
     if record is not None:
-        reasons = _as_loaded(contents, wanted, record.catalog, record.recipes, dtype)
-    rest = {name: item for name, item in wanted.items() if name not in _targets(contents)}
-    _as_reverted(contents, model, rest, dtype)
-    done = _targets(contents)
+        reasons = _as_loaded(contents, done, wanted, record, dtype)
+    rest = {name: item for name, item in wanted.items() if name not in done}
+    _as_reverted(contents, done, model, rest, dtype)
     taken = {name for name, _, _ in contents.entries}
     for name, item in wanted.items():
         if name in done:
@@ -120,19 +119,16 @@ def contents_of(
     return contents
 
 
-def _targets(contents: Contents) -> set[str]:
-    return {item.recipe.target.name for item in contents.outgoing}
-
-
 def _as_loaded(
     contents: Contents,
+    done: set[str],
     wanted: Mapping[str, Held],
-    catalog: Catalog,
-    recipes: Mapping[str, Recipe],
+    record: LoadRecord,
     dtype: torch.dtype | None,
 ) -> dict[str, str]:
     """Put back what the recipes of the load can be taken backwards for; gives why the others cannot."""
-    same, reasons = {}, {}
+    catalog, recipes = record.catalog, record.recipes
+    same = {}
     for name, item in wanted.items():
         recipe = recipes.get(name)
         if recipe is not None and recipe.target.shape == item.shard.layout.shape:
@@ -141,6 +137,7 @@ def _as_loaded(
     # An elementwise name is as good as it was: only what was converted can be said to have lost its layout.
     reasons = {n: why for n, why in found.reasons.items() if recipes[n].converted or recipes[n].computed}
     kinds: dict[str, torch.dtype] = {}
+    done.update(found.recipes)
     for name, recipe in found.recipes.items():
         kind = _out(wanted[name].shard.storage.dtype, dtype)
         for source in dict.fromkeys(str(s) for piece in recipe.pieces for s in piece.source):
@@ -160,7 +157,11 @@ def _as_loaded(
 
 
 def _as_reverted(
-    contents: Contents, model: nn.Module, rest: Mapping[str, Held], dtype: torch.dtype | None
+    contents: Contents,
+    done: set[str],
+    model: nn.Module,
+    rest: Mapping[str, Held],
+    dtype: torch.dtype | None,
 ) -> None:
     """Name and lay out the ``rest`` as the library's ``save_pretrained`` would, where that is known."""
     if not rest or not is_pretrained(model):
@@ -183,6 +184,7 @@ def _as_reverted(
     }
     back = inverted(files, shapes)
     used: set[str] = set()
+    done.update(back)
     for name, pieces in back.items():
         item = rest[name]
         kind = _out(item.shard.storage.dtype, dtype)

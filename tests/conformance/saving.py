@@ -1,0 +1,135 @@
+"""The way back of an identifier: its checkpoint in shards, saved from them, all ranks in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.conformance.checkpoints import changes_prefixes, choose, keep_prefixes, save, transpose_checked
+from tests.conformance.sharded import filled, layout_of, prepare_model
+from tests.conformance.suite import dtype_of
+from tests.state.test_saving import tensors_in
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.shards import plan_shards
+from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.distributed.world import World
+from zerostart.engines import Shard
+from zerostart.recipe import Recipe
+from zerostart.state.contents import contents_of, held_tensors
+from zerostart.state.writing import planned
+from zerostart.transfer.writing import write_out
+from zerostart.upstream.transformers import keep_conversions
+
+__all__ = ["WORLDS", "check_saving", "round_trip"]
+
+WORLDS = (1, 2, 3, 4)
+
+
+def check_saving(identifier: str, worlds: tuple[int, ...] = WORLDS) -> list[str]:
+    """Write the identifier's checkpoints, load them in shards, save these; a line for each difference."""
+    kind, config = choose(identifier)
+    dtype = dtype_of(identifier)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "hub"
+        made = save(kind, config, path, dtype)
+        transpose_checked(made, path)
+        found += [f"hub: {line}" for line in round_trip(kind, path, worlds)]
+        if changes_prefixes(made):
+            path = Path(folder) / "prefixes"
+            save(kind, config, path, dtype, keep_prefixes)
+            found += [f"with prefixes: {line}" for line in round_trip(kind, path, worlds)]
+    return found
+
+
+def round_trip(kind: Any, path: Path, worlds: tuple[int, ...] = WORLDS, converter: Any = None) -> list[str]:
+    """The differences between the checkpoint in ``path`` and what shards of it are saved as.
+
+    What the model does not take is not saved; what the checkpoint lacks is, once it is initialised.
+    """
+    loaded = prepare_model(kind, path, converter)
+    recipes = [*loaded.origins.parameters.values(), *loaded.origins.buffers.values()]
+    taken = {str(s) for r in recipes if isinstance(r, Recipe) for piece in r.pieces for s in piece.source}
+    extra = loaded.catalog.tensors.keys() - taken
+    lacking = bool(loaded.origins.initialised)
+    model = loaded.built.model
+    keep_conversions(model, loaded.recipes.conversions)
+    values = filled(loaded)
+    found = []
+    for world in worlds:
+        for flat in (True, False):
+            where = f"world {world}, {'flat' if flat else 'Shard(0)'}"
+            with tempfile.TemporaryDirectory() as out:
+                own = _save(loaded, values, world, flat, Path(out))
+                found += [f"{where}: {name} has its own name: {why}" for name, why in own.items()]
+                found += [f"{where}: {line}" for line in _differences(Path(out), path, extra, lacking)]
+    return found
+
+
+def _save(loaded: Any, values: dict[str, torch.Tensor], size: int, flat: bool, out: Path) -> dict[str, str]:
+    model = loaded.built.model
+    origins = loaded.origins
+    recipes = {n: r for n, r in {**origins.parameters, **origins.buffers}.items() if isinstance(r, Recipe)}
+    own: dict[str, str] = {}
+    writer: CheckpointWriter | None = None
+    for rank in range(size):
+        shards = {
+            alias: _shard(name, value, flat, rank, size)
+            for name, value in values.items()
+            for alias in loaded.names[name]
+        }
+        record: Any = _Record(loaded.catalog, recipes, shards)
+        held, _ = held_tensors(model, record, World(rank, size, None))
+        contents = contents_of(model, held, record, None)
+        layout = plan_shards(contents.entries, "300KB")
+        if writer is None:
+            writer, own = CheckpointWriter(out, layout, durable=False), contents.own_names
+            writer.create()
+        assert writer.layout == layout, "ranks plan different files"
+        plan, sources = planned(layout, contents.outgoing, 1 << 16)
+        write_out(plan, sources, writer)
+    assert writer is not None
+    writer.commit()
+    return own
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A record whose shards are given, of a load that was played."""
+
+    catalog: Catalog
+    recipes: dict[str, Recipe]
+    given: dict[str, Shard]
+
+    def shards(self, model: object) -> dict[str, Shard]:
+        return self.given
+
+
+def _shard(name: str, value: torch.Tensor, flat: bool, rank: int, size: int) -> Shard:
+    at: Callable[[int], Any] = lambda r: layout_of(tuple(value.shape), flat, r, size)  # noqa: E731
+    layout = at(rank)
+    storage = torch.zeros(layout.numel, dtype=value.dtype)
+    for first, count, place in layout.runs():
+        storage[place : place + count] = value.reshape(-1)[first : first + count]
+    return Shard(name, layout, storage, at)
+
+
+def _differences(out: Path, path: Path, extra: set[str], lacking: bool) -> list[str]:
+    got, want = tensors_in(out), tensors_in(path if path.is_dir() else path.parent)
+    found = [f"{name} is not saved" for name in want.keys() - got.keys() - extra]
+    if not lacking:
+        found += [f"{name} is saved and was not there" for name in got.keys() - want.keys()]
+    for name in sorted((want.keys() & got.keys()) - extra):
+        one, other = got[name], want[name]
+        if one.dtype == torch.float32 and other.dtype in (torch.float16, torch.bfloat16):
+            one = one.to(other.dtype)  # what a model keeps in fp32 it is also saved in
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            found.append(f"{name} is {one.dtype} {tuple(one.shape)}, not {other.dtype} {tuple(other.shape)}")
+        elif not torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
+            found.append(f"{name} has other values")
+    return found
