@@ -1,0 +1,171 @@
+"""Real ranks that save are killed, and fail, at each system call that changes a file, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tracing import Point, points_in, traced, tracing_works
+
+import zerostart
+from ranks import rank_outcomes, run_ranks
+from tiny import TinyCheckpoints
+from zerostart.checkpoint.verifying import read_marker
+from zerostart.distributed.world import current_world
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3000),
+    pytest.mark.skipif(not tracing_works(), reason="strace is not there, or may not trace here"),
+]
+
+
+def loaded(checkpoint: Path) -> torch.nn.Module:
+    return zerostart.load(checkpoint, engine="fsdp2", progress=False)
+
+
+def change(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+
+
+def save(model: torch.nn.Module, path: Path) -> None:
+    zerostart.save(model, path, max_shard_size="8KB")
+
+
+#: Kinds of saves: what is saved from a model to a place.
+SAVES: dict[str, Callable[[torch.nn.Module, Path], None]] = {"model": save}
+
+
+def saved_twice(kind: str, checkpoint: Path, path: Path, rank: int, log: Path, point: Point | None) -> None:
+    """Save a model, change it, and save it once more, of which ``point`` of ``rank`` sees the end."""
+    model = loaded(checkpoint)
+    SAVES[kind](model, path)
+    change(model)
+    if current_world().rank != rank:
+        SAVES[kind](model, path)
+        return
+    with traced(log, point):
+        SAVES[kind](model, path)
+
+
+def fail_in_turn(
+    kind: str, checkpoint: Path, path: Path, rank: int, log: Path, points: list[Point], errors: list[str]
+) -> list[tuple[str, dict[str, dict[str, str]] | None, list[str]]]:
+    """At each point with each error: what was raised, the digests of what is there, and what lies beside."""
+    model = loaded(checkpoint)
+    found = []
+    for point in points:
+        for error in errors:
+            SAVES[kind](model, path)
+            change(model)
+            told = ""
+            try:
+                if current_world().rank == rank:
+                    with traced(log, point, error):
+                        SAVES[kind](model, path)
+                else:
+                    SAVES[kind](model, path)
+            except Exception as failure:
+                told = f"{type(failure).__name__}: {failure}"
+            torch.distributed.barrier()
+            zerostart.verify(path)
+            document = read_marker(path) or {}
+            torch.distributed.barrier()
+            found.append(
+                (told, document.get("digests"), sorted(entry.name for entry in path.parent.iterdir()))
+            )
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(1)
+    return found
+
+
+@pytest.fixture
+def tiny(checkpoints: TinyCheckpoints) -> Path:
+    return checkpoints("qwen3", torch.float32)
+
+
+def digests(path: Path) -> object:
+    return (read_marker(path) or {}).get("digests")
+
+
+@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_killed_anywhere(
+    size: int,
+    rank: int,
+    kind: str,
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, log = tmp_path / "out" / "saved", tmp_path / "log"
+    path.parent.mkdir()
+    run_ranks(saved_twice, size, kind, tiny, path, -1, log, None)
+    after = digests(path)
+    run_ranks(saved_twice, size, kind, tiny, path, rank, log, None)
+    points = points_in(log, path.parent)
+    killed = 0
+    before = None
+    for point in points:
+        outcomes = rank_outcomes(saved_twice, size, kind, tiny, path, rank, log, point, grace=60)
+        if outcomes[rank].exit_code == -9:
+            killed += 1
+        else:
+            assert outcomes[rank].ok, (point, outcomes[rank].describe())
+        for outcome in outcomes:
+            assert outcome.rank == rank or outcome.ok or "PeerError" in outcome.error, outcome.describe()
+        zerostart.verify(path)
+        found = digests(path)
+        if found != after:
+            before = before or found
+            assert found == before, f"neither of the two at {point}"
+    assert before is not None
+    assert killed >= len(points) * 3 // 4
+    run_ranks(saved_twice, size, kind, tiny, path, -1, log, None)
+    assert digests(path) == after
+    assert [entry.name for entry in path.parent.iterdir()] == ["saved"]
+    with capsys.disabled():
+        print(f" rank {rank} of {size}: killed at {killed} of {len(points)} points", end="")
+
+
+@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_failing_anywhere(
+    size: int,
+    rank: int,
+    kind: str,
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, log = tmp_path / "out" / "saved", tmp_path / "log"
+    path.parent.mkdir()
+    run_ranks(saved_twice, size, kind, tiny, path, rank, log, None)
+    after = digests(path)
+    points = points_in(log, path.parent)
+    errors = ["ENOSPC", "EIO"]
+    arguments = (kind, tiny, path, rank, log, points, errors)
+    outcomes = run_ranks(fail_in_turn, size, *arguments, timeout=1500)
+    told = 0
+    for number, row in enumerate(zip(*outcomes, strict=True)):
+        at = (points[number // len(errors)], errors[number % len(errors)])
+        messages = {message for message, _, _ in row}
+        assert len(messages) == 1, (at, messages)
+        (message,) = messages
+        _, found, beside = row[0]
+        if message:
+            assert message.startswith("WriteError: "), (at, message)
+            assert ("No space left" if at[1] == "ENOSPC" else "Input/output error") in message, (at, message)
+            assert (found == after) is ("all is there" in message), (at, message)
+            assert beside == ["saved"] or "all is there" in message, at
+            told += 1
+        else:  # what was replaced was not removed at once, or the call was none of a save's
+            assert found == after, at
+    assert told >= len(points)
+    with capsys.disabled():
+        print(f" rank {rank} of {size}: failed at {len(points)} points, twice each, {told} told", end="")

@@ -1,0 +1,90 @@
+"""System calls of a running process, each of which can be the last, or fail, by ``strace``."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["Point", "points_in", "traced", "tracing_works"]
+
+#: The system call, and which of its calls in a thread.
+Point = tuple[str, int]
+#: Calls that change files or directories, or bring them to the disk.
+CALLS = (
+    "openat", "mkdir", "pwrite64", "write", "ftruncate", "fsync", "rename", "renameat2", "unlink", "unlinkat",
+    "rmdir", "link", "linkat",
+)  # fmt: skip
+_LINE = re.compile(r"(?P<thread>\d+) +(?P<call>\w+)\((?P<rest>.*)")
+_PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
+
+
+def tracing_works() -> bool:
+    """Whether there is an strace that may trace here."""
+    if shutil.which("strace") is None:
+        return False
+    return (
+        subprocess.run(["strace", "-o", os.devnull, "true"], check=False, capture_output=True).returncode == 0
+    )
+
+
+@contextmanager
+def traced(log: Path, point: Point | None = None, error: str | None = None) -> Iterator[None]:
+    """Inside, the calls of this process are written to ``log``, and the one at ``point`` kills or fails."""
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)  # a child may trace this process
+    command = [
+        "strace",
+        "-f",
+        "-y",
+        "-qq",
+        "-p",
+        str(os.getpid()),
+        "-o",
+        str(log),
+        "-e",
+        f"trace={','.join(CALLS)}",
+    ]
+    if point is not None:
+        what = f"error={error}" if error else "signal=KILL"
+        command += ["-e", f"inject={point[0]}:{what}:when={point[1]}"]
+    tracer = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        _wait_for(tracer)
+        yield
+    finally:
+        tracer.send_signal(signal.SIGINT)  # it lets go of this process
+        tracer.wait(30)
+
+
+def _wait_for(tracer: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 30
+    threads = Path("/proc/self/task")
+    while time.monotonic() < deadline and tracer.poll() is None:
+        told = [(thread / "status").read_text() for thread in threads.iterdir()]
+        if all(f"TracerPid:\t{tracer.pid}\n" in status for status in told):
+            return
+        time.sleep(0.01)
+    raise RuntimeError(f"strace does not trace: {tracer.stderr and tracer.stderr.read().decode()}")
+
+
+def points_in(log: Path, folder: Path) -> list[Point]:
+    """The points of a trace that concern what is below ``folder``, in their order."""
+    counts: Counter[tuple[str, str]] = Counter()
+    found: dict[Point, None] = {}
+    for line in log.read_text(errors="replace").splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        counts[match["thread"], match["call"]] += 1
+        changes = match["call"] != "openat" or "O_CREAT" in match["rest"]
+        if changes and str(folder) in match["rest"]:
+            found[match["call"], counts[match["thread"], match["call"]]] = None
+    return list(found)
