@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
-
 from typing import Any
 
 from torch.distributed import distributed_c10d
