@@ -20,7 +20,7 @@ from zerostart import engines
 from zerostart.distributed.world import current_world
 from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
-from zerostart.integrations import meeting, saving, states
+from zerostart.integrations import meeting, saving, states, trainer
 from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.pretrained import Call, Settings
@@ -271,11 +271,16 @@ _saving = SavingCalls(
         "Accelerator.save_model": saving.save_model,
         "DeepSpeedEngine.save_checkpoint": states.save_checkpoint,
         "DeepSpeedEngine.load_checkpoint": states.load_checkpoint,
-        "accelerate.accelerator.save_fsdp_model": states.save_fsdp_model,
-        "accelerate.accelerator.save_fsdp_optimizer": states.save_fsdp_optimizer,
-        "accelerate.accelerator.load_fsdp_model": states.load_fsdp_model,
-        "accelerate.accelerator.load_fsdp_optimizer": states.load_fsdp_optimizer,
+        **{
+            f"{module}.{name}": getattr(states, name)
+            for module in ("accelerate.accelerator", "transformers.trainer")
+            for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
+        },
         "accelerate.accelerator.load_accelerator_state": states.load_accelerator_state,
+        "transformers.trainer.deepspeed_load_checkpoint": trainer.load_deepspeed,
+        "Trainer.save_model": trainer.save_model,
+        "Trainer._load_from_checkpoint": trainer.load_from_checkpoint,
+        "Trainer._load_optimizer_and_scheduler": trainer.load_optimizer_and_scheduler,
         "PartialState.wait_for_everyone": _wait_for_everyone,
     }
 )

@@ -123,6 +123,56 @@ _CHECKPOINTS = PatchPoint(
         ),
     ),
 )
+_TRAINER_MODEL = PatchPoint(
+    library=TRANSFORMERS,
+    owner=_TRAINER,
+    names=("save_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler"),
+    why="the model is saved without a gather; a checkpoint is resumed from whichever engine has written it",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(f"{_TRAINER}.save_model", leads=("output_dir", "_internal_call")),
+        Shape(f"{_TRAINER}._save", leads=("output_dir", "state_dict")),
+        Shape(
+            f"{_TRAINER}._save_checkpoint",
+            has=(
+                "self.save_model(output_dir, _internal_call=True)",
+                "self._save_optimizer_and_scheduler(...)",
+            ),
+        ),
+        Shape(f"{_TRAINER}._load_from_checkpoint", leads=("resume_from_checkpoint", "model")),
+        Shape(f"{_TRAINER}._load_optimizer_and_scheduler", leads=("checkpoint",)),
+        Shape(
+            f"{_TRAINER}._prepare_for_training",
+            has=(
+                "deepspeed_load_checkpoint(self.model_wrapped, X, ...)",
+                "self._load_from_checkpoint(X, self.model_wrapped)",
+                "self._load_optimizer_and_scheduler(X)",
+            ),
+        ),
+    ),
+)
+_TRAINER_STATE = PatchPoint(
+    library=TRANSFORMERS,
+    owner="transformers.trainer",
+    names=(
+        "deepspeed_load_checkpoint",
+        "save_fsdp_model",
+        "save_fsdp_optimizer",
+        "load_fsdp_model",
+        "load_fsdp_optimizer",
+    ),
+    why="the same functions of accelerate, and the one that knows DeepSpeed's checkpoints by their names",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_TRAINER}._save_optimizer_and_scheduler",
+            has=("self.model_wrapped.save_checkpoint(output_dir)", "save_fsdp_model(...)"),
+        ),
+        Shape(
+            "transformers.trainer:deepspeed_load_checkpoint", leads=("deepspeed_engine", "checkpoint_path")
+        ),
+    ),
+)
 TOUCHED = (
     _SAVE_PRETRAINED,
     _SAVE_ADAPTERS,
@@ -131,6 +181,8 @@ TOUCHED = (
     _REST,
     _WAITING,
     _CHECKPOINTS,
+    _TRAINER_MODEL,
+    _TRAINER_STATE,
 )
 
 #: ``replacement(original, **arguments)``: the call's arguments by name, those of ``**kwargs`` among them, and
