@@ -335,7 +335,8 @@ def save(
         path: a directory that all ranks see, which appears whole or not at all. Weights there are replaced;
             files that zerostart has not written stay.
         max_shard_size: most bytes of a file, as in ``save_pretrained``: a number, or with a unit.
-        dtype: floating dtype of the tensors in the files; None: the one in which the model holds each.
+        dtype: floating dtype of the tensors in the files; None: the one in which the model holds each. In
+            fp32 the engine of ``deepspeed.initialize`` gives its masters.
         trainable_only: leave out frozen parameters, and buffers.
         adapters_only: save PEFT's adapters alone, in PEFT's format.
         merge_adapters: save the model with LoRA's adapters in its weights, as ``merge_and_unload`` has it.

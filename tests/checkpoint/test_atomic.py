@@ -204,6 +204,77 @@ def test_places_that_cannot_be_saved_to(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
+def test_the_working_directory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    for place in ("here", "here/below"):
+        monkeypatch.chdir(tmp_path / place)
+        with pytest.raises(zerostart.errors.WriteError, match="is the working directory"):
+            save(tmp_path / "here", 1.0)
+        save(Path("saved"), 1.0)
+        assert value_at(Path("saved")) == 1.0
+    with pytest.raises(zerostart.errors.WriteError, match="mount point"):
+        save(Path("/"), 1.0)
+
+
+class Synced:
+    """Which files and directories have been brought to the disk as they are now."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clean: set[int] = set()
+        pwrite, write, fsync, link = os.pwrite, os.write, os.fsync, os.link
+
+        def writing(call: Callable[..., int]) -> Callable[..., int]:
+            def wrote(handle: int, *rest: object) -> int:
+                self.clean.discard(os.fstat(handle).st_ino)
+                return call(handle, *rest)
+
+            return wrote
+
+        def naming(call: Callable[..., None]) -> Callable[..., None]:
+            def named(old: object, new: Path, **options: object) -> None:
+                call(old, new, **options)
+                self.clean.discard(Path(new).parent.stat().st_ino)
+
+            return named
+
+        def synced(handle: int) -> None:
+            fsync(handle)
+            self.clean.add(os.fstat(handle).st_ino)
+
+        for name, made in {
+            "pwrite": writing(pwrite),
+            "write": writing(write),
+            "fsync": synced,
+            "rename": naming(os.rename),
+            "replace": naming(os.replace),
+            "link": naming(link),
+        }.items():
+            monkeypatch.setattr(os, name, made)
+
+
+def test_everything_is_on_the_disk_before_it_has_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file, every name, and the place itself: no power cut finds a half of it there."""
+    save(tmp_path / "saved", 1.0)
+    (tmp_path / "saved" / "notes").write_text("mine")
+    synced = Synced(monkeypatch)
+    exchanged = protocol._exchanged
+    seen: list[Path] = []
+
+    def exchange(new: Path, old: Path) -> bool:
+        for path in (new, *new.rglob("*")):
+            seen.append(path)
+            assert path.stat().st_ino in synced.clean or path.name == "notes", path
+        synced.clean.discard(new.parent.stat().st_ino)
+        return exchanged(new, old)
+
+    monkeypatch.setattr(protocol, "_exchanged", exchange)
+    save(tmp_path / "saved", 2.0)
+    assert tmp_path.stat().st_ino in synced.clean
+    assert {"zerostart.json", "config.json", "notes", "model"} <= {path.name for path in seen}
+
+
 def test_nothing_is_left_of_a_save_that_failed(tmp_path: Path) -> None:
     with pytest.raises(zerostart.errors.WriteError, match="No space left on device; nothing was saved"):
         fail_on(0, tmp_path / "new" / "folders" / "saved", full)

@@ -14,11 +14,27 @@ from torch import nn
 import zerostart
 from parity import VOCABULARY
 
-__all__ = ["Case", "Run", "train"]
+__all__ = [
+    "FIRST",
+    "FSDP2",
+    "MORE",
+    "OFFLOADED",
+    "RATE",
+    "ZERO",
+    "Case",
+    "Run",
+    "both",
+    "resumed",
+    "train",
+    "uninterrupted",
+]
 
 #: Divides by every number of ranks up to 4.
 ROWS, LENGTH = 12, 8
 RATE = 1e-2
+#: Steps before the state is saved, and after it.
+FIRST, MORE = 2, 3
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,9 @@ class Case:
             "zero_force_ds_cpu_optimizer": False,
             **self.top,
         }
+
+
+FSDP2, ZERO = Case("fsdp2"), Case("deepspeed")
 
 
 def batch(step: int, part: int, parts: int, tensors: int) -> torch.Tensor:
@@ -195,3 +214,24 @@ def train(
         handle.wait()
     run.end()
     return losses
+
+
+def uninterrupted(path: Path, case: Case, folder: Path) -> list[float]:
+    """The losses after the moment at which the state is saved, without a stop."""
+    return train(path, case, range(FIRST + MORE), save=folder, at=FIRST)[FIRST * case.accumulate :]
+
+
+def resumed(path: Path, case: Case, folder: Path) -> list[float]:
+    return train(path, case, range(FIRST, FIRST + MORE), load=folder)
+
+
+def both(paths: dict[str, Path], cases: dict[str, Case], folder: Path) -> list[str]:
+    """The names of the cases whose losses differ in a bit."""
+    wrong = []
+    for number, (name, case) in enumerate(cases.items()):
+        place = folder / str(number)
+        wanted = uninterrupted(paths[case.kind], case, place)
+        found = resumed(paths[case.kind], case, place)
+        if found != wanted:
+            wrong.append(f"{name}: {found} for {wanted}")
+    return wrong

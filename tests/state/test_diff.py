@@ -118,6 +118,25 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         zerostart.diff({}, tmp_path)  # type: ignore[arg-type]
 
 
+def test_training_states(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """Each other by what lies in their folders; models, and checkpoints of models, with their model alone."""
+    source = checkpoints("qwen3")
+    model = zerostart.load(source, engine="fsdp2", progress=False)
+    a, b = tmp_path / "a", tmp_path / "b"
+    zerostart.save_state(a, model)
+    zerostart.verify(a)
+    assert zerostart.diff(a, model).same
+    assert zerostart.diff(a, source).same
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    zerostart.save_state(b, model)
+    found = zerostart.diff(a, b)
+    assert list(found.differing) == ["model/model.embed_tokens.weight"]
+    assert {name.partition("/")[0] for name in found.equal} >= {"model"}
+    assert list(zerostart.diff(source, b).differing) == ["model.embed_tokens.weight"]
+    assert zerostart.diff(model, b).same
+
+
 Options = dict[str, Any]
 DEEPSPEED3: Options = {"engine": "deepspeed", "zero_stage": 3}
 DEEPSPEED2: Options = {"engine": "deepspeed", "zero_stage": 2}

@@ -12,11 +12,10 @@ import torch
 
 from ranks import run_ranks
 from zerostart.checkpoint.digest import Digests
-from zerostart.distributed.world import World, current_world
+from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError
 from zerostart.recipe.dtypes import spelling
 
-ALONE = World(0, 1, None)
 WORDS = 8192
 MASK = (1 << 64) - 1
 
@@ -51,7 +50,7 @@ def octets(tensor: torch.Tensor) -> torch.Tensor:
 def digest(tensor: torch.Tensor) -> str:
     sums = Digests([("t", spelling(tensor.dtype), tensor.shape)])
     sums.add("t", 0, tensor.contiguous().view(-1))
-    return sums.summed(ALONE)["t"]
+    return sums.summed()["t"]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +73,19 @@ def test_the_formula(dtype: torch.dtype) -> None:
         assert digest(tensor) == by_the_formula(spelling(dtype), shape, bytes(octets(tensor).numpy())), shape
 
 
+@pytest.mark.parametrize("place", [0, 3, 65_536])
+def test_as_accelerators_compute_it(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block by block at once, from any place on: checked on the host, which has the same operators."""
+    torch.manual_seed(6)
+    tensor = torch.randn(150_000 + place)
+    expected = digest(tensor)
+    monkeypatch.setattr("zerostart.checkpoint.digest._on_host", lambda device: False)
+    sums = Digests([("t", "F32", tensor.shape)])
+    sums.add("t", place, tensor[place:])
+    sums.add("t", 0, tensor[:place])
+    assert sums.summed()["t"] == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
 def test_pieces_in_any_order(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
@@ -88,7 +100,7 @@ def test_pieces_in_any_order(dtype: torch.dtype) -> None:
         for first, end in pieces:
             data = flat[first:end]
             sums.add("t", first, data if chosen.random() < 0.5 else bytes(octets(data).numpy()))
-        assert sums.summed(ALONE)["t"] == digest(tensor)
+        assert sums.summed()["t"] == digest(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
@@ -101,7 +113,7 @@ def test_rows(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     cuts = [0, 1, 4, shape[1] // 2, shape[1]]
     for first, end in itertools.pairwise(cuts):
         sums.add_rows("t", first, shape[1], tensor[:, first:end])
-    assert sums.summed(ALONE)["t"] == digest(tensor)
+    assert sums.summed()["t"] == digest(tensor)
 
 
 def test_what_is_left_out_or_added_twice_is_told() -> None:
@@ -111,7 +123,7 @@ def test_what_is_left_out_or_added_twice_is_told() -> None:
         for first, end in pieces:
             sums.add("t", first, tensor[first:end])
         with pytest.raises(CheckpointError, match=r"t: (99|120) elements were counted .* it has 100"):
-            sums.summed(ALONE)
+            sums.summed()
 
 
 def corrupted(data: torch.Tensor, chosen: random.Random) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,8 +23,17 @@ pytestmark = [
 ]
 
 
+OPTIMIZERS: weakref.WeakKeyDictionary[torch.nn.Module, torch.optim.Optimizer] = weakref.WeakKeyDictionary()
+
+
 def loaded(checkpoint: Path) -> torch.nn.Module:
-    return zerostart.load(checkpoint, engine="fsdp2", progress=False)
+    model = zerostart.load(checkpoint, engine="fsdp2", progress=False)
+    OPTIMIZERS[model] = optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model
 
 
 def change(model: torch.nn.Module) -> None:
@@ -36,8 +46,12 @@ def save(model: torch.nn.Module, path: Path) -> None:
     zerostart.save(model, path, max_shard_size="8KB")
 
 
+def save_state(model: torch.nn.Module, path: Path) -> None:
+    zerostart.save_state(path, model, OPTIMIZERS[model], extra={"step": 1, "tensor": torch.ones(3)})
+
+
 #: Kinds of saves: what is saved from a model to a place.
-SAVES: dict[str, Callable[[torch.nn.Module, Path], None]] = {"model": save}
+SAVES: dict[str, Callable[[torch.nn.Module, Path], None]] = {"model": save, "state": save_state}
 
 
 def saved_twice(kind: str, checkpoint: Path, path: Path, rank: int, log: Path, point: Point | None) -> None:

@@ -17,12 +17,10 @@ from tiny import TinyCheckpoints
 from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.digesting import file_digests
 from zerostart.checkpoint.source import open_catalog
-from zerostart.distributed.world import World
 from zerostart.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.recipe import spelling
 from zerostart.state.digest import add_share
 
-ALONE = World(0, 1, None)
 Options = dict[str, Any]
 DEEPSPEED3: Options = {"engine": "deepspeed", "zero_stage": 3}
 DEEPSPEED2: Options = {"engine": "deepspeed", "zero_stage": 2}
@@ -54,7 +52,7 @@ def of_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     digests = Digests((name, spelling(t.dtype), t.shape) for name, t in tensors.items())
     for name, tensor in tensors.items():
         digests.add(name, 0, tensor.detach().contiguous().view(-1))
-    return digests.summed(ALONE)
+    return digests.summed()
 
 
 def digests_of_loads(size: int, folders: dict[str, Path]) -> dict[str, dict[str, str] | str]:
@@ -106,7 +104,7 @@ def test_shares_of_any_layout(shape: tuple[int, ...], layout: str, dtype: torch.
             for first, count, place in share.runs():
                 storage[place : place + count] = whole.view(-1)[first : first + count]
             add_share(digests, "t", share, storage)
-        assert digests.summed(ALONE) == of_tensors({"t": whole})
+        assert digests.summed() == of_tensors({"t": whole})
 
 
 def test_replicas_count_once() -> None:
@@ -115,7 +113,7 @@ def test_replicas_count_once() -> None:
     digests = Digests([("t", "F32", whole.shape)])
     for number in range(3):
         add_share(digests, "t", layout.part(number, 3), whole.view(-1))
-    assert digests.summed(ALONE) == of_tensors({"t": whole})
+    assert digests.summed() == of_tensors({"t": whole})
 
 
 def test_files_have_them_too(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:

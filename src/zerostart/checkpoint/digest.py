@@ -21,14 +21,14 @@ import hashlib
 import threading
 from collections.abc import Iterable, Sequence
 from math import prod
+from typing import Protocol
 
 import torch
 
 from zerostart.checkpoint.catalog import DTYPE_BITS
-from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError
 
-__all__ = ["Digests"]
+__all__ = ["Digests", "Ranks"]
 
 #: Words of one block, and blocks at a time: what the CPU's cache holds, and enough to keep others busy.
 WORDS, MANY = 1 << 13, 1 << 6
@@ -40,6 +40,14 @@ _ALL = (1 << 64) - 1
 #: Seeds of the keys: A of both lanes, C of both, B of both.
 _SEEDS = tuple(number << 48 for number in range(1, 3 * _LANES + 1))
 _STEP, _MIX, _MORE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+class Ranks(Protocol):
+    """Those who have a part of the tensors each."""
+
+    def all_reduce_sum(self, values: torch.Tensor, during: str) -> torch.Tensor:
+        """The sum over all of them of a 1-D tensor of integers; collective."""
+        ...
 
 
 class Digests:
@@ -85,15 +93,17 @@ class Digests:
             part = data[row : row + together]
             self._note(name, part.numel(), lanes_of(part, first + row * step, step, bits // 8))
 
-    def summed(self, world: World) -> dict[str, str]:
-        """The digest of each entry as 32 hexadecimal digits; collective, one reduction.
+    def summed(self, world: Ranks | None = None) -> dict[str, str]:
+        """The digest of each entry as 32 hexadecimal digits; collective, one reduction. None: nobody else.
 
         Raises CheckpointError if the elements added on all ranks are not as many as the entry has.
         """
         table = torch.tensor([self._row(name) for name in self._entries], dtype=torch.int64, device="cpu")
-        total = world.all_reduce_sum(table.view(-1), "summing up digests").view(-1, 2 * _LANES + 1)
+        total = table if world is None else world.all_reduce_sum(table.view(-1), "summing up digests")
         found = {}
-        for (name, (dtype, shape)), row in zip(self._entries.items(), total.tolist(), strict=True):
+        for (name, (dtype, shape)), row in zip(
+            self._entries.items(), total.view(-1, 2 * _LANES + 1).tolist(), strict=True
+        ):
             if row[-1] != prod(shape):
                 raise CheckpointError(
                     f"{name}: {row[-1]} elements were counted for its digest, and it has {prod(shape)}"
@@ -138,7 +148,7 @@ def _octets(data: torch.Tensor | bytes | bytearray | memoryview) -> torch.Tensor
 def _lanes(octets: torch.Tensor, position: int) -> list[int]:
     """The sums of both lanes over bytes that begin at byte ``position`` of the tensor."""
     keys = _keys(octets.device)
-    many = 1 if octets.device.type == "cpu" else MANY
+    many = 1 if _on_host(octets.device) else MANY
     sums = [0] * _LANES
     while octets.numel():
         block, offset = divmod(position, BLOCK)
@@ -154,6 +164,10 @@ def _lanes(octets: torch.Tensor, position: int) -> list[int]:
     return [value & _ALL for value in sums]
 
 
+def _on_host(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
 def _words(octets: torch.Tensor, lead: int) -> torch.Tensor:
     """Bytes as words of 8, of which the first ``lead`` bytes are not there and count as zeros."""
     rest = -(lead + octets.numel()) % 8
@@ -167,7 +181,7 @@ def _words(octets: torch.Tensor, lead: int) -> torch.Tensor:
 def _weighted(words: torch.Tensor, keys: torch.Tensor) -> list[list[int]]:
     """For each lane, for each of the rows ``words``, its sum; ``keys`` are A of both, then C."""
     upper = words >> 32
-    if words.device.type == "cpu":  # at the speed of the cache; accelerators have it for floats alone
+    if _on_host(words.device):  # at the speed of the cache; accelerators have it for floats alone
         found = torch.mv(keys[:_LANES], words[0]) + torch.mv(keys[_LANES:], upper[0])
         return [[lane] for lane in found.tolist()]
     sums = [(words * keys[lane]).sum(1) + (upper * keys[_LANES + lane]).sum(1) for lane in range(_LANES)]

@@ -14,7 +14,6 @@ from zerostart.checkpoint.catalog import DTYPE_BITS, Catalog, TensorEntry, conti
 from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.storage import Reader
 from zerostart.distributed.machine import cores
-from zerostart.distributed.world import World
 
 __all__ = ["file_digests"]
 
@@ -54,7 +53,7 @@ def file_digests(catalog: Catalog, names: Collection[str] | None = None) -> dict
         for entry in entries:
             if _is_strided(entry):
                 _add_strided(digests, reader, entry)
-    return digests.summed(World(0, 1, None))
+    return digests.summed()
 
 
 def _reads(entry: TensorEntry) -> Iterator[tuple[TensorEntry, int, int]]:

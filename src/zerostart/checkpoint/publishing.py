@@ -48,6 +48,8 @@ class Staging:
         # A link that leads to a directory goes on doing so.
         self.path = Path(os.path.realpath(Path(path).expanduser()))
         self.marker = marker
+        with told(self.path, "nothing was saved"):
+            self._check_place()
         self._token = uuid.uuid4().hex[:12]
         self.directory = _beside(self.path, self._token, "saving")
         self._made: list[Path] = []
@@ -61,8 +63,6 @@ class Staging:
 
     def _begin(self) -> None:
         with told(self.path, "nothing was saved"):
-            if self.path.exists() and not self.path.is_dir():
-                raise WriteError(f"{self.path} is a file; save to a directory, or remove it")
             self._make_parents()
             recover(self.path)
             for leftover in _leftovers(self.path):
@@ -107,6 +107,21 @@ class Staging:
         for parent in reversed(self._made):
             with contextlib.suppress(OSError):
                 parent.rmdir()
+
+    def _check_place(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise WriteError(f"{self.path} is a file; save to a directory, or remove it")
+        if self.path.is_mount():
+            raise WriteError(
+                f"{self.path} is a mount point, whose place nothing else can take; save to a directory "
+                "below it"
+            )
+        with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+            if Path.cwd().is_relative_to(self.path):
+                raise WriteError(
+                    f"{self.path} is the working directory, or above it, which would be another one then; "
+                    "save to a directory below it"
+                )
 
     def _make_parents(self) -> None:
         missing = [parent for parent in self.path.parents if not parent.exists()]

@@ -42,6 +42,7 @@ from zerostart.transfer import Progress
 from zerostart.transfer.strategy import execute_together
 from zerostart.transfer.tuning import tune
 from zerostart.upstream import deepspeed_state as deepspeed
+from zerostart.upstream import deepspeed_steps
 
 __all__ = ["load_state"]
 
@@ -233,7 +234,7 @@ def _gradients(training: Training, saved: _Saved) -> list[Kept]:
         if not having:
             return []
         room = (
-            deepspeed.gradients(engine, training.steps, make=True)
+            deepspeed_steps.gradients(engine, training.steps, make=True)
             if engine is not None and "window" in found
             else None
         )

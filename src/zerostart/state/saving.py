@@ -22,6 +22,7 @@ from zerostart.loading.record import LoadRecord, bare_model, kept_record
 from zerostart.models import is_diffusers
 from zerostart.state.adapters import Adapted, adapted_model, adapter_contents, has_adapters, merged
 from zerostart.state.contents import Contents, Held, contents_of, held_tensors
+from zerostart.state.precise import with_masters
 from zerostart.state.publishing import Publication, publishing
 from zerostart.state.settings import save_settings
 from zerostart.state.writing import Written, write_tensors
@@ -108,7 +109,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], request: SaveRequest) -
                 assert adapted is not None, "checked above"
                 done = _adapters(inner, record, adapted, publication, request, world)
             else:
-                done = [(".", *_model(inner, record, publication, request, world))]
+                done = [(".", *_model(model, inner, record, publication, request, world))]
             for folder, written, _ in done:
                 publication.add_digests(written.digests, folder)
     return _report(path, done, time.perf_counter() - begun)
@@ -130,11 +131,18 @@ Done = tuple[str, Written, Contents]
 
 
 def _model(
-    inner: nn.Module, record: LoadRecord | None, publication: Publication, request: SaveRequest, world: World
+    model: nn.Module,
+    inner: nn.Module,
+    record: LoadRecord | None,
+    publication: Publication,
+    request: SaveRequest,
+    world: World,
 ) -> tuple[Written, Contents]:
     """The model's weights and its settings."""
     with world.phase("looking at the model"):
         held, tied = held_tensors(inner, record, world)
+        if request.dtype == torch.float32:
+            held = with_masters(model, held, world)
         if request.merge_adapters:
             held = merged(inner, held)
         if request.trainable_only:

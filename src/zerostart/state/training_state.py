@@ -27,6 +27,7 @@ from zerostart.state.random_states import random_rows
 from zerostart.state.values import dtype_name, encoded
 from zerostart.state.writing import Entry, Outgoing, plain
 from zerostart.upstream import deepspeed_state as deepspeed
+from zerostart.upstream import deepspeed_steps
 from zerostart.upstream.stepped import Stepped, plain_steps
 from zerostart.upstream.torch_fsdp2 import has_unreduced
 
@@ -79,8 +80,8 @@ def training_of(model: nn.Module, optimizer: Any, world: World) -> Training:
     """What ``save_state`` and ``load_state`` were given, found out; see there for what is raised."""
     engine = deepspeed.engine_of(model)
     if engine is not None:
-        deepspeed.check_movable(engine)
-        return Training(places_of(model, world), engine, deepspeed.steps_of(engine))
+        deepspeed_steps.check_movable(engine)
+        return Training(places_of(model, world), engine, deepspeed_steps.steps_of(engine))
     deepspeed.check_engine_given(model.parameters())
     places = places_of(model, world)
     scaler = getattr(optimizer, "scaler", None)
@@ -210,7 +211,7 @@ def gradients_of(training: Training) -> Iterator[Kept]:
 def _engine_gradients(training: Training) -> Iterator[Kept]:
     if not deepspeed.is_window_open(training.engine):
         return
-    found = deepspeed.gradients(training.engine, training.steps)
+    found = deepspeed_steps.gradients(training.engine, training.steps)
     if found is None:
         raise ConfigError(
             "the engine is in the middle of a window of gradient accumulation, and its gradients are not yet "

@@ -11,6 +11,7 @@ import torch
 
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.planning.writes import Write, WritePlan
+from zerostart.recipe import one_thread
 from zerostart.transfer.copying import copy_strided
 from zerostart.transfer.staging import bytes_view
 
@@ -54,7 +55,9 @@ def write_out(
         # What was computed last may still be under way, on a stream that the threads know nothing of.
         torch.accelerator.synchronize(device)
     crew = _Crew(plan, storages, writer, noted, device)
-    crew.run(min(threads, max(1, len(plan.writes))) - 1)
+    # Operators on one thread each: those that write are as many as there is work for.
+    with one_thread():
+        crew.run(min(threads, max(1, len(plan.writes))) - 1)
     if crew.error is not None:
         raise crew.error
     return plan.nbytes

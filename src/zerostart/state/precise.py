@@ -1,0 +1,40 @@
+"""Saving what an engine trains: its fp32 masters in the place of the parameters that are their rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from zerostart.distributed.world import World
+from zerostart.engines import Shard
+from zerostart.layout import Layout
+from zerostart.state.contents import Held
+from zerostart.state.optimizing import masters_of
+from zerostart.state.training_state import training_of
+
+__all__ = ["with_masters"]
+
+
+def with_masters(model: nn.Module, held: Sequence[Held], world: World) -> list[Held]:
+    """``held`` with this rank's share of the master, where ``model`` has one; collective.
+
+    Raises ConfigError where an engine has masters and ``model`` is not the engine.
+    """
+    training = training_of(model, None, world)
+    found = {kept.name: kept.shard for kept in masters_of(training.steps, training.places)}
+    firsts = [training.places.ties.get(item.name, item.name) for item in held]
+    # A rank may have no element of a master of which others have all.
+    mine = torch.tensor([name in found for name in firsts], dtype=torch.int64, device="cpu")
+    holders = world.all_reduce_sum(mine, "looking for masters").tolist()
+    return [
+        replace(item, shard=found.get(name, _nothing(item.shard))) if count else item
+        for item, name, count in zip(held, firsts, holders, strict=True)
+    ]
+
+
+def _nothing(shard: Shard) -> Shard:
+    layout = Layout(shard.layout.shape, 0, 0, ())
+    return Shard(shard.name, layout, torch.empty(0, dtype=torch.float32, device="cpu"), lambda _: layout)

@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parity import checkpoint
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[str, Path]:
+    """Checkpoints by the kind of model."""
+    return {kind: checkpoint(kind, tmp_path) for kind in ("qwen3", "mixtral")}

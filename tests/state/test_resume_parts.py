@@ -1,0 +1,106 @@
+"""The parts of a training checkpoint by themselves: values in JSON, random states, which checkpoints stay."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from zerostart.errors import ConfigError
+from zerostart.layout import replicated
+from zerostart.layout.flat import flat_run, narrowed
+from zerostart.state.keeping import complete, prune
+from zerostart.state.random_states import random_rows, set_random_rows
+from zerostart.state.values import decoded, encoded
+
+
+def alike(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(alike, a, b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+VALUES: list[Any] = [
+    None,
+    [True, 1, 1.5, "text", -0.0, math.inf, -math.inf, math.nan, 1 << 70],
+    {"betas": (0.9, 0.999), "nested": {"empty": {}, "list": [(), [()]]}},
+    {"$tensor": 1, "$items": ["a"]},
+    {"a.b": torch.arange(3), "a": {"b": torch.arange(4)}},
+    torch.tensor(1e-3, dtype=torch.float64),
+    torch.tensor(True),
+    [torch.zeros(0, 3), torch.randn(2, 3).bfloat16(), torch.tensor(math.inf)],
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_a_value_comes_back_from_json_as_it_was(value: Any) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(encoded(value, "extra", tensors), allow_nan=False)
+    assert alike(value, decoded(json.loads(text), tensors))
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [({"a": [1, {2}]}, r"extra\.a\.1 is a set"), ({1: 2}, "extra is a dict"), (np.float32(1), "float32")],
+)
+def test_what_is_no_value_is_named_with_its_place(value: Any, where: str) -> None:
+    with pytest.raises(ConfigError, match=where):
+        encoded(value, "extra", {})
+
+
+def test_random_states_survive_half_of_a_pair_of_normal_numbers() -> None:
+    random.gauss(0, 1)  # keeps the second of two
+    np.random.randn()
+    rows = random_rows()
+    assert {row.dim() for row in rows.values()} == {1}
+    wanted = [random.gauss(0, 1), random.random(), *np.random.randn(3), *torch.randn(3).tolist()]
+    set_random_rows(rows)
+    assert wanted == [random.gauss(0, 1), random.random(), *np.random.randn(3), *torch.randn(3).tolist()]
+
+
+def test_a_part_of_a_share_is_its_elements_in_order() -> None:
+    whole, share = replicated((5, 3, 4)), flat_run((5, 3, 4), 7, 51)
+    for layout, first in ((whole, 0), (share, 7)):
+        for start, stop in ((0, 0), (0, 1), (3, 29), (11, layout.numel), (12, 24)):
+            part = narrowed(layout, start, stop)
+            assert part.numel == part.owned == stop - start
+            elements = [
+                e
+                for begin, count, at in sorted(part.runs(), key=lambda r: r[2])
+                for e in range(begin, begin + count)
+            ]
+            assert elements == list(range(first + start, first + stop))
+
+
+def states(folder: Path, count: int) -> None:
+    for number in range(count):
+        place = folder / f"step-{number}"
+        place.mkdir()
+        (place / "weights").write_text("bytes")
+        marker = place / "state.json"
+        marker.write_text(json.dumps({"extra": {"loss": abs(number - 1)}}))
+        os.utime(marker, ns=(number, number))
+
+
+def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
+    states(tmp_path, 5)
+    (tmp_path / "unfinished").mkdir()
+    removed = prune(tmp_path, 2, 1, lambda extra: -extra["loss"])
+    assert [path.name for path in removed] == ["step-0", "step-2"]
+    assert [path.name for path in complete(tmp_path)] == ["step-1", "step-3", "step-4"]
+    assert prune(tmp_path, None) == []
+    assert (tmp_path / "unfinished").is_dir()
+    with pytest.raises(ConfigError, match="keep the last one"):
+        prune(tmp_path, 0)
+    assert [path.name for path in prune(tmp_path, 1)] == ["step-1", "step-3"]
