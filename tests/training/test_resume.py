@@ -14,12 +14,12 @@ from zerostart.errors import ConfigError
 
 __all__ = ["values"]
 
-STEPS = 5
+STEPS = 6
 
 
 def going_on(given, **checkpoint):
     """The configuration of a run with checkpoints that goes on by itself."""
-    return given | {"checkpoint": {"every": 2, "keep": 2, **checkpoint}, "resume": "auto"}
+    return given | {"checkpoint": {"every": 3, "keep": 2, **checkpoint}, "resume": "auto"}
 
 
 def interrupted(given, at):
@@ -47,16 +47,16 @@ def test_the_losses_go_on_exactly(engine, checkpoints, values):
     path, options = checkpoints("qwen3"), {"steps": STEPS, "accumulation": 2, "max_grad_norm": 0.5}
     straight = run_ranks(run, 2, values(path, engine, "straight", **options))[0]
     given = going_on(values(path, engine, "resumed", **options), background=engine == "fsdp2")
-    run_ranks(interrupted, 2, given, 3)
+    run_ranks(interrupted, 2, given, 4)
     directory = given["output"]["directory"]
-    assert steps_in(directory) == ["step-00000002"]
+    assert steps_in(directory) == ["step-00000003"]
     resumed = run_ranks(run, 2, given)
     assert losses(resumed[0]) == losses(straight)
     assert [entry["step"] for entry in metrics(resumed[0])] == [entry["step"] for entry in metrics(straight)]
     assert resumed[0].held_out == straight.held_out
     assert (resumed[0].steps, resumed[0].first_loss) == (STEPS, straight.first_loss)
     assert all(one == resumed[0] for one in resumed)
-    assert steps_in(directory) == ["step-00000002", "step-00000004"]
+    assert steps_in(directory) == ["step-00000003", "step-00000006"]
 
 
 def refused(given):
@@ -67,7 +67,7 @@ def refused(given):
 
 def test_what_cannot_be_gone_on_with_is_named(checkpoints, values, tmp_path):
     """And a run that was asked to go on before it had a checkpoint begins anew."""
-    given = going_on(values(checkpoints("qwen3"), output="out", steps=2))
+    given = going_on(values(checkpoints("qwen3"), output="out", steps=2), every=2)
     run_ranks(interrupted, 1, given, 1)
     assert steps_in(given["output"]["directory"]) == []
     fresh = run_ranks(run, 1, given)[0]

@@ -21,7 +21,7 @@ from zerostart.loading.record import loaded_models
 from zerostart.state.checkpointing import save_state
 from zerostart.state.resuming import load_state
 from zerostart.state.training_state import MARKER
-from zerostart.upstream import deepspeed_state as deepspeed
+from zerostart.upstream.deepspeed_steps import check_movable, steps_of
 
 __all__ = [
     "load_accelerator_state",
@@ -107,8 +107,8 @@ def _movable(engine: Any) -> bool:
     if not engine.zero_optimization() or engine.has_moe_layers or engine.mpu is not None:
         return False
     try:
-        deepspeed.check_movable(engine)
-        deepspeed.steps_of(engine)
+        check_movable(engine)
+        steps_of(engine)
     except ZerostartError:
         return False
     return True
