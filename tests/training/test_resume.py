@@ -99,12 +99,12 @@ MOVES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "before", "second", "after", "tolerance"), MOVES)
 def test_it_goes_on_elsewhere(first, before, second, after, tolerance, checkpoints, values):
-    """A step is of 4 sequences everywhere, and the data end within the run."""
+    """A step is of 4 sequences everywhere, and an epoch, which ends within the run, of 12."""
     path = checkpoints("qwen3")
 
     def configured(engine, ranks, output):
         given = values(path, output=output, steps=6, batch_size=1, accumulation=4 // ranks)
-        given["data"] |= {"documents": 1, "sequence_length": 128}
+        given["data"] |= {"sequence_length": 128, "held_out": 0.25}
         return given | {"engine": engine}
 
     straight = run_ranks(run, before, configured(first, before, "straight"))[0]
@@ -121,7 +121,7 @@ def test_it_goes_on_elsewhere(first, before, second, after, tolerance, checkpoin
 def test_hidden_tokens_and_dropout_go_on(checkpoints, values):
     """Masks and dropout are drawn anew for each batch, over the end of an epoch."""
     given = values(minilm_path(), "deepspeed", "straight", steps=8, batch_size=4)
-    given["data"] |= {"sequence_length": 256, "tokenizer": None}
+    given["data"] |= {"sequence_length": 16, "tokenizer": None}
     given["task"] = {"name": "masked-lm"}
     given["model"]["strict"] = False
     straight = run_ranks(run, 2, given, timeout=200)[0]

@@ -40,6 +40,8 @@ _LATEST = "latest"
 #: accelerate's names of a model's checkpoint, on DeepSpeed and on FSDP2.
 _DEEPSPEED, _FSDP = "pytorch_model", "pytorch_model_fsdp"
 _CLIENT = "client_state"
+#: Whether adapters alone were asked for, of models that are saved with the optimizer that follows.
+_adapters_alone: dict[Path, bool] = {}
 
 
 def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None = None) -> Path | None:
@@ -64,7 +66,7 @@ def save_checkpoint(original: Original, **call: Any) -> Any:
     tag = str(call["tag"] if call["tag"] is not None else f"global_step{engine.global_steps}")
     extra = {_CLIENT: dict(call["client_state"])}
     path = Path(directory)
-    save_state(path / tag, engine, None, extra, wait=True)
+    save_state(path / tag, engine, None, extra, wait=True, frozen=not call["exclude_frozen_parameters"])
     world = current_world()
     with world.phase("naming the last checkpoint"):
         if call["save_latest"] and world.rank == 0:
@@ -118,8 +120,11 @@ def save_fsdp_model(original: Original, **call: Any) -> Any:
     """accelerate's function; the model is saved with its optimizer, where that follows."""
     if not _fsdp2(call):
         return original()
-    if not _followed(call):
-        save_state(_fsdp_path(call, "output_dir", "model_index"), call["model"], None, None, wait=True)
+    path, alone = _fsdp_path(call, "output_dir", "model_index"), bool(call["adapter_only"])
+    if _followed(call):
+        _adapters_alone[path] = alone
+    else:
+        save_state(path, call["model"], None, None, wait=True, frozen=not alone)
     return None
 
 
@@ -128,7 +133,8 @@ def save_fsdp_optimizer(original: Original, **call: Any) -> Any:
     if not _fsdp2(call):
         return original()
     path = _fsdp_path(call, "output_dir", "optimizer_index")
-    save_state(path, call["model"], call["optimizer"], None, wait=True)
+    alone = _adapters_alone.pop(path, False)
+    save_state(path, call["model"], call["optimizer"], None, wait=True, frozen=not alone)
     return None
 
 

@@ -115,7 +115,10 @@ _CHECKPOINTS = PatchPoint(
     why="checkpoints of accelerate and the Trainer are for any number of ranks, stage and engine",
     lasts=Lasts.MODEL,
     shapes=(
-        Shape(f"{_ENGINE}.save_checkpoint", leads=("save_dir", "tag", "client_state", "save_latest")),
+        Shape(
+            f"{_ENGINE}.save_checkpoint",
+            leads=("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
+        ),
         Shape(
             f"{_ENGINE}.load_checkpoint",
             leads=("load_dir", "tag", "load_module_strict", "load_optimizer_states"),
