@@ -128,16 +128,20 @@ def test_the_best_model_at_the_end_and_the_last_by_itself(
     engine: str, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     path, out = checkpoints("qwen3"), tmp_path / "out"
-    more = {"eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2, "load_best_model_at_end": True}
-    # The loss grows: the first checkpoint is the best.
-    found = run(2, path, out, environment_of(engine, tmp_path / "a"), learning_rate=1.0, max_steps=6, **more)
+    more: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+    }
+    # The loss falls: what is best by the greatest is the first checkpoint.
+    more |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    found = run(2, path, out, environment_of(engine, tmp_path / "a"), max_steps=6, **more)
     assert found["best"] == str(out / "checkpoint-2")
-    assert found["again"] == pytest.approx(min(found["evaluated"]), rel=1e-6)
+    assert found["again"] == pytest.approx(max(found["evaluated"]), rel=1e-6)
     assert sorted(p.name for p in out.iterdir() if p.is_dir()) == ["checkpoint-2", "checkpoint-6"]
-    more = {"learning_rate": 1.0, "max_steps": 8}
-    assert run(2, path, out, environment_of(engine, tmp_path / "a"), resume=True, **more)[
-        "losses"
-    ].keys() >= {7, 8}
+    again = run(2, path, out, environment_of(engine, tmp_path / "a"), resume=True, max_steps=8)
+    assert again["losses"].keys() >= {7, 8}
 
 
 MOVES = [("deepspeed", 2, "fsdp2", 1), ("fsdp2", 2, "deepspeed", 1), ("zero2", 1, "deepspeed", 2)]
