@@ -277,6 +277,7 @@ _saving = SavingCalls(
             for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
         },
         "accelerate.accelerator.load_accelerator_state": states.load_accelerator_state,
+        "accelerate.accelerator.load_fsdp_model": states.begin_fsdp_load,
         "transformers.trainer.deepspeed_load_checkpoint": trainer.load_deepspeed,
         "Trainer.save_model": trainer.save_model,
         "Trainer._load_from_checkpoint": trainer.load_from_checkpoint,

@@ -24,6 +24,7 @@ from zerostart.state.training_state import MARKER
 from zerostart.upstream.deepspeed_steps import check_movable, steps_of
 
 __all__ = [
+    "begin_fsdp_load",
     "load_accelerator_state",
     "load_checkpoint",
     "load_fsdp_model",
@@ -47,15 +48,17 @@ _adapters_alone: dict[Path, bool] = {}
 def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None = None) -> Path | None:
     """The training state of model ``number`` in a checkpoint of accelerate or the Trainer, of either engine.
 
-    None where zerostart has not written it. ``tag`` is DeepSpeed's name for one of several.
+    The newest one; None where zerostart has written none. ``tag`` is DeepSpeed's name for one of several.
     """
     folder = Path(directory)
-    names = [] if tag is None else [tag]
+    own = f"{_DEEPSPEED}_{number}" if number else _DEEPSPEED
+    names = [own, f"{_FSDP}_{number}"] if tag in (None, own) else [str(tag)]
     latest = folder / _LATEST
     if not number and tag is None and latest.is_file():
         names.append(latest.read_text(encoding="utf-8").strip())
-    names += [f"{_DEEPSPEED}_{number}" if number else _DEEPSPEED, f"{_FSDP}_{number}"]
-    return next((folder / name for name in names if (folder / name / MARKER).is_file()), None)
+    markers = [folder / name / MARKER for name in names]
+    found = [marker for marker in markers if marker.is_file()]
+    return max(found, key=lambda marker: marker.stat().st_mtime_ns).parent if found else None
 
 
 def save_checkpoint(original: Original, **call: Any) -> Any:
@@ -138,8 +141,14 @@ def save_fsdp_optimizer(original: Original, **call: Any) -> Any:
     return None
 
 
+def begin_fsdp_load(original: Original, **call: Any) -> Any:
+    """The same in accelerate's ``load_state``: the model comes with its optimizer, if that follows."""
+    path = state_in(call["input_dir"], call["model_index"])
+    return None if path is not None and _followed(call) else load_fsdp_model(original, **call)
+
+
 def load_fsdp_model(original: Original, **call: Any) -> Any:
-    """accelerate's function: the model alone, since nobody knows whether its optimizer is to follow."""
+    """accelerate's function: the model alone, for nobody knows whether its optimizer is to follow."""
     path = state_in(call["input_dir"], call["model_index"])
     if path is None:
         return original()
@@ -164,7 +173,7 @@ def _fsdp2(call: dict[str, Any]) -> bool:
 
 
 def _followed(call: dict[str, Any]) -> bool:
-    """Whether accelerate saves an optimizer of this model right after it."""
+    """Whether accelerate goes on with an optimizer of this model right after it."""
     return len(call["accelerator"]._optimizers) > int(call["model_index"])
 
 
