@@ -56,8 +56,11 @@ def test_trainer_on_fsdp2(name: str, checkpoints: TinyCheckpoints, tmp_path: Pat
     assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-5)
     (weights, config), (expected, expected_config) = saved(tmp_path / "ours"), saved(tmp_path / "stock")
     assert config == expected_config
-    assert weights.keys() == expected.keys()
-    for key in expected:
+    # Gathered, tied weights are tied no more, and accelerate's route saves both.
+    twice = expected.keys() - weights.keys()
+    assert weights.keys() <= expected.keys()
+    assert all(torch.equal(expected[key], expected["model.embed_tokens.weight"]) for key in twice)
+    for key in weights:
         torch.testing.assert_close(weights[key], expected[key], rtol=1e-4, atol=1e-5)
 
 

@@ -20,6 +20,7 @@ from zerostart import engines
 from zerostart.distributed.world import current_world
 from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
+from zerostart.integrations import meeting, saving, states, trainer
 from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.pretrained import Call
@@ -33,6 +34,7 @@ from zerostart.upstream import transformers_loading as loading_parts
 from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
 from zerostart.upstream.deepspeed_active import config_stage
 from zerostart.upstream.deepspeed_saving import Consolidation
+from zerostart.upstream.saving_calls import SavingCalls
 
 __all__ = ["disable", "enable", "enabled"]
 
@@ -127,7 +129,9 @@ class _Noting(Call):
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
-        _accelerate.hold(model)  # It may be prepared long after the block in which it was loaded.
+        # It may be prepared, and saved, long after the block in which it was loaded.
+        _accelerate.hold(model)
+        _saving.hold(model)
         if record_of(model).engine.wraps and self._settings.expert_parallel > 1:
             _consolidation.hold(model)
         return found
@@ -256,8 +260,35 @@ def _left(model: nn.Module) -> None:
         _accelerate.hold(model)
 
 
+def _wait_for_everyone(original: Any, **call: Any) -> Any:
+    """``wait_for_everyone`` of accelerate, which ranks that wait for others at another place look at."""
+    meeting.waiting()
+    return original()
+
+
 _transformers = loading_parts.Override(functools.partial(_choose, _Watched), _left)
 _diffusers = diffusers_parts.Override(functools.partial(_choose, _WatchedDiffusion), _left)
 _accelerate = accelerate_parts.Override(_sharded, _partitioned, _whole_of_flat)
 _consolidation = Consolidation(_whole_state)
-_overrides = (_transformers, _diffusers, _accelerate)
+_saving = SavingCalls(
+    {
+        "PreTrainedModel.save_pretrained": saving.save_pretrained,
+        "PeftModel.save_pretrained": saving.save_adapters,
+        "Accelerator.save_model": saving.save_model,
+        "DeepSpeedEngine.save_checkpoint": states.save_checkpoint,
+        "DeepSpeedEngine.load_checkpoint": states.load_checkpoint,
+        **{
+            f"{module}.{name}": getattr(states, name)
+            for module in ("accelerate.accelerator", "transformers.trainer")
+            for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
+        },
+        "accelerate.accelerator.load_accelerator_state": states.load_accelerator_state,
+        "accelerate.accelerator.load_fsdp_model": states.begin_fsdp_load,
+        "transformers.trainer.deepspeed_load_checkpoint": trainer.load_deepspeed,
+        "Trainer.save_model": trainer.save_model,
+        "Trainer._load_from_checkpoint": trainer.load_from_checkpoint,
+        "Trainer._load_optimizer_and_scheduler": trainer.load_optimizer_and_scheduler,
+        "PartialState.wait_for_everyone": _wait_for_everyone,
+    }
+)
+_overrides = (_transformers, _diffusers, _accelerate, _saving)

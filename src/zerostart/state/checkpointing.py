@@ -28,9 +28,11 @@ def save_state(
     extra: Any,
     wait: bool,
     budget: int | None = None,
+    frozen: bool = True,
 ) -> Saving:
     """See ``zerostart.save_state``. ``budget``: most bytes of host memory for the copies; None: what is free.
 
+    ``frozen=False`` leaves out parameters that are not trained, which ``load_state`` then leaves as they are.
     Raises InsufficientMemoryError, on every rank, where they do not fit.
     """
     begun = time.perf_counter()
@@ -38,7 +40,7 @@ def save_state(
     world = current_world()
     with world.phase("saving the training state"):
         with world.phase("looking at what is saved"):
-            content = collected(model, optimizer, extra, world)
+            content = collected(model, optimizer, extra, world, frozen)
             names = repr((content.model[0], content.state[0])).encode()
         # Ranks with other tensors (gradients, states) would be at another place, and hear of it.
         world.raise_together(None, f"saving the tensors with the checksum {zlib.crc32(names):08x}")

@@ -47,6 +47,7 @@ def _document(found: Found) -> dict[str, Any]:
         "format": 1,
         "world_size": 0,  # of no use: random states of ranks are not there
         "ties": found.ties,
+        "left_out": [],
         "optimizer": {
             "class": "",
             "numbers": {

@@ -16,7 +16,8 @@ __all__ = ["complete", "prune"]
 
 def complete(directory: Path) -> list[Path]:
     """The complete training checkpoints in ``directory``, the oldest first."""
-    found = [path.parent for path in directory.glob(f"*/{MARKER}")]
+    # What a killed save has left beside a checkpoint begins with a dot.
+    found = [path.parent for path in directory.glob(f"[!.]*/{MARKER}")]
     return sorted(found, key=lambda path: ((path / MARKER).stat().st_mtime_ns, path.name))
 
 

@@ -124,12 +124,15 @@ def _check_names(training: Training, saved: _Saved) -> None:
     shapes |= {name: tuple(buffer.shape) for name, buffer in places.buffers.items()}
     ties = saved.document["ties"]
     known = {_name(name, saved) for name in shapes} | set(places.ties) | {ties.get(n, n) for n in places.ties}
-    missing = sorted(name for name in shapes if _name(name, saved) not in saved.model.weights)
-    unexpected = sorted(saved.model.weights.keys() - known)
+    left_out = set(saved.document["left_out"])
+    missing = sorted(n for n in shapes.keys() - left_out if _name(n, saved) not in saved.model.weights)
+    unexpected = sorted((saved.model.weights.keys() - known) | (left_out - shapes.keys()))
     mismatched = {
         name: (saved.model.weights[_name(name, saved)].shape, shape)
         for name, shape in shapes.items()
-        if name not in missing and saved.model.weights[_name(name, saved)].shape != shape
+        if name not in missing
+        and name not in left_out
+        and saved.model.weights[_name(name, saved)].shape != shape
     }
     if missing or unexpected or mismatched:
         first = (missing or unexpected or sorted(mismatched))[0]
@@ -153,6 +156,8 @@ def _parameters(training: Training, saved: _Saved) -> list[_Wanted]:
     """Parameters, those of more bits than were saved from their masters, and buffers."""
     wanted: list[_Wanted] = []
     for name, shard in training.places.shards.items():
+        if name in saved.document["left_out"]:
+            continue  # frozen, and as the model was loaded
         wanted.append((_source(name, shard.storage.dtype, saved), shard.layout, shard.storage))
     for name, buffer in training.places.buffers.items():
         wanted.append((f"{MODEL}/{name}", replicated(tuple(buffer.shape)), buffer.detach().view(-1)))

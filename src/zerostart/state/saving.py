@@ -37,7 +37,8 @@ _WEIGHTS = re.compile(r"(?P<stem>.+?)(-\d{5}-of-\d{5})?\.(safetensors|sft)")
 class SaveRequest:
     """The arguments of a save, as ``zerostart.save`` documents them.
 
-    ``beside`` writes what else belongs into the directory, which it is given; on one rank.
+    ``beside`` writes what else belongs into the directory, which it is given; on one rank. ``copied``: with
+    the tokenizer or processor and the code that lie beside the source.
     """
 
     max_shard_size: int | str = "5GB"
@@ -47,6 +48,7 @@ class SaveRequest:
     merge_adapters: bool = False
     memory_limit: int | None = None
     beside: Callable[[Path], object] | None = None
+    copied: bool = True
 
     def check(self) -> None:
         """Raise ConfigError for what no save can serve."""
@@ -160,7 +162,7 @@ def _model(
     )
     with world.phase("saving the settings"):
         if world.rank == 0:
-            root = record.catalog.root if record is not None else ""
+            root = record.catalog.root if record is not None and request.copied else ""
             if request.beside is not None:
                 request.beside(publication.directory)
             save_settings(inner, publication.directory, root, request.dtype)

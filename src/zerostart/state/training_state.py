@@ -112,11 +112,16 @@ class Content:
         yield from self.state[1]
 
 
-def collected(model: nn.Module, optimizer: Any, extra: Any, world: World) -> Content:
-    """Everything that is saved, where it lies; raises ConfigError for what has no place in a checkpoint."""
+def collected(model: nn.Module, optimizer: Any, extra: Any, world: World, frozen: bool = True) -> Content:
+    """Everything that is saved, where it lies; ``frozen``: with parameters that are not trained.
+
+    Raises ConfigError for what has no place in a checkpoint.
+    """
     training = training_of(model, optimizer, world)
     places = training.places
-    shards = [replace(shard, name=name) for name, shard in places.shards.items()]
+    left_out = [] if frozen else [n for n, p in places.parameters.items() if not p.requires_grad]
+    kept = places.shards.keys() - left_out
+    shards = [replace(shard, name=name) for name, shard in places.shards.items() if name in kept]
     shards += [_first_rank(name, buffer, world) for name, buffer in places.buffers.items()]
     masters = [k for k in masters_of(training.steps, places) if _is_copy(k, places)]
     shares = [replace(k.shard, name=f"master/{k.name}") for k in masters]
@@ -132,6 +137,7 @@ def collected(model: nn.Module, optimizer: Any, extra: Any, world: World) -> Con
         "torch": torch.__version__,
         "model": type(places.module).__name__,
         "ties": places.ties,
+        "left_out": left_out,
         "optimizer": taken(training.steps, places),
         "engine": _engine(training, tensors),
         "extra": encoded(extra, "extra", tensors),

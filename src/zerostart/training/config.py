@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zerostart.engines import Engine
 
 __all__ = [
+    "CheckpointConfig",
     "DataConfig",
     "EngineConfig",
     "LoggingConfig",
@@ -155,6 +156,18 @@ class OutputConfig(_Section):
     overwrite: bool = False
 
 
+class CheckpointConfig(_Section):
+    """Training checkpoints, from which ``resume`` goes on: one ``every`` so many steps (0: none).
+
+    They are in ``checkpoints`` of the output directory, of which the last ``keep`` stay. ``background``
+    writes them while training goes on, from copies in host memory.
+    """
+
+    every: Count = 0
+    keep: Positive = 2
+    background: bool = False
+
+
 class TrackingConfig(_Section):
     """accelerate's trackers by name (``tensorboard``, ``wandb``, ...) and the project they log to."""
 
@@ -169,7 +182,11 @@ class LoggingConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """All of it."""
+    """All of it.
+
+    ``resume`` ``auto`` goes on from the newest complete checkpoint in the output directory, and starts anew
+    where there is none yet; a path goes on from that checkpoint.
+    """
 
     model: ModelConfig
     data: DataConfig
@@ -177,6 +194,8 @@ class TrainConfig(_Section):
     train: TrainingConfig
     output: OutputConfig
     engine: EngineConfig = EngineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: str | None = None
     tracking: TrackingConfig = TrackingConfig()
     logging: LoggingConfig = LoggingConfig()
 

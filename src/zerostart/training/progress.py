@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import resource
 import time
 from collections.abc import Iterator
@@ -62,12 +64,13 @@ class Display:
 
     def __init__(self, steps: int, path: Path, every: int, *, active: bool) -> None:
         self._steps = steps
+        self._before = 0
+        self._path = path
         self._every = every
         self._active = active
         self._console = Console(quiet=not active, highlight=False)
-        self._path = path
         with _writing(path):
-            self._file = path.open("w") if active else None
+            self._file = path.open("a") if active else None
         self._live: Progress | None = None
         self._last = time.monotonic()
         self._stepping = self._rate = 0.0
@@ -92,6 +95,19 @@ class Display:
         if self._file is not None:
             self._file.close()
 
+    def begin(self, before: int) -> None:
+        """Call before everything else of a run that goes on after ``before`` steps, 0 for a new one.
+
+        What was written down of later steps goes: they are done again.
+        """
+        self._before = before
+        if self._file is not None:
+            with _writing(self._path):
+                lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+                self._file.truncate(0)
+                self._file.writelines(line for line in lines if before and _step_of(line) <= before)
+                self._file.flush()
+
     def say(self, text: str) -> None:
         """Print ``text`` (above the live line, where there is one)."""
         say(self._console, text)
@@ -102,7 +118,7 @@ class Display:
         seconds, self._last = now - self._last, now
         self._stepping += seconds
         rate = metrics.tokens / max(seconds, 1e-9)
-        self._rate = rate if metrics.step == 1 else self._rate + _SMOOTHING * (rate - self._rate)
+        self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
         self._write(
             step=metrics.step,
             loss=metrics.loss,
@@ -115,7 +131,7 @@ class Display:
         if self._live is not None:
             text = _fitting(figures, self._console.width - 2 * len(str(self._steps)) - len("/ ━━━━ "))
             self._live.update(self._live.task_ids[0], completed=metrics.step, description=text)
-        elif metrics.step % self._every == 0 or metrics.step in (1, self._steps):
+        elif metrics.step % self._every == 0 or metrics.step in (self._before + 1, self._steps):
             self.say("  ".join([f"step {metrics.step}/{self._steps}", *figures]))
 
     def start(self) -> None:
@@ -129,7 +145,7 @@ class Display:
 
     def _figures(self, metrics: Metrics) -> list[str]:
         """What is told of a step, the most important first."""
-        left = (self._steps - metrics.step) * self._stepping / metrics.step
+        left = (self._steps - metrics.step) * self._stepping / (metrics.step - self._before)
         return [
             f"loss {shown_loss(metrics.loss)}",
             f"lr {metrics.learning_rate:.1e}",
@@ -151,6 +167,14 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise WriteError(f"{path}: the figures of the run cannot be written: {error.strerror}") from error
+
+
+def _step_of(line: str) -> float:
+    """The step that a line of the file is about; of one that was cut off, none that is kept."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _fitting(figures: list[str], room: int) -> str:

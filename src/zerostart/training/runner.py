@@ -14,6 +14,8 @@ import zerostart
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, PeerError
 from zerostart.loading.arguments import LoadArguments, keys
+from zerostart.state.keeping import complete
+from zerostart.training.checkpoints import FOLDER, METRICS, Checkpoints, Past, begun_before, newest
 from zerostart.training.config import TrainConfig
 from zerostart.training.evaluate import HeldOut
 from zerostart.training.export import export_model
@@ -64,6 +66,7 @@ def train(config: TrainConfig) -> TrainResult:
     with world.phase("checking the surroundings"):
         check_surroundings(config)
     directory = _claim_directory(config, world)
+    resumed = newest(config, directory, world)
     inputs = read_inputs(config, world)
     torch.manual_seed(config.train.seed)  # for parameters that the checkpoint lacks; the same on every rank
     model = zerostart.load(
@@ -72,7 +75,7 @@ def train(config: TrainConfig) -> TrainResult:
         engine_config=inputs.engine_config,
         dtype=getattr(torch, config.dtype),
     )
-    path, every = directory / "metrics.jsonl", config.logging.every
+    path, every = directory / METRICS, config.logging.every
     with (
         world.phase("training"),
         Display(config.train.steps, path, every, active=world.rank == 0) as display,
@@ -82,9 +85,11 @@ def train(config: TrainConfig) -> TrainResult:
         # Masks differ from rank to rank in training; held-out ones are the same in every run.
         collator = make_collator(config.task, inputs.tokenizer, seed=config.train.seed + world.rank)
         session = open_session(config, model, inputs.sequences, collator)
-        run = _Run(config, session, inputs.held_out, display, stop)
-        with untold(), _peers_named():
-            run.to_the_end()
+        checkpoints = Checkpoints(config.checkpoint, directory, session, inputs.sequences.digest())
+        run = _Run(config, session, inputs.held_out, display, stop, checkpoints)
+        with untold(), _peers_named(directory):
+            run.to_the_end(resumed)
+            checkpoints.end()
         display.say("saving the model")
         export_model(model, inputs.tokenizer, directory, config.output.max_shard_size)
         result = run.result(directory)
@@ -94,7 +99,7 @@ def train(config: TrainConfig) -> TrainResult:
 
 
 @contextmanager
-def _peers_named() -> Iterator[None]:
+def _peers_named(directory: Path) -> Iterator[None]:
     """Turn what a collective raises when another rank has gone into an error that says so."""
     try:
         yield
@@ -103,9 +108,14 @@ def _peers_named() -> Iterator[None]:
         if isinstance(error, torch.distributed.DistBackendError) or "gloo/" in str(error):
             raise PeerError(
                 "another rank died or stopped answering during training; its own output, or the system log "
-                "where memory ran out, tells why. Nothing was saved"
+                f"where memory ran out, tells why. {_saved_in(directory)}"
             ) from error
         raise
+
+
+def _saved_in(directory: Path) -> str:
+    found = complete(directory / FOLDER)
+    return f"The last checkpoint is {found[-1]}: go on with resume=auto" if found else "Nothing was saved"
 
 
 def _claim_directory(config: TrainConfig, world: World) -> Path:
@@ -118,10 +128,10 @@ def _claim_directory(config: TrainConfig, world: World) -> Path:
             occupied = any(directory.iterdir())
         except OSError as error:
             raise ConfigError(f"output.directory {directory}: {error.strerror}") from error
-        if occupied and not config.output.overwrite:
+        if occupied and not (config.output.overwrite or begun_before(config, directory)):
             raise ConfigError(
-                f"output.directory {directory} is not empty; name another, "
-                "or allow it with output.overwrite=true"
+                f"output.directory {directory} is not empty; name another, go on with the run that is in it "
+                "with resume=auto, or allow it with output.overwrite=true"
             )
         return directory
 
@@ -138,6 +148,7 @@ class _Run:
         held_out: HeldOut | None,
         display: Display,
         stop: StopSignal,
+        checkpoints: Checkpoints,
     ) -> None:
         self._config = config.train
         self._task = config.task
@@ -146,29 +157,41 @@ class _Run:
         self._held_out = held_out
         self._display = display
         self._stop = stop
-        self._losses: list[float | None] = []
-        self._evaluations: dict[int, float] = {}
+        self._checkpoints = checkpoints
+        self._past = Past()
         self._stopped = False
         self._failures = Failures(current_world(), session.sum_over_ranks)
 
-    def to_the_end(self) -> None:
-        """All steps, or as many as there are before somebody wishes to stop."""
+    def to_the_end(self, resumed: Path | None) -> None:
+        """All steps from the checkpoint ``resumed`` on, or as many as there are before a wish to stop."""
         from accelerate.utils import set_seed
 
         self._failures.tell()  # all ranks have got here
         set_seed(self._config.seed, device_specific=True)  # dropout differs from rank to rank
         self._session.model.train()
-        self._evaluate(0)
-        batches = self._session.batches()
+        if resumed is None:
+            with self._failures.kept():
+                self._display.begin(0)
+            self._evaluate(0)
+            batches = self._session.batches()
+        else:
+            self._past, batches = self._checkpoints.resume(resumed)
+            with self._failures.kept():
+                self._display.begin(self._past.steps)
+            self._display.say(f"going on after step {self._past.steps}, from {resumed}")
         self._display.start()
-        for step in range(1, self._config.steps + 1):
+        for step in range(self._past.steps + 1, self._config.steps + 1):
             self._step(step, batches)
-            if self._stopped:
-                break
             every = self._config.evaluate_every
-            if step == self._config.steps or (every and step % every == 0):
+            if not self._stopped and (step == self._config.steps or (every and step % every == 0)):
                 self._evaluate(step)
                 self._display.start()
+            if self._checkpoints.due(step, self._stopped):
+                self._failures.tell()
+                self._checkpoints.save(self._past)
+                self._display.start()
+            if self._stopped:
+                break
         self._failures.tell()
 
     def _step(self, step: int, source: Iterator[dict[str, torch.Tensor]]) -> None:
@@ -199,7 +222,7 @@ class _Run:
         return peak_memory_bytes(self._session.device)
 
     def _note(self, metrics: Metrics) -> None:
-        self._losses.append(metrics.loss)
+        self._past.note(metrics.loss)
         self._display.step(metrics)
         if self._tracked:
             values = {name: getattr(metrics, name) for name in ("loss", "gradient_norm", "learning_rate")}
@@ -209,7 +232,7 @@ class _Run:
     def _evaluate(self, step: int) -> None:
         if self._held_out is not None:
             loss = self._held_out.loss(self._session)
-            self._evaluations[step] = loss
+            self._past.held_out[step] = loss
             with self._failures.kept():
                 self._display.evaluation(step, loss)
                 if self._tracked:
@@ -219,9 +242,9 @@ class _Run:
         """The figures of the run."""
         return TrainResult(
             str(directory),
-            len(self._losses),
+            self._past.steps,
             self._stopped,
-            self._losses[0],
-            self._losses[-1],
-            self._evaluations,
+            self._past.first_loss,
+            self._past.last_loss,
+            self._past.held_out,
         )

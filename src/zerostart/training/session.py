@@ -41,6 +41,9 @@ class Session:
     loader: Any
     options: dict[str, Any]  # further arguments of the forward
     engine: Engine  # that the model was loaded for
+    sequences_a_round: int  # in one batch on every rank
+    draws: bool  # whether making a batch draws from a generator that is no rank's own random state
+    position: tuple[int, int] = (0, 0)  # the epoch, and the rounds of it that were had
 
     @property
     def device(self) -> torch.device:
@@ -48,13 +51,25 @@ class Session:
         device: torch.device = self.accelerator.device
         return device
 
-    def batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        """This rank's batches, epoch after epoch, each in a new order."""
-        epoch = 0
+    def batches(self, epoch: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+        """This rank's batches, epoch after epoch from ``epoch`` on, each in a new order."""
         while True:
             self.loader.set_epoch(epoch)
-            yield from self.loader
+            for number, batch in enumerate(self.loader, start=1):
+                self.position = (epoch, number)
+                yield batch
             epoch += 1
+
+    def batches_after(self, epoch: int, sequences: int) -> Iterator[dict[str, torch.Tensor]]:
+        """The batches that follow when all ranks together have had ``sequences`` of ``epoch``.
+
+        The order is the same for any number of ranks; where rounds were of another size, and do not end at
+        the same place, some sequences come again.
+        """
+        batches = self.batches(0 if self.draws else epoch)
+        for _ in range(epoch * len(self.loader) * self.draws + sequences // self.sequences_a_round):
+            next(batches)
+        return batches
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean loss of one batch, [], by the model's own loss function."""
@@ -176,7 +191,8 @@ def open_session(config: TrainConfig, model: nn.Module, sequences: Sequences, co
     scheduler = learning_rate_schedule(optimizer, train)
     if config.tracking.trackers:
         accelerator.init_trackers(config.tracking.project, config={"train": train.model_dump_json()})
-    return Session(accelerator, model, prepared, scheduler, loader, options, engine)
+    draws = getattr(collator, "generator", None) is not None
+    return Session(accelerator, model, prepared, scheduler, loader, options, engine, needed, draws)
 
 
 def _accelerator(config: TrainConfig, engine: Engine) -> Any:

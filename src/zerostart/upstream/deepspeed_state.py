@@ -43,6 +43,7 @@ TOUCHED = (
             "skipped_steps",
         ),
         attributes=(
+            "_is_gradient_accumulation_boundary",
             "_unmanaged_backward_count",
             "global_samples",
             "global_steps",
@@ -151,6 +152,8 @@ def set_counters(engine: Any, found: Mapping[str, Any]) -> None:
     engine.global_steps = found.get("global_steps", engine.global_steps)
     engine.global_samples = found.get("global_samples", engine.global_samples)
     engine.micro_steps = found.get("micro_steps", engine.micro_steps)
+    if "window" not in found:  # The next one begins here, however many batches this engine puts into one.
+        engine.micro_steps += -engine.micro_steps % engine.gradient_accumulation_steps()
     engine.skipped_steps = found.get("skipped_steps", engine.skipped_steps)
     scale, scaler = found.get("scale", {}), _scaler(engine)
     if hasattr(scaler, "cur_scale"):
@@ -174,6 +177,9 @@ def is_window_open(engine: Any) -> bool:
         return False
     if not engine.managed_gradient_accumulation():
         return bool(engine._unmanaged_backward_count)
+    if engine._is_gradient_accumulation_boundary is not None:
+        # The caller says where windows end, as accelerate does, which steps the engine there alone.
+        return not engine._is_gradient_accumulation_boundary
     return bool(engine.micro_steps % engine.gradient_accumulation_steps())
 
 

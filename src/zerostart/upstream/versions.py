@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-__all__ = ["ACCELERATE", "DEEPSPEED", "DIFFUSERS", "LIBRARIES", "TORCH", "TRANSFORMERS", "Library"]
+__all__ = [
+    "ACCELERATE",
+    "DEEPSPEED",
+    "DIFFUSERS",
+    "LIBRARIES",
+    "PEFT",
+    "TORCH",
+    "TRANSFORMERS",
+    "Library",
+]
 
 
 @dataclass(frozen=True)
@@ -49,5 +58,6 @@ TRANSFORMERS = Library("transformers", (5, 17), (5, 24))
 ACCELERATE = Library("accelerate", (1, 12), (1, 16))
 DEEPSPEED = Library("deepspeed", (0, 19, 8), (0, 20), extra="deepspeed")
 DIFFUSERS = Library("diffusers", (0, 42), (0, 43), extra="diffusers")
+PEFT = Library("peft", (0, 19), (0, 22), extra="peft")
 
-LIBRARIES = (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, DIFFUSERS)
+LIBRARIES = (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, DIFFUSERS, PEFT)

@@ -1,0 +1,156 @@
+"""Whether a call that all ranks have to make is made by all of them.
+
+Scripts save on rank 0 alone where rank 0 has all that is saved; and transformers' documentation has every
+rank call ``save_pretrained``, with a state dict that was gathered before, on rank 0 alone. So before the
+ranks meet in a collective, rank 0 tells by the store of the process group what its call is, and the others
+answer.
+A rank that finds itself alone raises an error, at once where the others are known to be elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from zerostart.distributed.world import current_world
+from zerostart.errors import ConfigError
+from zerostart.upstream.torch_store import patience, store_of
+
+__all__ = ["given", "together", "waiting"]
+
+_ALONE, _TOGETHER = "alone", "together"
+#: Seconds between two looks, at most.
+_PAUSE = 0.25
+
+
+@dataclass
+class _Calls:
+    """What this rank has told and heard; one for a process group."""
+
+    store: Any
+    rank: int
+    size: int
+    #: Calls of rank 0: those that it told of, or that this rank has heard of.
+    count: int = 0
+    #: How often this rank has waited for everyone.
+    waits: int = 0
+    #: By directory, calls with a state dict of its own that this rank has made, and rank 0 has told of.
+    own: Counter[str] = field(default_factory=Counter)
+
+    def tell(self, kind: str, directory: str) -> None:
+        self.store.set(f"call/{self.count}", json.dumps([kind, directory]))
+        self.count += 1
+
+    def await_others(self, directory: str) -> None:
+        """Of rank 0: return when all others make this call."""
+        number = self.count
+        self.tell(_TOGETHER, directory)
+        for rank in range(1, self.size):
+            self._wait(f"here/{number}/{rank}", rank, directory)
+            theirs = self.store.get(f"here/{number}/{rank}").decode()
+            if theirs != directory:
+                raise _apart(directory, rank, theirs)
+
+    def follow(self, directory: str) -> bool:
+        """Of another rank: whether rank 0 makes this call with all others, or saves by itself."""
+        while True:
+            number = self.count
+            self._wait(f"call/{number}", 0, directory)
+            kind, theirs = json.loads(self.store.get(f"call/{number}"))
+            self.count += 1
+            if kind == _TOGETHER:
+                self.store.set(f"here/{number}/{self.rank}", directory)
+                if theirs != directory:
+                    raise _apart(directory, 0, theirs)
+                return True
+            if self.own[theirs]:
+                self.own[theirs] -= 1
+            elif theirs == directory:
+                return False
+
+    def _wait(self, key: str, rank: int, directory: str) -> None:
+        begun, limit, pause = time.monotonic(), patience().total_seconds(), 0.001
+        while not self.store.check([key]):
+            elsewhere = self._is_elsewhere(rank)
+            # It may have been here in the meantime, before it went there.
+            if elsewhere and not self.store.check([key]):
+                raise _absent(directory, rank, "waits for everyone instead (wait_for_everyone)")
+            if time.monotonic() - begun > limit:
+                raise _absent(directory, rank, f"has not come within {limit:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE)
+
+    def _is_elsewhere(self, rank: int) -> bool:
+        """Whether a rank waits for everyone at a point that this one has not reached."""
+        key = f"waits/{rank}"
+        return bool(self.store.check([key])) and int(self.store.get(key)) > self.waits
+
+
+_calls: dict[int, _Calls] = {}
+
+
+def _here() -> _Calls | None:
+    """This process group's calls; None for a process that is alone."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    key = id(dist.group.WORLD)
+    if key not in _calls:
+        _calls.clear()
+        world = current_world()
+        _calls[key] = _Calls(store_of("zerostart/saving"), world.rank, world.size)
+    return _calls[key]
+
+
+def given(directory: str | os.PathLike[str]) -> None:
+    """Tell that this rank saves what it was handed by itself; returns at once, and need not be called."""
+    calls = _here()
+    if calls is None:
+        return
+    if calls.rank == 0:
+        calls.tell(_ALONE, os.fspath(directory))
+    else:
+        calls.own[os.fspath(directory)] += 1
+
+
+def together(directory: str | os.PathLike[str]) -> bool:
+    """Whether to go on with a collective save into ``directory``; False where rank 0 saves by itself.
+
+    Raises ConfigError where the other ranks do not come, or save somewhere else.
+    """
+    calls = _here()
+    if calls is None:
+        return True
+    if calls.rank:
+        return calls.follow(os.fspath(directory))
+    calls.await_others(os.fspath(directory))
+    return True
+
+
+def waiting() -> None:
+    """Tell that this rank is about to wait for everyone."""
+    calls = _here()
+    if calls is not None:
+        calls.waits += 1
+        calls.store.set(f"waits/{calls.rank}", str(calls.waits))
+
+
+def _absent(directory: str, rank: int, what: str) -> ConfigError:
+    return ConfigError(
+        f"save_pretrained({directory!r}) of a sharded model is called on this rank, and rank {rank} {what}: "
+        "every rank has a part of the model, so call it on every rank (without `if is_main_process`, and "
+        "without state_dict), or hand it a state dict that all ranks have gathered "
+        "(state_dict=accelerator.get_state_dict(model))"
+    )
+
+
+def _apart(directory: str, rank: int, theirs: str) -> ConfigError:
+    return ConfigError(
+        f"this rank saves into {directory!r}, and rank {rank} into {theirs!r}; give save_pretrained the same "
+        "directory on every rank"
+    )

@@ -1,0 +1,137 @@
+"""``save_pretrained`` of transformers and PEFT, and accelerate's ``save_model``, of a sharded model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zerostart.distributed.world import current_world
+from zerostart.engines import found_shards
+from zerostart.errors import ConfigError
+from zerostart.integrations.meeting import given, together
+from zerostart.loading.record import bare_model, kept_record, loaded_models
+from zerostart.state.adapters import adapted_model, has_adapters
+from zerostart.state.own_names import save_own_names
+from zerostart.state.saving import SaveRequest, save
+
+__all__ = ["already_saved", "in_shards", "save_adapters", "save_model", "save_pretrained", "save_weights"]
+
+Original = Callable[[], Any]
+#: Arguments that a sharded save cannot honour: what they are unless they are given, and the way out.
+_REFUSED: Mapping[str, tuple[Any, str]] = {
+    "push_to_hub": (False, "save it first, and upload the directory (huggingface_hub.upload_folder)"),
+    "variant": (None, "save it without, into a directory of its own"),
+    "save_original_format": (
+        True,
+        "leave it out; accelerator.save_model has the model's own names",
+    ),
+    "save_peft_format": (True, "leave it out"),
+    "safe_serialization": (True, "leave it out: what is saved is safetensors"),
+    "path_initial_model_for_weight_conversion": (None, "gather the model and use PEFT's save_pretrained"),
+    "save_embedding_layers": ("auto", "leave it out"),
+}
+#: Models whose weights are in the directory already, while a Trainer writes what belongs beside them.
+_saved: list[tuple[nn.Module, Path]] = []
+
+
+def in_shards(model: nn.Module) -> bool:
+    """Whether a rank has a part of ``model`` alone."""
+    record = kept_record(bare_model(model))
+    if record is not None and record.parallelism.mesh.parallel:
+        return True
+    config = getattr(model, "config", None)
+    if record is None and (getattr(config, "distributed_config", None) or getattr(model, "_tp_size", None)):
+        return False  # transformers has sharded it, and gathers it
+    return bool(found_shards(model, current_world()))
+
+
+def save_pretrained(original: Original, **call: Any) -> Any:
+    """``PreTrainedModel.save_pretrained``."""
+    model, directory = call["self"], call["save_directory"]
+    if _is_saved(model, directory):
+        return None
+    if call.get("distributed_checkpoint") or not in_shards(model):
+        return original()
+    if call["state_dict"] is not None:
+        given(directory)
+        return original()
+    _refuse(call)
+    if together(directory):
+        save_weights(model, directory, call["max_shard_size"])
+    return None
+
+
+def save_adapters(original: Original, **call: Any) -> Any:
+    """``PeftModel.save_pretrained``."""
+    model, directory = call["self"], call["save_directory"]
+    saved = _is_saved(model, directory)
+    if not saved and not in_shards(model):
+        return original()
+    if not saved and call.get("state_dict") is not None:
+        given(directory)
+        return original()
+    _refuse(call)
+    chosen, every = call["selected_adapters"], list(model.peft_config)
+    if chosen is not None and sorted(chosen) != sorted(every):
+        raise ConfigError(
+            f"selected_adapters={chosen} of a sharded model with {every} is not available: leave it out"
+        )
+    if not saved:
+        if not together(directory):
+            return None
+        save_weights(model, directory)
+    with current_world().phase("saving the model card") if not saved else contextlib.nullcontext():
+        if call["is_main_process"] and current_world().rank == 0:
+            model.create_or_update_model_card(os.fspath(directory))
+    return None
+
+
+def save_model(original: Original, **call: Any) -> Any:
+    """``Accelerator.save_model``, which every rank calls."""
+    model, directory = call["model"], call["save_directory"]
+    ours = next(loaded_models(model), None) is not None or in_shards(model)
+    if not ours or not call["safe_serialization"] or has_adapters(model):
+        return original()
+    save_own_names(model, directory, call["max_shard_size"])
+    return None
+
+
+def save_weights(model: Any, directory: str | os.PathLike[str], max_shard_size: int | str = "50GB") -> None:
+    """Save a model as ``save_pretrained`` has it: of one with adapters these alone; collective.
+
+    A tokenizer is left to the script, which may have another one than lies beside the source.
+    """
+    adapted = adapted_model(model)
+    if adapted is not None and adapted.model is bare_model(model) and adapted.names != ["default"]:
+        raise ConfigError(
+            f"the adapters {adapted.names} of a sharded {type(model).__name__} cannot be saved as one: name "
+            "the one that is to be saved 'default', or use get_peft_model"
+        )
+    save(model, directory, SaveRequest(max_shard_size, adapters_only=adapted is not None, copied=False))
+
+
+@contextlib.contextmanager
+def already_saved(model: nn.Module, directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Inside, ``save_pretrained`` of ``model`` into ``directory`` leaves the weights as they are there."""
+    entry = (model, Path(directory))
+    _saved.append(entry)
+    try:
+        yield
+    finally:
+        _saved.remove(entry)
+
+
+def _is_saved(model: nn.Module, directory: str | os.PathLike[str]) -> bool:
+    return any(m is model and path == Path(directory) for m, path in _saved)
+
+
+def _refuse(call: Mapping[str, Any]) -> None:
+    for name, (usual, remedy) in _REFUSED.items():
+        value = call.get(name, usual)
+        if value != usual:
+            raise ConfigError(f"{name}={value!r} of save_pretrained is not available here: {remedy}")

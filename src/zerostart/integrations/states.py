@@ -1,0 +1,191 @@
+"""Checkpoints of accelerate and the Trainer, through DeepSpeed's engine and accelerate's FSDP2 functions.
+
+On DeepSpeed both go through ``save_checkpoint`` and ``load_checkpoint`` of the engine, on FSDP2 through four
+functions of accelerate. What they write here is a directory of ``save_state``, where the library's own files
+would be; what the library itself has written it also reads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zerostart.distributed.world import current_world
+from zerostart.errors import ConfigError, ZerostartError
+from zerostart.integrations.saving import in_shards
+from zerostart.loading.record import loaded_models
+from zerostart.state.checkpointing import save_state
+from zerostart.state.resuming import load_state
+from zerostart.state.training_state import MARKER
+from zerostart.upstream.deepspeed_steps import check_movable, steps_of
+
+__all__ = [
+    "begin_fsdp_load",
+    "load_accelerator_state",
+    "load_checkpoint",
+    "load_fsdp_model",
+    "load_fsdp_optimizer",
+    "save_checkpoint",
+    "save_fsdp_model",
+    "save_fsdp_optimizer",
+    "state_in",
+]
+
+Original = Callable[[], Any]
+#: The name of DeepSpeed's file that names its last checkpoint.
+_LATEST = "latest"
+#: accelerate's names of a model's checkpoint, on DeepSpeed and on FSDP2.
+_DEEPSPEED, _FSDP = "pytorch_model", "pytorch_model_fsdp"
+_CLIENT = "client_state"
+#: Whether adapters alone were asked for, of models that are saved with the optimizer that follows.
+_adapters_alone: dict[Path, bool] = {}
+
+
+def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None = None) -> Path | None:
+    """The training state of model ``number`` in a checkpoint of accelerate or the Trainer, of either engine.
+
+    The newest one; None where zerostart has written none. ``tag`` is DeepSpeed's name for one of several.
+    """
+    folder = Path(directory)
+    own = f"{_DEEPSPEED}_{number}" if number else _DEEPSPEED
+    names = [own, f"{_FSDP}_{number}"] if tag in (None, own) else [str(tag)]
+    latest = folder / _LATEST
+    if not number and tag is None and latest.is_file():
+        names.append(latest.read_text(encoding="utf-8").strip())
+    markers = [folder / name / MARKER for name in names]
+    found = [marker for marker in markers if marker.is_file()]
+    return max(found, key=lambda marker: marker.stat().st_mtime_ns).parent if found else None
+
+
+def save_checkpoint(original: Original, **call: Any) -> Any:
+    """``DeepSpeedEngine.save_checkpoint``."""
+    engine, directory = call["self"], call["save_dir"]
+    if not directory or not _movable(engine):
+        return original()
+    tag = str(call["tag"] if call["tag"] is not None else f"global_step{engine.global_steps}")
+    extra = {_CLIENT: dict(call["client_state"])}
+    path = Path(directory)
+    save_state(path / tag, engine, None, extra, wait=True, frozen=not call["exclude_frozen_parameters"])
+    world = current_world()
+    with world.phase("naming the last checkpoint"):
+        if call["save_latest"] and world.rank == 0:
+            (path / _LATEST).write_text(tag, encoding="utf-8")
+    return True
+
+
+def load_checkpoint(original: Original, **call: Any) -> Any:
+    """``DeepSpeedEngine.load_checkpoint``."""
+    engine = call["self"]
+    path = state_in(call["load_dir"], _number(call["tag"]), call["tag"])
+    if path is None:
+        return original()
+    if call["load_module_only"] or not call["load_optimizer_states"] or call["custom_load_fn"] is not None:
+        raise ConfigError(
+            f"{path} was saved by zerostart, and is restored as a whole; for the model alone use "
+            f"zerostart.load({str(path / 'model')!r})"
+        )
+    schedule = engine.lr_scheduler
+    keeps = not call["load_lr_scheduler_states"] and hasattr(schedule, "state_dict")
+    before = schedule.state_dict() if keeps else None
+    extra = load_state(path, engine, None)
+    if before is not None:
+        schedule.load_state_dict(before)
+    return str(path), (extra or {}).get(_CLIENT, {})
+
+
+def _number(tag: str | None) -> int:
+    """The number of the model that accelerate names so."""
+    last = (tag or "").removeprefix(f"{_DEEPSPEED}_")
+    return int(last) if last.isdecimal() else 0
+
+
+def _movable(engine: Any) -> bool:
+    """Whether an engine's state is saved here: of every model that zerostart loaded, and of plain ones."""
+    if engine.use_node_local_storage():
+        return False
+    if next(loaded_models(engine.module), None) is not None:
+        return True
+    if not engine.zero_optimization() or engine.has_moe_layers or engine.mpu is not None:
+        return False
+    try:
+        check_movable(engine)
+        steps_of(engine)
+    except ZerostartError:
+        return False
+    return True
+
+
+def save_fsdp_model(original: Original, **call: Any) -> Any:
+    """accelerate's function; the model is saved with its optimizer, where that follows."""
+    if not _fsdp2(call):
+        return original()
+    path, alone = _fsdp_path(call, "output_dir", "model_index"), bool(call["adapter_only"])
+    if _followed(call):
+        _adapters_alone[path] = alone
+    else:
+        save_state(path, call["model"], None, None, wait=True, frozen=not alone)
+    return None
+
+
+def save_fsdp_optimizer(original: Original, **call: Any) -> Any:
+    """accelerate's function."""
+    if not _fsdp2(call):
+        return original()
+    path = _fsdp_path(call, "output_dir", "optimizer_index")
+    alone = _adapters_alone.pop(path, False)
+    save_state(path, call["model"], call["optimizer"], None, wait=True, frozen=not alone)
+    return None
+
+
+def begin_fsdp_load(original: Original, **call: Any) -> Any:
+    """The same in accelerate's ``load_state``: the model comes with its optimizer, if that follows."""
+    path = state_in(call["input_dir"], call["model_index"])
+    return None if path is not None and _followed(call) else load_fsdp_model(original, **call)
+
+
+def load_fsdp_model(original: Original, **call: Any) -> Any:
+    """accelerate's function: the model alone, for nobody knows whether its optimizer is to follow."""
+    path = state_in(call["input_dir"], call["model_index"])
+    if path is None:
+        return original()
+    load_state(path, call["model"], None)
+    return None
+
+
+def load_fsdp_optimizer(original: Original, **call: Any) -> Any:
+    """accelerate's function."""
+    path = state_in(call["input_dir"], call["optimizer_index"])
+    if path is None:
+        return original()
+    load_state(path, call["model"], call["optimizer"])
+    return None
+
+
+def _fsdp2(call: dict[str, Any]) -> bool:
+    model: nn.Module = call["model"]
+    if call["fsdp_plugin"].fsdp_version != 2:
+        return False
+    return next(loaded_models(model), None) is not None or in_shards(model)
+
+
+def _followed(call: dict[str, Any]) -> bool:
+    """Whether accelerate goes on with an optimizer of this model right after it."""
+    return len(call["accelerator"]._optimizers) > int(call["model_index"])
+
+
+def _fsdp_path(call: dict[str, Any], directory: str, number: str) -> Path:
+    return Path(call[directory]) / f"{_FSDP}_{call[number]}"
+
+
+def load_accelerator_state(original: Original, **call: Any) -> Any:
+    """accelerate's function: ranks that are new get the number of the step from the first one."""
+    found = original()
+    world = current_world()
+    step = world.broadcast_object(lambda: found.get("step"), "agreeing on the step")
+    if step is not None:
+        found.setdefault("step", step)
+    return found

@@ -1,0 +1,138 @@
+"""Training checkpoints of a run: where they are, what is in them beside the training state, and going on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.distributed.world import World, current_world
+from zerostart.errors import ConfigError
+from zerostart.state.background import Saving
+from zerostart.state.checkpointing import save_state
+from zerostart.state.keeping import complete, prune
+from zerostart.state.resuming import load_state
+from zerostart.state.training_state import MARKER
+from zerostart.state.values import decoded
+from zerostart.training.config import CheckpointConfig, TrainConfig
+from zerostart.training.session import Session
+
+__all__ = ["FOLDER", "METRICS", "Checkpoints", "Past", "begun_before", "newest"]
+
+#: In the output directory: the checkpoints, and what a run writes first.
+FOLDER, METRICS = "checkpoints", "metrics.jsonl"
+
+
+@dataclass
+class Past:
+    """What a run has seen so far: steps done, losses of the first and the last, and held-out ones by step."""
+
+    steps: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    held_out: dict[int, float] = field(default_factory=dict)
+
+    def note(self, loss: float | None) -> None:
+        """One more step has been done."""
+        self.steps += 1
+        if self.steps == 1:
+            self.first_loss = loss
+        self.last_loss = loss
+
+
+def begun_before(config: TrainConfig, directory: Path) -> bool:
+    """Whether ``directory`` is that of a run which this one is to go on with."""
+    return config.resume == "auto" and (directory / METRICS).is_file()
+
+
+def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
+    """The checkpoint that the run goes on from, the same on every rank; None to start anew.
+
+    Raises :class:`ConfigError` for a ``resume`` that is no complete checkpoint.
+    """
+
+    def find() -> Path | None:
+        if config.resume == "auto":
+            return next(reversed(complete(directory / FOLDER)), None)
+        if config.resume is None:
+            return None
+        path = Path(config.resume).expanduser().absolute()
+        if path not in complete(path.parent):
+            raise ConfigError(f"resume: {path} is no complete checkpoint; write auto for the newest one")
+        return path
+
+    return world.broadcast_object(find, "looking for a checkpoint")
+
+
+class Checkpoints:
+    """Saves a session every so many steps, and brings one to where a checkpoint was saved."""
+
+    def __init__(self, config: CheckpointConfig, directory: Path, session: Session, data: str) -> None:
+        """``data`` is the digest of what is trained on."""
+        self._config = config
+        self._folder = directory / FOLDER
+        self._session = session
+        self._data = data
+        self._last: Saving | None = None
+
+    @property
+    def _optimizer(self) -> Any:
+        """None where the engine has it."""
+        return None if self._session.engine.wraps else self._session.optimizer
+
+    def due(self, step: int, stopped: bool) -> bool:
+        """Whether to save after ``step``; a run that ends early always does."""
+        return bool(self._config.every) and (stopped or step % self._config.every == 0)
+
+    def save(self, past: Past) -> None:
+        """Save the session and what it has seen; collective. Older checkpoints than asked for go."""
+        epoch, batches = self._session.position
+        extra = {
+            "step": past.steps,
+            "epoch": epoch,
+            "sequences": batches * self._session.sequences_a_round,
+            "data": self._data,
+            "schedule": self._session.scheduler.state_dict(),
+            "losses": [past.first_loss, past.last_loss],
+            "held_out": [list(item) for item in past.held_out.items()],
+        }
+        path = self._folder / f"step-{past.steps:08d}"
+        wait = not self._config.background
+        self._last = save_state(path, self._session.model, self._optimizer, extra, wait)
+        world = current_world()
+        with world.phase("removing older checkpoints"):
+            if world.rank == 0:
+                prune(self._folder, self._config.keep)
+
+    def resume(self, path: Path) -> tuple[Past, Iterator[dict[str, torch.Tensor]]]:
+        """Restore ``path``; gives what its run had seen, and the batches that come after; collective.
+
+        Raises :class:`ConfigError` for other data than the checkpoint's run had.
+        """
+        extra = current_world().broadcast_object(lambda: _extra(path), "reading the checkpoint's document")
+        if extra["data"] != self._data:
+            raise ConfigError(
+                f"{path} was trained on other data than data.source gives now (or another part is held out): "
+                "its place in them means nothing here. Start anew in another output.directory, with "
+                f"model.source={path / 'model'}"
+            )
+        # Before random states are restored: what is passed over draws again what was drawn for it.
+        batches = self._session.batches_after(extra["epoch"], extra["sequences"])
+        load_state(path, self._session.model, self._optimizer)
+        self._session.scheduler.load_state_dict(extra["schedule"])
+        first, last = extra["losses"]
+        return Past(extra["step"], first, last, dict(extra["held_out"])), batches
+
+    def end(self) -> None:
+        """Wait for a checkpoint that is being written; raises what it failed with."""
+        if self._last is not None:
+            self._last.wait()
+
+
+def _extra(path: Path) -> Any:
+    """What ``save`` has put into a checkpoint, which has no tensors in it."""
+    return decoded(read_json(path / MARKER, "training state")["extra"], {})

@@ -1,0 +1,236 @@
+"""The calls by which scripts save and resume: of transformers, PEFT, accelerate and DeepSpeed.
+
+While a :class:`SavingCalls` is open, each goes to a function that is given the original and the call's
+arguments by name. What is imported late is replaced as soon as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
+
+from zerostart.upstream.on_import import when_imported
+from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.shapes import found
+from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, PEFT, TRANSFORMERS
+
+__all__ = ["TOUCHED", "Replacement", "SavingCalls"]
+
+_MODEL = "transformers.modeling_utils:PreTrainedModel"
+_PEFT_MODEL = "peft.peft_model:PeftModel"
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_TRAINER = "transformers.trainer:Trainer"
+_SAVE_PRETRAINED = PatchPoint(
+    library=TRANSFORMERS,
+    owner=_MODEL,
+    names=("save_pretrained",),
+    why="a sharded model is saved by all ranks, each its own bytes, where transformers would save shards",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_MODEL}.save_pretrained",
+            leads=("save_directory", "is_main_process", "state_dict"),
+            takes=("max_shard_size", "push_to_hub", "variant", "save_original_format", "save_peft_format"),
+        ),
+    ),
+)
+_SAVE_ADAPTERS = PatchPoint(
+    library=PEFT,
+    owner=_PEFT_MODEL,
+    names=("save_pretrained",),
+    why="the same for adapters of a sharded model",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_PEFT_MODEL}.save_pretrained",
+            leads=("save_directory", "safe_serialization", "selected_adapters"),
+            takes=("is_main_process", "save_embedding_layers"),
+        ),
+    ),
+)
+_SAVE_MODEL = PatchPoint(
+    library=ACCELERATE,
+    owner=_ACCELERATOR,
+    names=("save_model",),
+    why="a model that zerostart loaded is saved without a gather",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(f"{_ACCELERATOR}.save_model", leads=("model", "save_directory", "max_shard_size")),
+        Shape(f"{_ACCELERATOR}.save_model", takes=("safe_serialization",)),
+    ),
+)
+_FSDP = PatchPoint(
+    library=ACCELERATE,
+    owner="accelerate.accelerator",
+    names=("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer"),
+    why="save_state and load_state of FSDP2 models, for any number of ranks",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_ACCELERATOR}.save_state",
+            has=(
+                "save_fsdp_model(self.state.fsdp_plugin, self, model, output_dir, i)",
+                "save_fsdp_optimizer(self.state.fsdp_plugin, self, opt, self._models[i], output_dir, i)",
+            ),
+        ),
+        Shape(
+            f"{_ACCELERATOR}.load_state",
+            has=(
+                "load_fsdp_model(self.state.fsdp_plugin, self, model, input_dir, i)",
+                "load_fsdp_optimizer(self.state.fsdp_plugin, self, opt, self._models[i], input_dir, i)",
+            ),
+        ),
+    ),
+)
+_REST = PatchPoint(
+    library=ACCELERATE,
+    owner="accelerate.accelerator",
+    names=("load_accelerator_state",),
+    why="ranks that were not there when a state was saved learn of its step, by which all accumulate",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_ACCELERATOR}.load_state",
+            has=("X = load_accelerator_state(...)", "if 'step' in X: ..."),
+        ),
+    ),
+)
+_WAITING = PatchPoint(
+    library=ACCELERATE,
+    owner="accelerate.state:PartialState",
+    names=("wait_for_everyone",),
+    why="a rank that waits there is known not to come to a save that one rank has called alone",
+    lasts=Lasts.MODEL,
+)
+_CHECKPOINTS = PatchPoint(
+    library=DEEPSPEED,
+    owner=_ENGINE,
+    names=("save_checkpoint", "load_checkpoint"),
+    why="checkpoints of accelerate and the Trainer are for any number of ranks, stage and engine",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_ENGINE}.save_checkpoint",
+            leads=("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
+        ),
+        Shape(
+            f"{_ENGINE}.load_checkpoint",
+            leads=("load_dir", "tag", "load_module_strict", "load_optimizer_states"),
+            takes=("load_lr_scheduler_states", "load_module_only", "custom_load_fn"),
+        ),
+    ),
+)
+_TRAINER_MODEL = PatchPoint(
+    library=TRANSFORMERS,
+    owner=_TRAINER,
+    names=("save_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler"),
+    why="the model is saved without a gather; a checkpoint is resumed from whichever engine has written it",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(f"{_TRAINER}.save_model", leads=("output_dir", "_internal_call")),
+        Shape(f"{_TRAINER}._save", leads=("output_dir", "state_dict")),
+        Shape(
+            f"{_TRAINER}._save_checkpoint",
+            has=(
+                "self.save_model(output_dir, _internal_call=True)",
+                "self._save_optimizer_and_scheduler(...)",
+            ),
+        ),
+        Shape(f"{_TRAINER}._load_from_checkpoint", leads=("resume_from_checkpoint", "model")),
+        Shape(f"{_TRAINER}._load_optimizer_and_scheduler", leads=("checkpoint",)),
+        Shape(
+            f"{_TRAINER}._prepare_for_training",
+            has=(
+                "deepspeed_load_checkpoint(self.model_wrapped, X, ...)",
+                "self._load_from_checkpoint(X, self.model_wrapped)",
+                "self._load_optimizer_and_scheduler(X)",
+            ),
+        ),
+    ),
+)
+_TRAINER_STATE = PatchPoint(
+    library=TRANSFORMERS,
+    owner="transformers.trainer",
+    names=(
+        "deepspeed_load_checkpoint",
+        "save_fsdp_model",
+        "save_fsdp_optimizer",
+        "load_fsdp_model",
+        "load_fsdp_optimizer",
+    ),
+    why="the same functions of accelerate, and the one that knows DeepSpeed's checkpoints by their names",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_TRAINER}._save_optimizer_and_scheduler",
+            has=("self.model_wrapped.save_checkpoint(output_dir)", "save_fsdp_model(...)"),
+        ),
+        Shape(
+            "transformers.trainer:deepspeed_load_checkpoint", leads=("deepspeed_engine", "checkpoint_path")
+        ),
+    ),
+)
+TOUCHED = (
+    _SAVE_PRETRAINED,
+    _SAVE_ADAPTERS,
+    _SAVE_MODEL,
+    _FSDP,
+    _REST,
+    _WAITING,
+    _CHECKPOINTS,
+    _TRAINER_MODEL,
+    _TRAINER_STATE,
+)
+
+#: ``replacement(original, **arguments)``: the call's arguments by name, those of ``**kwargs`` among them, and
+#: ``self`` where it is a method.
+Replacement = Callable[..., Any]
+
+
+class SavingCalls(Held):
+    """Sends the calls to ``replacements``, by names as in "PreTrainedModel.save_pretrained"."""
+
+    def __init__(self, replacements: Mapping[str, Replacement]) -> None:
+        super().__init__(self._enter)
+        self._replacements = replacements
+
+    def _enter(self, stack: ExitStack) -> None:
+        later = stack.enter_context(ExitStack())
+        by_module: dict[str, list[PatchPoint]] = {}
+        for point in TOUCHED:
+            by_module.setdefault(point.owner.partition(":")[0], []).append(point)
+        for module, points in by_module.items():
+            stack.callback(when_imported(module, functools.partial(self._imported, later, points)))
+
+    def _imported(self, stack: ExitStack, points: list[PatchPoint], module: ModuleType) -> None:
+        demand(points, "zerostart.enable() cannot take over saving; use zerostart.save and save_state")
+        for point in points:
+            owner = found(point.owner)
+            before = point.owner.rpartition(":")[2] if ":" in point.owner else module.__name__
+            for name in point.names:
+                new = _sent(vars(owner)[name], self._replacements[f"{before}.{name}"])
+                stack.enter_context(replaced(point, owner, name, new))
+
+
+def _sent(original: Any, replacement: Replacement) -> Any:
+    signature = inspect.signature(original)
+    rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return original(*args, **kwargs)  # which says what is wrong with the arguments
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        arguments |= arguments.pop(rest, {}) if rest is not None else {}
+        return replacement(functools.partial(original, *args, **kwargs), **arguments)
+
+    return call

@@ -1,0 +1,156 @@
+"""Runs that are stopped and go on: their losses are those of the run that never stopped."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from test_run import losses, metrics, run, values
+
+from ranks import run_ranks
+from tiny import minilm_path
+from zerostart.errors import ConfigError
+
+__all__ = ["values"]
+
+STEPS = 6
+
+
+def going_on(given, **checkpoint):
+    """The configuration of a run with checkpoints that goes on by itself."""
+    return given | {"checkpoint": {"every": 3, "keep": 2, **checkpoint}, "resume": "auto"}
+
+
+def interrupted(given, at):
+    """A run that dies after step ``at``, with what is on the disk then."""
+    from zerostart.training.runner import _Run
+
+    step = _Run._step
+
+    def dying(self, number, batches):
+        if number > at:
+            raise OSError("the machine is gone")
+        step(self, number, batches)
+
+    _Run._step = dying
+    with pytest.raises(OSError, match="the machine is gone"):
+        run(given)
+
+
+def steps_in(folder):
+    return sorted(path.name for path in Path(folder).glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_the_losses_go_on_exactly(engine, checkpoints, values):
+    path, options = checkpoints("qwen3"), {"steps": STEPS, "accumulation": 2, "max_grad_norm": 0.5}
+    straight = run_ranks(run, 2, values(path, engine, "straight", **options))[0]
+    given = going_on(values(path, engine, "resumed", **options), background=engine == "fsdp2")
+    run_ranks(interrupted, 2, given, 4)
+    directory = given["output"]["directory"]
+    assert steps_in(directory) == ["step-00000003"]
+    resumed = run_ranks(run, 2, given)
+    assert losses(resumed[0]) == losses(straight)
+    assert [entry["step"] for entry in metrics(resumed[0])] == [entry["step"] for entry in metrics(straight)]
+    assert resumed[0].held_out == straight.held_out
+    assert (resumed[0].steps, resumed[0].first_loss) == (STEPS, straight.first_loss)
+    assert all(one == resumed[0] for one in resumed)
+    assert steps_in(directory) == ["step-00000003", "step-00000006"]
+
+
+def refused(given):
+    with pytest.raises(ConfigError) as caught:
+        run(given)
+    return str(caught.value)
+
+
+def test_what_cannot_be_gone_on_with_is_named(checkpoints, values, tmp_path):
+    """And a run that was asked to go on before it had a checkpoint begins anew."""
+    given = going_on(values(checkpoints("qwen3"), output="out", steps=2), every=2)
+    run_ranks(interrupted, 1, given, 1)
+    assert steps_in(given["output"]["directory"]) == []
+    fresh = run_ranks(run, 1, given)[0]
+    assert [entry["step"] for entry in metrics(fresh) if "loss" in entry] == [1, 2]
+    (message,) = run_ranks(refused, 1, given | {"resume": None})
+    assert "go on with the run that is in it with resume=auto" in message
+    elsewhere = given | {"output": {"directory": str(tmp_path / "other")}}
+    (message,) = run_ranks(refused, 1, elsewhere | {"resume": str(tmp_path)})
+    assert "is no complete checkpoint" in message
+    last = Path(given["output"]["directory"], "checkpoints", "step-00000002")
+    Path(given["data"]["source"]).write_text("another text, and another. " * 40)
+    shutil.rmtree(tmp_path / "other")
+    (message,) = run_ranks(refused, 1, elsewhere | {"resume": str(last)})
+    assert "was trained on other data" in message
+
+
+#: What is trained, by how many; where it goes on, by how many; how near the losses are (0.0: the same bits).
+MOVES = [
+    ({"name": "deepspeed"}, 2, {"name": "fsdp2"}, 1, 1e-5),
+    ({"name": "fsdp2"}, 2, {"name": "deepspeed"}, 1, 1e-5),
+    ({"name": "deepspeed", "zero_stage": 2}, 4, {"name": "deepspeed"}, 2, 1e-5),
+    ({"name": "deepspeed"}, 1, {"name": "deepspeed", "zero_stage": 1}, 4, 1e-5),
+    ({"name": "deepspeed", "zero_stage": 1}, 2, {"name": "deepspeed", "zero_stage": 1}, 2, 0.0),
+    ({"name": "deepspeed", "zero_stage": 0}, 2, {"name": "deepspeed", "zero_stage": 0}, 2, 0.0),
+    ({"name": "fsdp2", "zero_stage": 0}, 2, {"name": "fsdp2", "zero_stage": 0}, 2, 0.0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "before", "second", "after", "tolerance"), MOVES)
+def test_it_goes_on_elsewhere(first, before, second, after, tolerance, checkpoints, values):
+    """A step is of 4 sequences everywhere, and an epoch, which ends within the run, of 12."""
+    path = checkpoints("qwen3")
+
+    def configured(engine, ranks, output):
+        given = values(path, output=output, steps=6, batch_size=1, accumulation=4 // ranks)
+        given["data"] |= {"sequence_length": 128, "held_out": 0.25}
+        return given | {"engine": engine}
+
+    straight = run_ranks(run, before, configured(first, before, "straight"))[0]
+    assert metrics(straight)
+    run_ranks(interrupted, before, going_on(configured(first, before, "resumed"), every=3), 5)
+    resumed = run_ranks(run, after, going_on(configured(second, after, "resumed"), every=3))[0]
+    if tolerance:
+        assert losses(resumed) == pytest.approx(losses(straight), rel=tolerance)
+    else:
+        assert losses(resumed) == losses(straight)
+
+
+@pytest.mark.slow
+def test_hidden_tokens_and_dropout_go_on(checkpoints, values):
+    """Masks and dropout are drawn anew for each batch, over the end of an epoch."""
+    given = values(minilm_path(), "deepspeed", "straight", steps=8, batch_size=4)
+    given["data"] |= {"sequence_length": 16, "tokenizer": None}
+    given["task"] = {"name": "masked-lm"}
+    given["model"]["strict"] = False
+    straight = run_ranks(run, 2, given, timeout=200)[0]
+    resumed = going_on(given | {"output": {"directory": given["output"]["directory"] + "-resumed"}}, every=3)
+    run_ranks(interrupted, 2, resumed, 7, timeout=200)
+    assert losses(run_ranks(run, 2, resumed, timeout=200)[0]) == losses(straight)
+
+
+def stopped(given, at):
+    """A run that is asked to stop in step ``at``."""
+    from zerostart.training.session import Session
+
+    update = Session.update
+    steps = []
+
+    def interrupting(self, norm):
+        steps.append(norm)
+        if len(steps) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(self, norm)
+
+    Session.update = interrupting
+    return run(given)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_stop_goes_on(checkpoints, values):
+    straight = run_ranks(run, 2, values(checkpoints("qwen3"), output="straight", steps=STEPS))[0]
+    given = going_on(values(checkpoints("qwen3"), output="resumed", steps=STEPS), every=100)
+    early = run_ranks(stopped, 2, given, 3)[0]
+    assert (early.steps, early.stopped) == (3, True)
+    assert losses(run_ranks(run, 2, given)[0]) == losses(straight)
