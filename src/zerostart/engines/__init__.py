@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from zerostart.engines.base import Engine, MasterReader, ShardMaker
-from zerostart.engines.live import found_shards, whole_shard, with_whole
+from zerostart.engines.live import first_rank_shard, found_shards, whole_shard, with_whole
 from zerostart.engines.names import plain_name
 from zerostart.engines.placements import DEVICE, HOST, RANKS_OF_A_MACHINE, STORAGE, Placements
 from zerostart.engines.registry import (
@@ -34,6 +34,7 @@ __all__ = [
     "contexts_aside",
     "engine_names",
     "family_of",
+    "first_rank_shard",
     "found_shards",
     "plain_name",
     "register_engine",

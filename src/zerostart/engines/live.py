@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,10 +12,10 @@ from zerostart.distributed.world import World
 from zerostart.engines.registry import engine_names, family_of
 from zerostart.engines.shard import Shard
 from zerostart.errors import EngineError
-from zerostart.layout import replicated
+from zerostart.layout import Layout, replicated
 from zerostart.upstream.deepspeed_editing import has_own_values
 
-__all__ = ["found_shards", "whole_shard", "with_whole"]
+__all__ = ["first_rank_shard", "found_shards", "whole_shard", "with_whole"]
 
 
 def found_shards(model: nn.Module, world: World) -> dict[str, Shard]:
@@ -48,3 +49,10 @@ def whole_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
     """A tensor that every rank has whole, as a share of which there are as many holders."""
     layout = replicated(tuple(tensor.shape))
     return Shard(name, layout, tensor.detach().reshape(-1), lambda _: layout, (world.rank, world.size))
+
+
+def first_rank_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
+    """A tensor of which every rank has one, maybe with other values: the first rank's counts."""
+    shard = whole_shard(name, tensor, world)
+    layout = shard.layout if world.rank == 0 else Layout(shard.layout.shape, 0, 0, ())
+    return replace(shard, layout=layout, held=(0, 1))

@@ -16,7 +16,7 @@ from torch import nn
 
 from zerostart import geometry
 from zerostart.distributed.world import World
-from zerostart.engines import Shard, found_shards, plain_name, with_whole
+from zerostart.engines import Shard, first_rank_shard, found_shards, plain_name, with_whole
 from zerostart.loading.record import LoadRecord
 from zerostart.models import is_pretrained, state_names
 from zerostart.recipe import Recipe, SymbolicTensor, Target, one_thread, spelling
@@ -88,7 +88,9 @@ def held_tensors(
         else:
             parameter = isinstance(tensor, nn.Parameter)
             trained = parameter and tensor.requires_grad
-            found.append(Held(plain_name(given), given, shards[given], parameter, trained))
+            # Ranks may have buffers with other values (statistics of their batches): the first's count.
+            shard = shards[given] if parameter else first_rank_shard(given, tensor, world)
+            found.append(Held(plain_name(given), given, shard, parameter, trained))
     return found, tied
 
 
