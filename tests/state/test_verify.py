@@ -156,8 +156,12 @@ def test_a_marker_that_makes_no_sense(text: str, tmp_path: Path) -> None:
 
 
 def test_without_a_marker(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    for path in (checkpoints("qwen3"), tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(zerostart.errors.VerifyError, match=r"no zerostart\.json"):
+    for path, message in (
+        (checkpoints("qwen3"), r"no zerostart\.json"),
+        (tmp_path, r"no zerostart\.json"),
+        (tmp_path / "nowhere", "no such directory"),
+    ):
+        with pytest.raises(zerostart.errors.VerifyError, match=message):
             zerostart.verify(path)
 
 

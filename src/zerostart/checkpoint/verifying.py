@@ -17,7 +17,7 @@ from zerostart.checkpoint.source import Files, open_catalog
 from zerostart.checkpoint.strict_json import read_json, shown
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
-__all__ = ["Verified", "known_digests", "read_marker", "verify"]
+__all__ = ["Verified", "read_marker", "verify"]
 
 #: Most faults that a message lists.
 _LISTED = 8
@@ -39,6 +39,8 @@ def verify(path: str | os.PathLike[str]) -> Verified:
         recover(place)
     except OSError as error:
         raise VerifyError(f"{place}: a save was killed, and cannot be put right: {error.strerror}") from error
+    if not place.is_dir():
+        raise VerifyError(f"{place}: there is no such directory")
     found = read_marker(place)
     if found is None:
         raise VerifyError(
@@ -78,22 +80,6 @@ def read_marker(path: str | os.PathLike[str]) -> dict[str, Any] | None:
             raise VerifyError(f"{marker}: it does not list files and digests as zerostart writes them")
         return document
     return None
-
-
-def known_digests(catalog: Catalog) -> dict[str, str]:
-    """The digests that the tensors of ``catalog`` were saved with, if its directory says so; {} otherwise.
-
-    Whether the files still have them, ``verify`` finds out.
-    """
-    if not catalog.root:
-        return {}
-    root = Path(catalog.root)
-    for place, folder in ((root, "."), (root.parent, root.name)):
-        document = read_marker(place)
-        if document is not None and folder in document.get("digests", {}):
-            digests: dict[str, str] = document["digests"][folder]
-            return digests
-    return {}
 
 
 def _well_formed(document: Mapping[str, Any]) -> bool:

@@ -11,9 +11,7 @@ __all__ = ["command"]
 
 
 def command(
-    path: Annotated[
-        Path, typer.Argument(help="A directory that zerostart has saved.", exists=True, show_default=False)
-    ],
+    path: Annotated[Path, typer.Argument(help="A directory that zerostart has saved.", show_default=False)],
 ) -> None:
     """Read a saved checkpoint once and compare it with the digests that were saved with it."""
     import zerostart

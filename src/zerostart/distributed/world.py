@@ -123,14 +123,14 @@ class World:
 
         Raises as ``all_gather_object`` does, and ConfigError where the lengths differ.
         """
-        _, lengths = self._meet(during, None, announced=values.numel())
-        if len(set(lengths)) > 1:
-            raise _uneven(lengths, during)
         total = values.clone()
-        if self.size > 1 and total.numel():
-            with HeldSignals() as signals:
+        with HeldSignals() as signals:
+            _, lengths = self._meet(during, None, announced=values.numel())
+            if len(set(lengths)) > 1:
+                raise _uneven(lengths, during)
+            if self.size > 1 and total.numel():
                 self._transfer(during, lambda: dist.all_reduce(total, group=self.group))
-            signals.deliver()
+        signals.deliver()
         return total
 
     def raise_together(self, failure: BaseException | None, during: str) -> None:
