@@ -51,7 +51,7 @@ def in_shards(model: nn.Module) -> bool:
 
 
 def save_pretrained(original: Original, **call: Any) -> Any:
-    """``PreTrainedModel.save_pretrained``."""
+    """``PreTrainedModel.save_pretrained``; raises ConfigError for what cannot be honoured."""
     model, directory = call["self"], call["save_directory"]
     if _is_saved(model, directory):
         return None
@@ -67,7 +67,7 @@ def save_pretrained(original: Original, **call: Any) -> Any:
 
 
 def save_adapters(original: Original, **call: Any) -> Any:
-    """``PeftModel.save_pretrained``."""
+    """``PeftModel.save_pretrained``; raises ConfigError for what cannot be honoured."""
     model, directory = call["self"], call["save_directory"]
     saved = _is_saved(model, directory)
     if not saved and not in_shards(model):
@@ -103,6 +103,8 @@ def save_model(original: Original, **call: Any) -> Any:
 
 def save_weights(model: Any, directory: str | os.PathLike[str], max_shard_size: int | str = "50GB") -> None:
     """Save a model as ``save_pretrained`` has it: of one with adapters these alone; collective.
+
+    Raises ConfigError for what cannot be saved so.
 
     A tokenizer is left to the script, which may have another one than lies beside the source.
     """

@@ -78,7 +78,7 @@ def save_checkpoint(original: Original, **call: Any) -> Any:
 
 
 def load_checkpoint(original: Original, **call: Any) -> Any:
-    """``DeepSpeedEngine.load_checkpoint``."""
+    """``DeepSpeedEngine.load_checkpoint``; raises ConfigError for what cannot be honoured."""
     engine = call["self"]
     path = state_in(call["load_dir"], _number(call["tag"]), call["tag"])
     if path is None:

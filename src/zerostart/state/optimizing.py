@@ -209,7 +209,7 @@ def _number(
     given = decoded(value, {})
     if _class(step.optimizer) != document["class"]:
         if type(step.optimizer).__module__.startswith("torch."):
-            given = torch.tensor(float(plain), dtype=torch.float32)
+            given = torch.tensor(float(plain), dtype=torch.float32, device="cpu")
         elif isinstance(plain, float) and plain.is_integer():
             given = int(plain)
         else:
@@ -282,6 +282,6 @@ def _set(
             continue
         new, old = decoded(value, {}), group.get(key)
         if isinstance(old, torch.Tensor):
-            old.copy_(torch.as_tensor(new))
+            old.copy_(torch.as_tensor(new, device=old.device))
         else:
             group[key] = new if same or not isinstance(new, torch.Tensor) else new.item()

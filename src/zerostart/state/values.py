@@ -61,7 +61,8 @@ def decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if _TENSOR in value:
         return tensors[value[_TENSOR]]
     if _SCALAR in value:
-        return torch.tensor(decoded(value[_SCALAR], tensors), dtype=dtype_of(value["dtype"]))
+        dtype = dtype_of(value["dtype"])
+        return torch.tensor(decoded(value[_SCALAR], tensors), dtype=dtype, device="cpu")
     if _TUPLE in value:
         return tuple(decoded(v, tensors) for v in value[_TUPLE])
     if _FLOAT in value:

@@ -98,7 +98,7 @@ class Display:
     def begin(self, before: int) -> None:
         """Call before everything else of a run that goes on after ``before`` steps, 0 for a new one.
 
-        What was written down of later steps goes: they are done again.
+        What was written down of later steps goes: they are done again. Raises WriteError.
         """
         self._before = before
         if self._file is not None:
@@ -113,7 +113,7 @@ class Display:
         say(self._console, text)
 
     def step(self, metrics: Metrics) -> None:
-        """Show one optimizer step."""
+        """Show one optimizer step. Raises WriteError."""
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         self._stepping += seconds
@@ -139,7 +139,7 @@ class Display:
         self._last = time.monotonic()
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Show the mean loss on the held-out sequences after ``step`` steps."""
+        """Show the mean loss on the held-out sequences after ``step`` steps. Raises WriteError."""
         self._write(step=step, held_out_loss=loss)
         self.say(f"held-out loss after step {step}: {loss:.4f}")
 
