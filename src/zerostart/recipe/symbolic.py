@@ -39,8 +39,8 @@ _CONSTANTS: ContextVar[list[weakref.ref[SymbolicTensor]] | None] = ContextVar("c
 def constants_become_real() -> Iterator[None]:
     """At the end, constants that were made inside and are still referred to are ordinary tensors.
 
-    They are in a cache or in a module, for code that runs long after the conversion. Raises ConversionError for
-    one that is kept where it cannot get elements.
+    They are in a cache or in a module, for code that runs long after the conversion. Raises ConversionError
+    for one that is kept where it cannot get elements.
     """
     made: list[weakref.ref[SymbolicTensor]] = []
     token = _CONSTANTS.set(made)
