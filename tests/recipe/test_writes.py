@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -276,3 +277,39 @@ def test_writes_to_what_was_not_made_in_the_converter_are_refused() -> None:
         check(lambda d: {"w": outside.copy_(d["w"])})
     with pytest.raises(ConversionError, match="share memory"):
         check(lambda d: {"w": d["w"].reshape(-1).unfold(0, 8, 5).mul_(2)})
+
+
+def test_what_is_written_may_be_read_at_the_same_places_or_at_none() -> None:
+    def convert(d: Tensors) -> Tensors:
+        w, u, c = d["w"], d["u"], d["c"]
+        w[:, :3].copy_(w[:, 3:])
+        w[1:3].add_(w[5:7])
+        w.mul_(w).add_(w[:])
+        w[::2, 1::2].sub_(w[1::2, ::2])
+        u.T[1].copy_(u.T[0])
+        torch._foreach_mul_([u[:2], u[2:4]], [u[:2], w[:2]])
+        c.real.copy_(c.imag)
+        return {"w": w, "u": u, "c": c}
+
+    check(convert)
+
+
+OVERLAPS: dict[str, Callable[[torch.Tensor], object]] = {
+    "turned": lambda w: w[:6].copy_(w[:6].T),
+    "next rows": lambda w: w[1:].add_(w[:-1]),
+    "next rows with gaps": lambda w: w[1:, :3].add_(w[:-1, :3]),
+    "columns": lambda w: w[:, 1:].copy_(w[:, :-1]),
+    "in a list": lambda w: torch._foreach_add_([w[:4], w[4:]], [w[4:], w[:4]]),
+    "bytes": lambda w: w.view(torch.int32)[1:].copy_(w[:-1]),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_what_reads_what_it_writes_is_refused_as_torch_refuses_it_or_leaves_it_open(name: str) -> None:
+    def run() -> None:
+        w = symbols_of(source())["w"]
+        with contextlib.suppress(RuntimeError):
+            OVERLAPS[name](w)
+
+    with pytest.raises(ConversionError, match="at other places"):
+        recorded("the converter", run)

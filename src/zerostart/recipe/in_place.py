@@ -22,6 +22,7 @@ from zerostart.recipe.operands import (
     valued,
 )
 from zerostart.recipe.operators import cast
+from zerostart.recipe.overlaps import reads_what_it_writes
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, names_of
 from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views, straight, strided_step
@@ -96,6 +97,11 @@ def write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             f"the conversion of {names_of(args)} writes into a view whose elements share memory ({func}); "
             "write into the tensor that it is a view of, or clone it"
         )
+    if _goes_along(functional) and reads_what_it_writes(written, [*args, *kept.values()]):
+        raise refusal(
+            f"the conversion of {names_of(args)} reads memory that it writes into at other places ({func}), "
+            "where torch's result depends on its loops; clone the one or the other"
+        )
     handler = HANDLERS.get(functional)
     values, named = valued(cls, args), valued(cls, kept)
     made = handler(*values, **named) if handler else compute(functional, values, named)
@@ -107,6 +113,14 @@ def write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             raise refusal(f"the conversion of {names_of(value)} calls {func} with an output of another shape")
         target.write(cast(value, target.dtype))
     return _given_back(func, args, kwargs)
+
+
+@functools.cache
+def _goes_along(functional: Any) -> bool:
+    """Whether an operator reads its operands while it writes, element by element or tensor by tensor."""
+    if torch.Tag.pointwise in functional.tags or functional is aten.copy.default:
+        return True
+    return bool(functional._schema.name.startswith("aten::_foreach"))
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
