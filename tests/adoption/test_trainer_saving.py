@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from scripts import Data, fsdp2, zero3
-from test_saving import same, settings_in, tensors_in
+from test_saving_scripts import same, settings_in, tensors_in
 
 from ranks import run_ranks
 from tiny import TinyCheckpoints

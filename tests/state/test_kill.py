@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tracing import Point, points_in, traced, tracing_works
+from traced_calls import Point, points_in, traced, tracing_works
 
 import zerostart
 from ranks import rank_outcomes, run_ranks
