@@ -65,6 +65,9 @@ def test_with_and_without_the_line(script: str, config: str, folder: Path) -> No
     losses, found = run(script, config, folder, True)
     expected_losses, expected = run(script, config, folder, False)
     assert len(losses) == 3
+    # Gathered, tied weights are tied no more, and the Trainer's stock route may save both; ours saves one.
+    for name in expected.keys() - found.keys():
+        assert torch.equal(expected.pop(name), expected["model.embed_tokens.weight"]), name
     assert found.keys() == expected.keys()
     if config == "fsdp2":  # The stock route shards what DDP would have trained: sums in another order.
         assert losses == pytest.approx(expected_losses, rel=1e-5)

@@ -208,12 +208,40 @@ def test_the_working_directory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "here" / "below").mkdir(parents=True)
     for place in ("here", "here/below"):
         monkeypatch.chdir(tmp_path / place)
-        with pytest.raises(zerostart.errors.WriteError, match="is the working directory"):
-            save(tmp_path / "here", 1.0)
+        (tmp_path / "here" / "notes").write_text("of somebody else")
+        for value in (1.0, 2.0):
+            save(tmp_path / "here", value, 40 if value == 1.0 else "5GB")
+            assert value_at(tmp_path / "here") == value
+            assert Path.cwd() == tmp_path / place
         save(Path("saved"), 1.0)
         assert value_at(Path("saved")) == 1.0
-    with pytest.raises(zerostart.errors.WriteError, match="mount point"):
-        save(Path("/"), 1.0)
+    assert (tmp_path / "here" / "notes").read_text() == "of somebody else"
+    assert beside(tmp_path / "here") == []
+
+
+@pytest.mark.usefixtures("_without_disk")
+def test_a_place_that_stays_never_looks_whole_and_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "mounted")
+    calls, points, seen = Calls(), 0, set()
+    while True:
+        path = tmp_path / str(points) / "mounted"
+        path.mkdir(parents=True)
+        save(path, 1.0)
+        with calls.watched(chosen=points):
+            save(path, 2.0, "5GB")
+        if len(calls.names) <= points:
+            break
+        try:
+            seen.add(value_at(path))
+        except zerostart.errors.VerifyError:
+            seen.add(None)
+        save(path, 3.0)
+        assert value_at(path) == 3.0
+        assert not [entry for entry in path.iterdir() if entry.name.endswith(".saving")]
+        points += 1
+    assert seen == {1.0, 2.0, None}
 
 
 class Synced:

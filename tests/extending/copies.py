@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -32,7 +32,8 @@ class Copies(Engine):
 
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
         parameters = model.named_parameters(remove_duplicate=False)
-        return {name: shard(name, parameter) for name, parameter in parameters}
+        held = (rank, self.mesh.world_size)
+        return {name: replace(shard(name, parameter), held=held) for name, parameter in parameters}
 
 
 def shard(name: str, parameter: nn.Parameter) -> Shard:

@@ -51,7 +51,9 @@ class Staging:
         with told(self.path, "nothing was saved"):
             self._check_place()
         self._token = uuid.uuid4().hex[:12]
-        self.directory = _beside(self.path, self._token, "saving")
+        self._stays = _has_to_stay(self.path)
+        beside = _beside(self.path, self._token, "saving")
+        self.directory = self.path / beside.name if self._stays else beside
         self._made: list[Path] = []
         self._published = False
         self._lock: int | None = None
@@ -65,7 +67,7 @@ class Staging:
         with told(self.path, "nothing was saved"):
             self._make_parents()
             recover(self.path)
-            for leftover in _leftovers(self.path):
+            for leftover in _leftovers(self.path, self.directory.parent):
                 _remove(leftover)
             self.directory.mkdir()
             self._lock = _locked(self.directory)
@@ -77,17 +79,24 @@ class Staging:
         ``document`` has the tensors of its folder, its "sha256". What lies at the place and is no part of
         what was saved there before is kept. Raises WriteError (of an OSError);
         the place is then as it was, unless the message says otherwise.
+
+        A place that has to stay (a mount point, the working directory or one above it) gets the files one by
+        one, the marker last: what was there is then no checkpoint any more from the first of them on.
         """
         with told(self.path, "nothing was saved, and what was there is as it was"):
             digested = document.get("digests", {})
             files = {name: self._described(name, digested) for name in _files_below(self.directory)}
             replaced = Replaced(self.path, self.directory, files)
-            replaced.keep()
+            if not self._stays:
+                replaced.keep()
             for name in files:
                 sync(self.directory / name)
             for folder, _, _ in os.walk(self.directory, topdown=False):
                 sync_directory(Path(folder))
             self._write_marker({"format": FORMAT, **document, "files": files})
+            if self._stays:
+                self._fill_place(replaced)
+                return
             old = self._take_place()
             self._published = True
         with told(self.path, "all is there, but may be lost if the machine stops now: save again"):
@@ -111,17 +120,6 @@ class Staging:
     def _check_place(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise WriteError(f"{self.path} is a file; save to a directory, or remove it")
-        if self.path.is_mount():
-            raise WriteError(
-                f"{self.path} is a mount point, whose place nothing else can take; save to a directory "
-                "below it"
-            )
-        with contextlib.suppress(FileNotFoundError):  # the working directory was removed
-            if Path.cwd().is_relative_to(self.path):
-                raise WriteError(
-                    f"{self.path} is the working directory, or above it, which would be another one then; "
-                    "save to a directory below it"
-                )
 
     def _make_parents(self) -> None:
         missing = [parent for parent in self.path.parents if not parent.exists()]
@@ -162,6 +160,14 @@ class Staging:
             raise
         return old
 
+    def _fill_place(self, replaced: Replaced) -> None:
+        """Move the files into a place that has to stay."""
+        with told(self.path, "what was there was being replaced: save again"):
+            replaced.fill(self.marker)
+        self._published = True
+        self._release()
+        _remove(self.directory)
+
     def _release(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
@@ -176,7 +182,7 @@ def recover(path: str | os.PathLike[str]) -> None:
     place = Path(os.path.realpath(Path(path).expanduser()))
     if place.exists() or not place.parent.is_dir():
         return
-    for old in _leftovers(place):
+    for old in _leftovers(place, place.parent):
         if old.suffix == ".replaced":
             new = old.with_suffix(".saving")
             complete = any((new / marker).exists() for marker in MARKERS)
@@ -185,14 +191,24 @@ def recover(path: str | os.PathLike[str]) -> None:
             return
 
 
+def _has_to_stay(path: Path) -> bool:
+    """Whether no other directory can take the place: a mount point, or where this process works."""
+    if path.is_mount():
+        return True
+    try:
+        return Path.cwd().is_relative_to(path)
+    except FileNotFoundError:  # the working directory was removed
+        return False
+
+
 def _beside(path: Path, token: str, kind: str) -> Path:
     return path.with_name(f".{path.name}.{token}.{kind}")
 
 
-def _leftovers(path: Path) -> list[Path]:
-    """What saves to ``path`` that were killed have left: all that no process has locked."""
+def _leftovers(path: Path, where: Path) -> list[Path]:
+    """What saves to ``path`` that were killed have left in ``where``: all that no process has locked."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.(saving|replaced)")
-    found = [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]
+    found = [entry for entry in where.iterdir() if name.fullmatch(entry.name)]
     return sorted(entry for entry in found if _is_free(entry))
 
 

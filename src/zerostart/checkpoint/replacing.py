@@ -6,10 +6,11 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from zerostart.checkpoint.durable import sync_directory
 from zerostart.errors import WriteError
 
 __all__ = ["MARKER", "MARKERS", "Replaced"]
@@ -30,6 +31,7 @@ class Replaced:
     def __init__(self, old: Path, new: Path, files: Mapping[str, Any]) -> None:
         self._old, self._new, self._place = old, new, old
         self._dropped = set(MARKERS)
+        self._files = list(files)
         self._stems = {(str(Path(name).parent), stem) for name in files if (stem := _stem(name))}
         for marker in MARKERS:
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # none, or not one of ours
@@ -44,6 +46,36 @@ class Replaced:
         old, new = (self._old, self._new) if moved is None else (moved, self._place)
         if old.is_dir():
             self._keep_in(old, new, "")
+
+    def fill(self, marker: str) -> None:
+        """Move the new files into the old directory, which stays, and ``marker`` last.
+
+        Before the first, markers and indices there go, so that a mixture of two checkpoints looks like none.
+        Raises OSError.
+        """
+        names = sorted(self._files, key=lambda name: (name.endswith(".index.json"), name))
+        for name in MARKERS:
+            (self._place / name).unlink(missing_ok=True)
+        sync_directory(self._place)
+        for name in sorted({*self._dropped, *self._weights()}, key=lambda n: (not n.endswith(".json"), n)):
+            with contextlib.suppress(IsADirectoryError, NotADirectoryError):
+                (self._place / name).unlink(missing_ok=True)
+        for name in names:
+            target = self._place / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (self._new / name).replace(target)
+        for folder in {(self._place / name).parent for name in names}:
+            sync_directory(folder)
+        (self._new / marker).replace(self._place / marker)
+        sync_directory(self._place)
+
+    def _weights(self) -> Iterator[str]:
+        """Weights in the place, and their indices, of names that are saved anew."""
+        for folder, stem in self._stems:
+            place = self._place / folder
+            for entry in place.iterdir() if place.is_dir() else ():
+                if _stem(entry.name) == stem:
+                    yield (Path(folder) / entry.name).as_posix()
 
     def _keep_in(self, old: Path, new: Path, below: str) -> None:
         with os.scandir(old) as entries:

@@ -214,7 +214,7 @@ class Engine(abc.ABC):
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
         """The shards of a live model as they are now, by parameter name, aliases included.
 
-        What is not there is whole on every rank.
+        What is not there is whole on every rank. Of replicas ``Shard.held`` tells which one this rank has.
         """
 
     @classmethod

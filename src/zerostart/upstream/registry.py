@@ -105,8 +105,9 @@ def misfit(points: Iterable[Touched]) -> str:
     wrong: list[str] = []
     told: list[str] = []
     for library in {point.library: None for point in points}:
-        version = importlib.import_module(library.name).__version__
-        if not library.knows(version):
+        # A library that is being imported may not have come to its version yet.
+        version = getattr(importlib.import_module(library.name), "__version__", None) or library.installed()
+        if version is None or not library.knows(version):
             wrong.append(f"{library.name} {version} is installed; zerostart knows versions {library.range}")
         told.append(f"{library.name} {version}")
     otherwise = [text for point in points if (text := point.misfit())]
