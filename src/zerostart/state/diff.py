@@ -11,7 +11,7 @@ from math import nan, prod
 import torch
 from torch import nn
 
-from zerostart.checkpoint.catalog import TensorEntry
+from zerostart.checkpoint.catalog import Assembled, TensorEntry
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.distributed.machine import cores
 from zerostart.distributed.world import World, current_world
@@ -77,11 +77,11 @@ def _files(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
     return _difference(kinds, others, tally.summed(World(0, 1, None)))
 
 
-def _kind(entry: TensorEntry) -> _Kind:
+def _kind(entry: TensorEntry | Assembled) -> _Kind:
     return entry.dtype, entry.shape
 
 
-def _comparable(kind: _Kind, entry: TensorEntry | None) -> bool:
+def _comparable(kind: _Kind, entry: TensorEntry | Assembled | None) -> bool:
     """Whether values can be subtracted: in dtypes of less than a byte only where both have it."""
     if entry is None or entry.shape != kind[1]:
         return False

@@ -11,12 +11,21 @@ from types import TracebackType
 
 import torch
 
-from zerostart.checkpoint.catalog import DTYPE_BITS, Catalog, TensorEntry, contiguous_strides
+from zerostart.checkpoint.catalog import (
+    DTYPE_BITS,
+    Assembled,
+    Catalog,
+    TensorEntry,
+    contiguous_strides,
+)
 from zerostart.checkpoint.formats.pipeline import components
 from zerostart.checkpoint.replacing import MARKERS
 from zerostart.checkpoint.source import open_catalog, resolve_source
 from zerostart.checkpoint.storage import Reader, storage_at
-from zerostart.recipe import torch_dtype
+from zerostart.layout.flat import flat_run
+from zerostart.planning import Destination, join
+from zerostart.recipe import Recipe, Target, torch_dtype
+from zerostart.transfer import Progress, execute
 from zerostart.transfer.staging import bytes_view
 
 __all__ = ["Stored", "catalogs_at", "is_state"]
@@ -64,9 +73,11 @@ class Stored:
         self._number = {
             begin + name: (number, entry)
             for number, (begin, catalog) in enumerate(catalogs)
-            for name, entry in catalog.tensors.items()
+            for name, entry in catalog.weights.items()
         }
-        self.tensors: dict[str, TensorEntry] = {name: entry for name, (_, entry) in self._number.items()}
+        self.tensors: dict[str, TensorEntry | Assembled] = {
+            name: entry for name, (_, entry) in self._number.items()
+        }
 
     def __enter__(self) -> Stored:
         self._readers = [self._stack.enter_context(catalog.storage.reader()) for catalog in self._catalogs]
@@ -89,6 +100,8 @@ class Stored:
         """
         number, entry = self._number[name]
         dtype = torch.uint8 if DTYPE_BITS[entry.dtype] < 8 else torch_dtype(entry.dtype, name)
+        if isinstance(entry, Assembled):
+            return self._put_together(number, entry, dtype, first, count)
         if entry.strides is not None and not contiguous_strides(entry.shape, entry.strides):
             with self._lock:
                 if self._kept is None or self._kept[0] != name:
@@ -103,6 +116,18 @@ class Stored:
         if count:
             view = bytes_view(torch.view_as_real(values).view(-1) if dtype.is_complex else values)
             self._readers[number].read(entry.file, entry.offset + first * dtype.itemsize, [view])
+        return values
+
+    def _put_together(
+        self, number: int, entry: Assembled, dtype: torch.dtype, first: int, count: int
+    ) -> torch.Tensor:
+        """Elements of a tensor that lies in the shares of the ranks that wrote it."""
+        values = torch.empty(count, dtype=dtype, device="cpu")
+        recipe = Recipe(Target(entry.name, entry.shape, dtype), entry.pieces)
+        destination = Destination(entry.name, count, count, dtype, True)
+        layout = flat_run(entry.shape, first, first + count)
+        plan = join(self._catalogs[number], [(recipe, layout, destination)])
+        execute(plan, [values], Progress(plan.read_bytes, shown=False), 1)
         return values
 
     def _put_in_order(self, number: int, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
