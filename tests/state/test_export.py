@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,18 @@ def test_an_ordinary_checkpoint_is_the_same_afterwards(tmp_path: Path, checkpoin
     after = {name: t for file in made.files for name, t in load_file(tmp_path / "out" / file).items()}
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_newest_checkpoint_of_a_run_counts(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
+    folder = checkpoints("qwen3", torch.bfloat16)
+    for step in (9, 10):
+        shutil.copytree(folder, tmp_path / "run" / f"checkpoint-{step}")
+    weights = load_file(folder / "model.safetensors")
+    newest = {name: tensor + 1 for name, tensor in weights.items()}
+    save_file(newest, tmp_path / "run" / "checkpoint-10" / "model.safetensors")
+    export(tmp_path / "run", tmp_path / "out")
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(got[name], newest[name]) for name in newest)
 
 
 def test_whole_numbers_and_quantised_types_are_not_cast(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.source import open_catalog, read_config
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.world import World
-from zerostart.errors import ConfigError
+from zerostart.errors import CheckpointNotFoundError, ConfigError
 from zerostart.layout.flat import flat_run
 from zerostart.planning import Destination, join
 from zerostart.recipe import Recipe, Target, torch_dtype
 from zerostart.recipe.dtypes import spelling
+from zerostart.state.keeping import complete
 from zerostart.state.publishing import publishing
 from zerostart.transfer import Progress, execute
 
@@ -30,6 +32,8 @@ __all__ = ["Exported", "export"]
 
 #: Bytes that are in memory at a time.
 BATCH = 64 << 20
+#: What the Trainer calls the checkpoints of a run.
+_STEP = re.compile(r"checkpoint-(\d+)")
 #: Files beside the weights that belong to a model: of these names, or with these ends.
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 #: What of them a training run leaves, and no model has.
@@ -64,14 +68,15 @@ def export(
     """Write the model that lies at ``source`` as an ordinary directory ``out``, by this process alone.
 
     ``source`` is whatever ``zerostart.load`` takes that lies in files: checkpoints of training above all, of
-    zerostart, DeepSpeed, torch or accelerate. Tensors have the names and shapes that they have there;
+    zerostart, DeepSpeed, torch or accelerate, or a run's directory, whose newest checkpoint counts where no
+    model lies in it. Tensors have the names and shapes that they have there;
     ``dtype`` is for floating tensors that are not quantised, None leaves each as it is stored. Configuration,
     tokenizer and code files beside the weights come along. Memory holds 64 MiB of tensors at a time. ``out``
     appears whole or not at all. Raises what opening a source raises, ReadError and WriteError.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and spelling(dtype) in _PLAIN_FLOATS):
         raise ConfigError(f"dtype={dtype!r} is none of the floating types in which weights are kept")
-    catalog = open_catalog(source)
+    catalog = _opened(source)
     config = read_config(catalog.root) if catalog.root else None
     weights = _once(catalog.weights, bool((config or {}).get("tie_word_embeddings")))
     entries = [(t.name, _kept(t.dtype, dtype), t.shape) for t in weights.values()]
@@ -88,6 +93,20 @@ def export(
                 writer.write(name, part.view(torch.uint8).numpy().data, first * part.itemsize)
         publication.add_digests(digests.summed(World(0, 1, None)))
     return Exported(Path(out), tuple(file.name for file in layout.files), len(entries), layout.total_size)
+
+
+def _opened(source: str | os.PathLike[str]) -> Catalog:
+    """The catalog of ``source``, or of the newest complete checkpoint of the run that it is."""
+    try:
+        return open_catalog(source)
+    except CheckpointNotFoundError:
+        path = Path(source).expanduser()
+        folders = [folder for folder in (path, path / "checkpoints") if folder.is_dir()]
+        states = [state for folder in folders for state in complete(folder)]
+        steps = {int(m[1]): entry for entry in path.glob("*") if (m := _STEP.fullmatch(entry.name))}
+        if not states and not steps:
+            raise
+        return open_catalog(states[-1] if states else steps[max(steps)])
 
 
 def _once(weights: Mapping[str, TensorEntry | Assembled], tied: bool) -> dict[str, TensorEntry | Assembled]:
