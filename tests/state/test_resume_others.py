@@ -72,7 +72,7 @@ STOCK: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero1"])
+@pytest.mark.parametrize("name", ["zero2", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_deepspeeds_own_checkpoint_goes_on(path: Path, tmp_path: Path, name: str) -> None:
     case = STOCK[name]
     wanted = run_ranks(uninterrupted, 2, path, {name: case}, tmp_path / "runs", "")[0][name]
@@ -85,6 +85,7 @@ def test_deepspeeds_own_checkpoint_goes_on(path: Path, tmp_path: Path, name: str
             assert found == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_stage_3_goes_on(path: Path, tmp_path: Path) -> None:
     # Saved by DeepSpeed of a model that zerostart has loaded: stock's own loading of a model whole would be
     # sharded by its `zero.Init`, which gives the same file.
@@ -93,7 +94,7 @@ def test_stage_3_goes_on(path: Path, tmp_path: Path) -> None:
     assert run_ranks(resumed, 2, path, case, tmp_path / "runs" / "zero3")[0] == wanted
 
 
-@pytest.mark.parametrize("how", ["torch", "accelerate"])
+@pytest.mark.parametrize("how", [pytest.param("torch", marks=pytest.mark.slow), "accelerate"])
 def test_torchs_and_accelerates_own_checkpoints_go_on(path: Path, tmp_path: Path, how: str) -> None:
     case = Case("fsdp2", groups="two", stock=True)
     wanted = run_ranks(uninterrupted, 2, path, {"run": case}, tmp_path / "runs", how)[0]["run"]
