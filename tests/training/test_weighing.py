@@ -63,7 +63,7 @@ def first_step(values):
     from zerostart.training.session import Session
 
     batches, gradients = [], {}
-    collators, update = runner.make_collator, Session.update
+    collators, clip = runner.make_collator, Session.clip
 
     def recording(*arguments, **options):
         collate = collators(*arguments, **options)
@@ -76,9 +76,9 @@ def first_step(values):
     def looked_at(session, *arguments):
         if not session.engine.wraps:
             look(session.model)
-        return update(session, *arguments)
+        return clip(session, *arguments)
 
-    runner.make_collator, Session.update = recording, looked_at
+    runner.make_collator, Session.clip = recording, looked_at
     runner.export_model = lambda *_: None
     if values["engine"]["name"] == "deepspeed":
         from deepspeed.runtime.engine import DeepSpeedEngine

@@ -18,7 +18,7 @@ from zerostart import geometry
 from zerostart.distributed.world import World
 from zerostart.engines import Shard, first_rank_shard, found_shards, plain_name, with_whole
 from zerostart.loading.record import LoadRecord
-from zerostart.models import library_of, state_names
+from zerostart.models import ModelLibrary, library_of, state_names
 from zerostart.recipe import Recipe, SymbolicTensor, Target, one_thread, spelling
 from zerostart.recipe.inverse import inverted, reversal
 from zerostart.state.writing import Entry, Outgoing
@@ -166,7 +166,8 @@ def _as_reverted(
     dtype: torch.dtype | None,
 ) -> None:
     """Name and lay out the ``rest`` as the library's ``save_pretrained`` would, where that is known."""
-    if not rest:
+    library = library_of(model)
+    if not rest or type(library).revert is ModelLibrary.revert:  # it has no way back of its own
         return
     shapes = {name: item.shard.layout.shape for name, item in rest.items()}
     with one_thread():
@@ -175,7 +176,7 @@ def _as_reverted(
             for name, shape in shapes.items()
         }
         try:
-            made = library_of(model).revert(model, symbols)
+            made = library.revert(model, symbols)
         except Exception:  # the conversions are the library's and the model's: whatever they raise
             return
     taken = {name for name, _, _ in contents.entries}

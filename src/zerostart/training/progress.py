@@ -103,9 +103,13 @@ class Display:
         self._before = before
         if self._file is not None:
             with _writing(self._path):
-                lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-                self._file.truncate(0)
-                self._file.writelines(line for line in lines if before and _step_of(line) <= before)
+                kept: list[str] = []
+                if before:
+                    lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+                    kept = [line for line in lines if _step_of(line) <= before]
+                if self._path.is_file():  # a pipe or a device has nothing of an earlier run
+                    self._file.truncate(0)
+                self._file.writelines(kept)
                 self._file.flush()
 
     def say(self, text: str) -> None:
