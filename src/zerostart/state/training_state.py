@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.distributed.world import World
-from zerostart.engines import Shard, whole_shard
+from zerostart.engines import Shard, first_rank_shard, whole_shard
 from zerostart.errors import ConfigError
-from zerostart.layout import Layout, dimension_shard
+from zerostart.layout import dimension_shard
 from zerostart.loading.record import record_of
 from zerostart.state.optimizing import Kept, flat, masters_of, moments_of, share_of, taken
 from zerostart.state.places import Places, places_of
@@ -122,7 +122,7 @@ def collected(model: nn.Module, optimizer: Any, extra: Any, world: World, frozen
     left_out = [] if frozen else [n for n, p in places.parameters.items() if not p.requires_grad]
     kept = places.shards.keys() - left_out
     shards = [replace(shard, name=name) for name, shard in places.shards.items() if name in kept]
-    shards += [_first_rank(name, buffer, world) for name, buffer in places.buffers.items()]
+    shards += [first_rank_shard(name, buffer, world) for name, buffer in places.buffers.items()]
     masters = [k for k in masters_of(training.steps, places) if _is_copy(k, places)]
     shares = [replace(k.shard, name=f"master/{k.name}") for k in masters]
     shares += [
@@ -161,13 +161,6 @@ def _is_copy(kept: Kept, places: Places) -> bool:
 def _entries(shards: Sequence[Shard]) -> tuple[list[Entry], list[Outgoing]]:
     entries: list[Entry] = [(s.name, dtype_name(s.storage.dtype), s.layout.shape) for s in shards]
     return entries, [plain(s.name, s) for s in shards]
-
-
-def _first_rank(name: str, buffer: torch.Tensor, world: World) -> Shard:
-    """A buffer, which ranks may have with other values: the first rank's counts."""
-    shard = whole_shard(name, buffer, world)
-    layout = shard.layout if world.rank == 0 else Layout(shard.layout.shape, 0, 0, ())
-    return replace(shard, layout=layout, held=(0, 1))
 
 
 def _replica(name: str, tensor: torch.Tensor, world: World) -> Shard:
