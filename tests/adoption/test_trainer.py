@@ -31,7 +31,12 @@ def saved(out: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"), [("qwen3", 3), ("qwen3_moe_aligned", 3), ("qwen3_moe_aligned", 2)]
+    ("name", "stage"),
+    [
+        ("qwen3", 3),
+        pytest.param("qwen3_moe_aligned", 3, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe_aligned", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_trainer_on_deepspeed(name: str, stage: int, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     gathered = {"stage3_gather_16bit_weights_on_model_save": True}
@@ -47,7 +52,7 @@ def test_trainer_on_deepspeed(name: str, stage: int, checkpoints: TinyCheckpoint
     assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe_aligned"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe_aligned"])
 def test_trainer_on_fsdp2(name: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path, environment = checkpoints(name), fsdp2()
     stock = run(path, tmp_path / "stock", environment, None, use_cpu=True)
@@ -64,7 +69,10 @@ def test_trainer_on_fsdp2(name: str, checkpoints: TinyCheckpoints, tmp_path: Pat
         torch.testing.assert_close(weights[key], expected[key], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["zero3", "zero2", "fsdp2"])
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param("zero3", marks=pytest.mark.slow), "zero2", pytest.param("fsdp2", marks=pytest.mark.slow)],
+)
 def test_trainer_with_experts_shared_out(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path = checkpoints("qwen3_moe_aligned")
     environments = {

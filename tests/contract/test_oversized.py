@@ -30,16 +30,19 @@ PIECE = 1 << 22
 
 OFFLOADED = {"device": "cpu", "pin_memory": False}
 PLACEMENTS = ("zero3", "offload-param", "nvme", "fsdp2")
+FAST = [("zero3", 3), ("nvme", 2), ("fsdp2", 2)]
+OTHERS = ("hierarchical", "prebuilt", "inside-zero.Init", "fsdp2-offload")
 CASES: list[Any] = [
-    *((placement, 2) for placement in PLACEMENTS),
-    ("hierarchical", 2),
-    ("prebuilt", 2),
-    ("inside-zero.Init", 2),
-    ("fsdp2-offload", 2),
-    ("zero3", 1),
-    ("zero3", 3),
-    *(pytest.param(placement, 1, marks=pytest.mark.slow) for placement in PLACEMENTS[1:]),
-    *(pytest.param(placement, 3, marks=pytest.mark.slow) for placement in (*PLACEMENTS[1:], "hierarchical")),
+    *FAST,
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            *((placement, world) for placement in PLACEMENTS for world in (1, 2, 3)),
+            *((placement, 2) for placement in OTHERS),
+            ("hierarchical", 3),
+        ]
+        if case not in FAST
+    ),
 ]
 
 

@@ -121,8 +121,17 @@ def check_variants(path: Path) -> dict[str, list[str]]:
     return lines
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["qwen3_moe_aligned", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        pytest.param("qwen3_moe_aligned", 1, marks=pytest.mark.slow),
+        ("qwen3_moe_aligned", 2),
+        pytest.param("qwen3_moe_aligned", 3, marks=pytest.mark.slow),
+        pytest.param("qwen3", 1, marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, marks=pytest.mark.slow),
+        ("qwen3", 3),
+    ],
+)
 def test_masters_are_what_the_checkpoint_stores(
     kind: str, world_size: int, checkpoints: TinyCheckpoints
 ) -> None:
@@ -248,7 +257,7 @@ def oracle(path: Path, ranks: int, full: State) -> tuple[list[list[float]], Stat
     return losses, masters
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_steps_are_those_of_one_process_with_fp32_masters(
     world_size: int, checkpoints: TinyCheckpoints
 ) -> None:

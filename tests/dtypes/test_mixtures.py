@@ -131,8 +131,17 @@ def train_deepspeed(path: Path, zero: dict[str, Any], masters: bool) -> Any:
     return before, begun, (losses, first, masters_in(model)), unlike(rounded, after)
 
 
-@pytest.mark.parametrize("masters", [True, False], ids=["stored", "rounded"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "masters"),
+    [
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(3, True, marks=pytest.mark.slow),
+        (3, False),
+    ],
+)
 def test_deepspeed_trains_a_mixture_as_one_process_does(world_size: int, masters: bool, path: Path) -> None:
     kept = expected_of(path, BF16)
     origin = expected_of(path, F32) if masters else {name: t.float() for name, t in kept.items()}
@@ -149,10 +158,12 @@ def test_deepspeed_trains_a_mixture_as_one_process_does(world_size: int, masters
 @pytest.mark.parametrize(
     "zero",
     [
-        {"sub_group_size": 700, "stage3_param_persistence_threshold": 0},
-        {"reduce_bucket_size": 300, "reduce_scatter": False},
+        pytest.param(
+            {"sub_group_size": 700, "stage3_param_persistence_threshold": 0}, marks=pytest.mark.slow
+        ),
+        pytest.param({"reduce_bucket_size": 300, "reduce_scatter": False}, marks=pytest.mark.slow),
         {"reduce_bucket_size": 300, "contiguous_gradients": False},
-        {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 700},
+        pytest.param({"offload_optimizer": {"device": "cpu"}, "sub_group_size": 700}, marks=pytest.mark.slow),
         {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}, "sub_group_size": 700},
     ],
     ids=["sub-groups", "all-reduce", "scattered", "offloaded", "all offloaded"],
@@ -233,8 +244,17 @@ def train_fsdp2(
 POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [
+        pytest.param(1, BF16, marks=pytest.mark.slow),
+        pytest.param(1, F32, marks=pytest.mark.slow),
+        pytest.param(2, BF16, marks=pytest.mark.slow),
+        (2, F32),
+        (3, BF16),
+        pytest.param(3, F32, marks=pytest.mark.slow),
+    ],
+)
 def test_fsdp2_trains_with_masters_that_were_never_rounded(
     world_size: int, dtype: torch.dtype, path: Path
 ) -> None:
