@@ -38,6 +38,7 @@ __all__ = [
     "rank_outcomes",
     "run_ranks",
     "skip_where_unsupported",
+    "start_server",
 ]
 
 GROUP_TIMEOUT = timedelta(seconds=60)
@@ -158,6 +159,11 @@ def _rendezvous(world_size: int) -> Any:
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
+
+
+def start_server() -> None:
+    """Start the server that ranks are forked from, as `run_ranks` would."""
+    _context()
 
 
 _server_context: multiprocessing.context.ForkServerContext | None = None

@@ -132,6 +132,7 @@ def test_a_mistake_is_one_line(config, argv, message):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_new_head_starts_alike_on_every_engine_and_number_of_ranks(config, tmp_path):
     """From train.seed: without it each process would start torch's generator somewhere else."""
     first = []

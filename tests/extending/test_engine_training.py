@@ -55,6 +55,7 @@ def trained(folder: Path, package: Path, **engine: object) -> tuple[list[float],
     return [entry["loss"] for line in lines if "loss" in (entry := json.loads(line))], out
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_installed_trains(tmp_path: Path, package: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     BertModel(BertConfig(vocab_size=30522, **sizes)).save_pretrained(tmp_path / "bert")

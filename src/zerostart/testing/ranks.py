@@ -23,14 +23,18 @@ def on_ranks(
 ) -> list[Any]:
     """Call the module-level ``function(*arguments)`` on every rank; its values, in the order of the ranks.
 
-    What is passed and returned has to be picklable. Raises AssertionError, with the stacks of the ranks,
-    where one raises or dies, or where not all have returned after ``timeout`` seconds.
+    What is passed and returned has to be picklable. The ranks have this process's environment of now. Raises
+    AssertionError, with the stacks of the ranks, where one raises or dies, or where not all have returned
+    after ``timeout`` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="zerostart-ranks-") as folder:
-        context = mp.get_context("spawn")
+        # Importing torch and an engine takes seconds: ranks are forked from a server that has, if nobody
+        # else's runs in this process already.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "zerostart"])
+        given = (function, arguments, world_size, folder, dict(os.environ))
         ranks = [
-            context.Process(target=_main, args=(function, arguments, rank, world_size, folder), daemon=True)
-            for rank in range(world_size)
+            context.Process(target=_main, args=(rank, *given), daemon=True) for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
@@ -52,10 +56,17 @@ def on_ranks(
 
 
 def _main(
-    function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, world_size: int, folder: str
+    rank: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    world_size: int,
+    folder: str,
+    environment: dict[str, str],
 ) -> None:
     """One rank: its process group meets in a file of the folder."""
     torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -1,0 +1,12 @@
+"""The shipped conformance classes fork their ranks from the server of this suite, which has imported more."""
+
+from __future__ import annotations
+
+import pytest
+
+from ranks import start_server
+
+
+@pytest.fixture(scope="package", autouse=True)
+def server() -> None:
+    start_server()
