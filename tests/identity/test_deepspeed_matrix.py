@@ -25,7 +25,7 @@ PLACES = ("none", "cpu", "nvme")
 #: Secondary partitions are of the parameters on the accelerator or the host: DeepSpeed has none on NVMe.
 GROUPS = [
     pytest.param(place, 1, marks=pytest.mark.slow if place in ("none", "cpu") else ()) for place in PLACES
-] + [("none", 2), ("cpu", 2)]
+] + [("none", 2), pytest.param("cpu", 2, marks=pytest.mark.slow)]
 
 
 class Layers(nn.Module):

@@ -54,8 +54,18 @@ def configuration(folder: Path, max_in_cpu: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("max_in_cpu", [0, 10**9], ids=["stays-on-nvme", "fits-in-memory"])
+@pytest.mark.parametrize(
+    ("max_in_cpu", "world_size"),
+    [
+        pytest.param(
+            most,
+            world_size,
+            marks=() if (most > 0) == (world_size == 1) and world_size < 3 else pytest.mark.slow,
+        )
+        for most in (0, 10**9)
+        for world_size in (1, 2, 3)
+    ],
+)
 def test_swapped_partitions_train_as_the_stock_route(
     world_size: int, max_in_cpu: int, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:

@@ -65,11 +65,17 @@ def reference(checkpoints: TinyCheckpoints, tmp_path_factory: pytest.TempPathFac
     return made
 
 
+FAST = {("accelerator", 2), ("persistent-some", 2), ("offload-both", 2), ("hierarchical", 4)}
 CASES = [
-    *((placement, torch.bfloat16, 2) for placement in PLACEMENTS),
-    ("offload-param", torch.float32, 3),
-    ("offload-both", torch.float32, 1),
-    ("hierarchical", torch.float32, 4),
+    pytest.param(
+        placement, dtype, world_size, marks=() if (placement, world_size) in FAST else pytest.mark.slow
+    )
+    for placement, dtype, world_size in [
+        *((placement, torch.bfloat16, 2) for placement in PLACEMENTS),
+        ("offload-param", torch.float32, 3),
+        ("offload-both", torch.float32, 1),
+        ("hierarchical", torch.float32, 4),
+    ]
 ]
 
 

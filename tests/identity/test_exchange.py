@@ -106,8 +106,18 @@ def counting() -> list[int]:
     return total
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "world"),
+    [
+        pytest.param(
+            engine,
+            world,
+            marks=() if (engine, world) in {("deepspeed", 3), ("fsdp2", 2)} else pytest.mark.slow,
+        )
+        for engine in ENGINES
+        for world in (1, 2, 3)
+    ],
+)
 def test_load(engine: str, world: int, checkpoints: TinyCheckpoints) -> None:
     """Converted experts, fp32 and bf16."""
     path = checkpoints("qwen3_moe", sharded=True)

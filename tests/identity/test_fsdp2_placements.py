@@ -78,7 +78,13 @@ def reference(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+FAST = {"plain", "cpu-offload", "replicas-other-dimensions", "units-by-name"}
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PLACEMENTS],
+)
 def test_placements_train_as_torchs_own(placement: str, path: Path, reference: Path) -> None:
     world_size = PLACEMENTS[placement][1]
     for rank, (ours, torchs, planned, read) in enumerate(

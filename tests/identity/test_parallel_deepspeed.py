@@ -21,18 +21,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("parity")
 
 
+SIZES = {
+    "ep2xdp1": (2, 2, 1),
+    "ep2xdp1-accumulated": (2, 2, 2),
+    "ep1xdp2": (1, 2, 1),
+    "ep2xdp2": (2, 4, 1),
+    "ep4xdp1": (4, 4, 1),
+}
+FAST = {
+    ("qwen3_moe", "ep2xdp2"),
+    ("mixtral", "ep2xdp1"),
+    ("gpt_oss", "ep2xdp1-accumulated"),
+    ("deepseek_v3", "ep2xdp1"),
+}
+
+
 @pytest.mark.parametrize(
-    ("experts", "world", "accumulation"),
+    ("kind", "experts", "world", "accumulation"),
     [
-        (2, 2, 1),
-        (2, 2, 2),
-        pytest.param(1, 2, 1, marks=pytest.mark.slow),
-        (2, 4, 1),
-        pytest.param(4, 4, 1, marks=pytest.mark.slow),
+        pytest.param(
+            kind, *sizes, marks=() if (kind, name) in FAST else pytest.mark.slow, id=f"{kind}-{name}"
+        )
+        for kind in MODELS
+        for name, sizes in SIZES.items()
     ],
-    ids=["ep2xdp1", "ep2xdp1-accumulated", "ep1xdp2", "ep2xdp2", "ep4xdp1"],
 )
-@pytest.mark.parametrize("kind", MODELS)
 def test_experts_train_as_in_one_process(
     kind: str, experts: int, world: int, accumulation: int, folder: Path
 ) -> None:
