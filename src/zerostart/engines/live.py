@@ -50,14 +50,18 @@ def whole_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
     """A tensor that every rank has whole, as a share of which there are as many holders.
 
     The storage is the tensor's memory, in whatever order its elements lie there (``channels_last``, a
-    transposed or a sliced view); a copy of what has not memory of its own for each element.
+    transposed or a sliced view); a copy of what has not memory of its own for each element. Raises
+    ConfigError for a tensor that is not dense.
     """
     layout, storage = _as_it_lies(name, tensor.detach())
     return Shard(name, layout, storage, lambda _: layout, (world.rank, world.size))
 
 
 def laid_out(shard: Shard, tensor: torch.Tensor) -> Shard:
-    """``shard``, of a whole tensor, with ``tensor`` of the same shape for its storage, as that lies."""
+    """``shard``, of a whole tensor, with ``tensor`` of the same shape for its storage, as that lies.
+
+    Raises ConfigError for a tensor that is not dense.
+    """
     layout, storage = _as_it_lies(shard.name, tensor.detach())
     return replace(shard, layout=layout, storage=storage, at=lambda _: layout)
 

@@ -36,7 +36,8 @@ def save_state(
     """See ``zerostart.save_state``. ``budget``: most bytes of host memory for the copies; None: what is free.
 
     ``frozen=False`` leaves out parameters that are not trained, which ``load_state`` then leaves as they are.
-    Raises InsufficientMemoryError, on every rank, where they do not fit.
+    Raises InsufficientMemoryError, on every rank, where they do not fit, and ConfigError where ranks save
+    other things than each other.
     """
     begun = time.perf_counter()
     finish_last()
