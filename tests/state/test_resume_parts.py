@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import os
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from zerostart.layout import replicated
 from zerostart.layout.flat import flat_run, narrowed
 from zerostart.state.keeping import complete, prune
 from zerostart.state.random_states import random_rows, set_random_rows
-from zerostart.state.values import decoded, encoded
+from zerostart.state.values import decoded, encoded_whole
 
 
 def alike(a: Any, b: Any) -> bool:
@@ -27,8 +29,15 @@ def alike(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(map(alike, a, b))
     if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
+        return type(a) is type(b) and list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
     return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+def nested(depth: int) -> list[Any]:
+    made: list[Any] = []
+    for _ in range(depth):
+        made = [made]
+    return made
 
 
 VALUES: list[Any] = [
@@ -40,23 +49,49 @@ VALUES: list[Any] = [
     torch.tensor(1e-3, dtype=torch.float64),
     torch.tensor(True),
     [torch.zeros(0, 3), torch.randn(2, 3).bfloat16(), torch.tensor(math.inf)],
+    {1: 2, 2.5: None, False: {(1, "a"): [0]}, None: (), "1": 3},
+    Counter({30: 1, 80: 2}),
+    torch.randn(3, dtype=torch.complex64),
+    torch.tensor(2**64 - 1, dtype=torch.uint64),
 ]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_a_value_comes_back_from_json_as_it_was(value: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    text = json.dumps(encoded(value, "extra", tensors), allow_nan=False)
+    text = json.dumps(encoded_whole(value, "extra", tensors), allow_nan=False)
     assert alike(value, decoded(json.loads(text), tensors))
 
 
 @pytest.mark.parametrize(
     ("value", "where"),
-    [({"a": [1, {2}]}, r"extra\.a\.1 is a set"), ({1: 2}, "extra is a dict"), (np.float32(1), "float32")],
+    [
+        ({"a": [1, {2}]}, r"extra\.a\.1 is a set"),
+        ({frozenset(): 2}, "extra is a dict"),
+        ({"a": np.arange(3)}, r"extra\.a is a ndarray"),
+        ({"a": "half \ud800"}, "extra could not be read again as JSON"),
+        ([10**5000], "extra could not be read again as JSON"),
+        (nested(3000), "extra is nested too deeply"),
+        (
+            {"a": torch.zeros(2, dtype=torch.complex128)},
+            r"extra\.a has elements of the type torch",
+        ),
+        ({"a": torch.eye(2).to_sparse()}, r"extra\.a is a Tensor that is not a dense tensor"),
+        ([torch.empty(2, device="meta")], r"extra\.0 is a Tensor that is not a dense tensor"),
+    ],
 )
 def test_what_is_no_value_is_named_with_its_place(value: Any, where: str) -> None:
     with pytest.raises(ConfigError, match=where):
-        encoded(value, "extra", {})
+        encoded_whole(value, "extra", {})
+
+
+def test_numbers_of_other_libraries_are_pythons_afterwards() -> None:
+    class Kind(enum.IntEnum):
+        FIRST = 7
+
+    value = [np.float64(0.1), np.float32(0.5), np.int64(3), np.bool_(True), Kind.FIRST, np.float64("nan")]
+    found = decoded(json.loads(json.dumps(encoded_whole(value, "extra", {}))), {})
+    assert alike(found, [0.1, 0.5, 3, True, 7, math.nan])
 
 
 def test_random_states_survive_half_of_a_pair_of_normal_numbers() -> None:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from zerostart.checkpoint.durable import sync_directory
-from zerostart.errors import WriteError
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.errors import WriteError, ZerostartError
 
-__all__ = ["MARKER", "MARKERS", "Replaced"]
+__all__ = ["MARKER", "MARKERS", "Replaced", "is_inside"]
 
 #: The file that makes a directory valid, unless another is named.
 MARKER = "zerostart.json"
 #: All names of such files: a save replaces what an earlier one of another kind has left in its place, too.
 MARKERS = (MARKER, "state.json")
 _SHARD = re.compile(r"(?P<stem>.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+def is_inside(name: object) -> bool:
+    """Whether a name in a marker, which anybody may have written, is one of a file below its directory."""
+    return (
+        isinstance(name, str)
+        and not name.startswith("/")
+        and ".." not in PurePosixPath(name).parts
+        and "\0" not in name
+    )
 
 
 class Replaced:
@@ -34,8 +44,9 @@ class Replaced:
         self._files = list(files)
         self._stems = {(str(Path(name).parent), stem) for name in files if (stem := _stem(name))}
         for marker in MARKERS:
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # none, or not one of ours
-                self._dropped |= set(json.loads((old / marker).read_text(encoding="utf-8"))["files"])
+            with contextlib.suppress(ZerostartError):  # none, or not one of ours
+                listed = read_json(old / marker, "marker").get("files")
+                self._dropped |= {name for name in listed or () if is_inside(name)}
 
     def keep(self, moved: Path | None = None) -> None:
         """Give files of the old directory (``moved``, once it was replaced) a name in the new one, too.

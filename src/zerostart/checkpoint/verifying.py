@@ -12,7 +12,7 @@ from typing import Any
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.digesting import file_digests
 from zerostart.checkpoint.publishing import FORMAT, recover
-from zerostart.checkpoint.replacing import MARKERS
+from zerostart.checkpoint.replacing import MARKERS, is_inside
 from zerostart.checkpoint.source import Files, open_catalog
 from zerostart.checkpoint.strict_json import read_json, shown
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
@@ -87,12 +87,8 @@ def _well_formed(document: Mapping[str, Any]) -> bool:
     if not isinstance(files, dict) or not isinstance(digests, dict):
         return False
     described = all(isinstance(one, dict) and type(one.get("bytes")) is int for one in files.values())
-    inside = all(_is_inside(name) for name in (*files, *digests))
+    inside = all(is_inside(name) for name in (*files, *digests))
     return described and inside and all(isinstance(one, dict) for one in digests.values())
-
-
-def _is_inside(name: str) -> bool:
-    return not name.startswith("/") and ".." not in PurePosixPath(name).parts and "\0" not in name
 
 
 def _faults_of_files(place: Path, files: Mapping[str, Any]) -> Iterator[str]:

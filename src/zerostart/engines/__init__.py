@@ -5,7 +5,14 @@ from __future__ import annotations
 import contextlib
 
 from zerostart.engines.base import Engine, MasterReader, ShardMaker
-from zerostart.engines.live import first_rank_shard, found_shards, whole_shard, with_whole
+from zerostart.engines.live import (
+    check_own_memory,
+    first_rank_shard,
+    found_shards,
+    laid_out,
+    whole_shard,
+    with_whole,
+)
 from zerostart.engines.names import plain_name
 from zerostart.engines.placements import DEVICE, HOST, RANKS_OF_A_MACHINE, STORAGE, Placements
 from zerostart.engines.registry import (
@@ -31,11 +38,13 @@ __all__ = [
     "Shard",
     "ShardMaker",
     "check_choice",
+    "check_own_memory",
     "contexts_aside",
     "engine_names",
     "family_of",
     "first_rank_shard",
     "found_shards",
+    "laid_out",
     "plain_name",
     "register_engine",
     "resolve_engine",

@@ -7,20 +7,24 @@ would be; what the library itself has written it also reads.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import pickle
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from zerostart.distributed.world import current_world
+from zerostart.checkpoint.durable import sync_directory, write_whole
+from zerostart.checkpoint.publishing import told
+from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.saving import in_shards
 from zerostart.loading.record import loaded_models
 from zerostart.state.checkpointing import save_state
+from zerostart.state.finding import DEEPSPEED, FSDP, LATEST, state_in
 from zerostart.state.resuming import load_state
-from zerostart.state.training_state import MARKER
+from zerostart.state.values import encoded_whole
 from zerostart.upstream.deepspeed_steps import check_movable, steps_of
 
 __all__ = [
@@ -32,33 +36,12 @@ __all__ = [
     "save_checkpoint",
     "save_fsdp_model",
     "save_fsdp_optimizer",
-    "state_in",
 ]
 
 Original = Callable[[], Any]
-#: The name of DeepSpeed's file that names its last checkpoint.
-_LATEST = "latest"
-#: accelerate's names of a model's checkpoint, on DeepSpeed and on FSDP2.
-_DEEPSPEED, _FSDP = "pytorch_model", "pytorch_model_fsdp"
-_CLIENT = "client_state"
+_CLIENT, _CLIENTS = "client_state", "client_states"
 #: Whether adapters alone were asked for, of models that are saved with the optimizer that follows.
 _adapters_alone: dict[Path, bool] = {}
-
-
-def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None = None) -> Path | None:
-    """The training state of model ``number`` in a checkpoint of accelerate or the Trainer, of either engine.
-
-    The newest one; None where zerostart has written none. ``tag`` is DeepSpeed's name for one of several.
-    """
-    folder = Path(directory)
-    own = f"{_DEEPSPEED}_{number}" if number else _DEEPSPEED
-    names = [own, f"{_FSDP}_{number}"] if tag in (None, own) else [str(tag)]
-    latest = folder / _LATEST
-    if not number and tag is None and latest.is_file():
-        names.append(latest.read_text(encoding="utf-8").strip())
-    markers = [folder / name / MARKER for name in names]
-    found = [marker for marker in markers if marker.is_file()]
-    return max(found, key=lambda marker: marker.stat().st_mtime_ns).parent if found else None
 
 
 def save_checkpoint(original: Original, **call: Any) -> Any:
@@ -67,14 +50,29 @@ def save_checkpoint(original: Original, **call: Any) -> Any:
     if not directory or not _movable(engine):
         return original()
     tag = str(call["tag"] if call["tag"] is not None else f"global_step{engine.global_steps}")
-    extra = {_CLIENT: dict(call["client_state"])}
-    path = Path(directory)
+    path, world = Path(directory), current_world()
+    extra = _client_states(call["client_state"], engine, world)
     save_state(path / tag, engine, None, extra, wait=True, frozen=not call["exclude_frozen_parameters"])
-    world = current_world()
-    with world.phase("naming the last checkpoint"):
+    with world.phase("naming the last checkpoint"), told(path, f"{tag} is saved, and not named as the last"):
         if call["save_latest"] and world.rank == 0:
-            (path / _LATEST).write_text(tag, encoding="utf-8")
+            write_whole(path / LATEST, tag.encode(), path / f".{LATEST}.part")
+            sync_directory(path)
     return True
+
+
+def _client_states(own: Any, engine: Any, world: World) -> dict[str, Any]:
+    """What DeepSpeed keeps of a script's own: the first rank's, and at stage 3 that of every rank."""
+    with world.phase("looking at the client's state"):
+        state = dict(own)
+        encoded_whole(state, _CLIENT, {})
+        own_sum = zlib.crc32(pickle.dumps(state))
+    alike = len(set(world.all_gather_object(own_sum, "comparing the client's states"))) == 1
+    if alike:
+        return {_CLIENT: state}
+    if not engine.zero_optimization_partition_weights():
+        return {_CLIENT: world.broadcast_object(lambda: state, "taking the first rank's client state")}
+    first, *others = world.all_gather_object(state, "collecting the client's states")
+    return {_CLIENT: first, _CLIENTS: others}
 
 
 def load_checkpoint(original: Original, **call: Any) -> Any:
@@ -94,12 +92,18 @@ def load_checkpoint(original: Original, **call: Any) -> Any:
     extra = load_state(path, engine, None)
     if before is not None:
         schedule.load_state_dict(before)
-    return str(path), (extra or {}).get(_CLIENT, {})
+    return str(path), _client_state(extra or {}, current_world())
+
+
+def _client_state(extra: Mapping[str, Any], world: World) -> Any:
+    """This rank's, where the ranks are as many as those that saved one each; else the first one's."""
+    every = [extra.get(_CLIENT, {}), *extra.get(_CLIENTS, ())]
+    return every[world.rank if len(every) == world.size else 0]
 
 
 def _number(tag: str | None) -> int:
     """The number of the model that accelerate names so."""
-    last = (tag or "").removeprefix(f"{_DEEPSPEED}_")
+    last = (tag or "").removeprefix(f"{DEEPSPEED}_")
     return int(last) if last.isdecimal() else 0
 
 
@@ -178,7 +182,7 @@ def _followed(call: dict[str, Any]) -> bool:
 
 
 def _fsdp_path(call: dict[str, Any], directory: str, number: str) -> Path:
-    return Path(call[directory]) / f"{_FSDP}_{call[number]}"
+    return Path(call[directory]) / f"{FSDP}_{call[number]}"
 
 
 def load_accelerator_state(original: Original, **call: Any) -> Any:

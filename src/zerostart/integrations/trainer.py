@@ -15,8 +15,8 @@ import torch
 
 from zerostart.distributed.world import current_world
 from zerostart.integrations.saving import already_saved, in_shards, save_weights
-from zerostart.integrations.states import state_in
 from zerostart.loading.record import loaded_models
+from zerostart.state.finding import state_in
 from zerostart.state.resuming import load_state
 
 __all__ = ["load_deepspeed", "load_from_checkpoint", "load_optimizer_and_scheduler", "save_model"]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from zerostart.checkpoint.catalog import Assembled, TensorEntry
-from zerostart.errors import CheckpointError
+from zerostart.errors import CheckpointError, ConfigError
 
 __all__ = ["holds", "main_dtype", "spelling", "torch_dtype"]
 
@@ -49,9 +49,19 @@ def torch_dtype(name: str, tensor: str = "") -> torch.dtype:
         ) from None
 
 
-def spelling(dtype: torch.dtype) -> str:
-    """The safetensors spelling of a torch dtype."""
-    return _SPELLING[dtype]
+def spelling(dtype: torch.dtype, tensor: str = "") -> str:
+    """The safetensors spelling of a torch dtype.
+
+    Raises ConfigError for one that these files have no name for (``complex128``, quantised ones), which
+    ``tensor`` has.
+    """
+    try:
+        return _SPELLING[dtype]
+    except KeyError:
+        raise ConfigError(
+            f"{tensor or 'a tensor'} has elements of the type {dtype}, which safetensors files do not know: "
+            "convert it (real and imaginary part, or a smaller type), or leave it out"
+        ) from None
 
 
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:

@@ -218,9 +218,13 @@ def _delta(name: str, layer: Any, adapter: str, held: Mapping[str, Held]) -> _De
 
 
 def _whole(factor: Held) -> torch.Tensor:
-    if factor.shard.held[1] > 1 and factor.shard.layout.owned == prod(factor.shard.layout.shape):
-        return factor.shard.storage.detach().cpu().view(factor.shard.layout.shape)
-    whole = whole_tensor(factor.shard, None)
+    shard = factor.shard
+    boxes, storage = shard.layout.boxes, shard.storage.detach()
+    if shard.held[1] > 1 and [placed.box.numel for placed in boxes] == [prod(shard.layout.shape)]:
+        (placed,) = boxes
+        at = int(storage.storage_offset()) + placed.to
+        return storage.as_strided(shard.layout.shape, placed.strides, at).cpu()
+    whole = whole_tensor(shard, None)
     assert whole is not None, "every rank asked for it"
     return whole
 

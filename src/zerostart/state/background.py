@@ -86,6 +86,7 @@ def begin(write: Callable[[World], None], world: World, begun: float) -> Saving:
             write(aside)
         except BaseException as error:  # told by ``wait``, or by the next save
             saving._error = error
+            logger.error("the checkpoint that was being written was not saved: %s", error)
         finally:
             saving.seconds["written"] = time.perf_counter() - begun
 

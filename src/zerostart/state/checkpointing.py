@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import zlib
@@ -9,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerostart.distributed.world import World, current_world
+from zerostart.errors import ConfigError
 from zerostart.state.background import Saving, begin, finish_last, kept_on_host
-from zerostart.state.publishing import publishing
+from zerostart.state.publishing import agreed_place, publishing
 from zerostart.state.settings import save_settings
 from zerostart.state.training_state import MARKER, MODEL, STATE, Content, collected
 from zerostart.state.writing import write_tensors
@@ -33,7 +36,8 @@ def save_state(
     """See ``zerostart.save_state``. ``budget``: most bytes of host memory for the copies; None: what is free.
 
     ``frozen=False`` leaves out parameters that are not trained, which ``load_state`` then leaves as they are.
-    Raises InsufficientMemoryError, on every rank, where they do not fit.
+    Raises InsufficientMemoryError, on every rank, where they do not fit, and ConfigError where ranks save
+    other things than each other.
     """
     begun = time.perf_counter()
     finish_last()
@@ -41,22 +45,43 @@ def save_state(
     with world.phase("saving the training state"):
         with world.phase("looking at what is saved"):
             content = collected(model, optimizer, extra, world, frozen)
-            names = repr((content.model[0], content.state[0])).encode()
-        # Ranks with other tensors (gradients, states) would be at another place, and hear of it.
-        world.raise_together(None, f"saving the tensors with the checksum {zlib.crc32(names):08x}")
+        _check_alike(content, world)
+        place = agreed_place(path, world)
         if wait:
-            _write(path, content, world)
+            _write(place, content, world)
             return Saving.finished(time.perf_counter() - begun)
         content = kept_on_host(content, world, budget)
-        return begin(_writer(path, content), world, begun)
+        return begin(_writer(place, content), world, begun)
 
 
-def _writer(path: str | os.PathLike[str], content: Content) -> Callable[[World], None]:
-    return lambda world: _write(path, content, world)
+def _check_alike(content: Content, world: World) -> None:
+    """Raise ConfigError, on every rank, where one saves something else than the others; collective."""
+    with world.phase("comparing what is saved"):
+        names = zlib.crc32(repr((content.model[0], content.state[0])).encode())
+        groups = [group["parameters"] for group in content.document["optimizer"].get("groups", ())]
+        stepped = zlib.crc32(repr((content.document["optimizer"].get("class"), groups)).encode())
+        extra = zlib.crc32(json.dumps(content.document["extra"], sort_keys=True).encode())
+        for tensor in content.whole.values():
+            extra = zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, extra)
+    # Ranks with other tensors (gradients, states) would be at another place, and hear of it.
+    world.raise_together(None, f"saving the tensors with the checksum {names:08x}")
+    world.raise_together(None, f"saving the optimizer with the checksum {stepped:08x}")
+    told = world.all_gather_object(extra, "comparing extra")
+    other = next((rank for rank, theirs in enumerate(told) if theirs != told[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"extra (or a schedule) of rank {other} is not that of rank 0, and one is kept: give the same on "
+            "every rank, and what each rank has of its own as a list of all (torch.distributed."
+            "all_gather_object)"
+        )
 
 
-def _write(path: str | os.PathLike[str], content: Content, world: World) -> None:
-    with publishing(path, world, marker=MARKER) as publication:
+def _writer(place: Path, content: Content) -> Callable[[World], None]:
+    return lambda world: _write(place, content, world)
+
+
+def _write(place: Path, content: Content, world: World) -> None:
+    with publishing(place, world, marker=MARKER) as publication:
         folder = Path(publication.directory)
         model = write_tensors(folder / MODEL, *content.model, world)
         with world.phase("writing the model's configuration"):

@@ -114,7 +114,7 @@ def contents_of(
         shape = item.shard.layout.shape
         kind = _out(item.shard.storage.dtype, dtype)
         recipe = Recipe(Target(name, shape, kind), geometry.whole(name, shape))
-        contents.entries.append((name, spelling(kind), shape))
+        contents.entries.append((name, spelling(kind, name), shape))
         contents.outgoing.append(Outgoing(recipe, item.shard, item.change))
         if name in reasons or name in taken:
             contents.own_names[name] = reasons.get(name, "its name in the checkpoint is taken")
@@ -150,11 +150,11 @@ def _as_loaded(
     empty = [n for n, recipe in found.recipes.items() if not recipe.pieces]
     for name in catalog.tensors:
         if name in kinds:
-            contents.entries.append((name, spelling(kinds[name]), catalog.tensors[name].shape))
+            contents.entries.append((name, spelling(kinds[name], name), catalog.tensors[name].shape))
     for name in empty:
         item = wanted[name]
         kind = _out(item.shard.storage.dtype, dtype)
-        contents.entries.append((name, spelling(kind), item.shard.layout.shape))
+        contents.entries.append((name, spelling(kind, name), item.shard.layout.shape))
     return reasons
 
 
@@ -194,7 +194,9 @@ def _as_reverted(
         recipe = Recipe(Target(name, shapes[name], kind), pieces)
         contents.outgoing.append(Outgoing(recipe, item.shard, item.change))
         used.update(str(s) for piece in pieces for s in piece.source)
-    contents.entries += [(n, spelling(made[n].dtype), shape) for n, (shape, _) in files.items() if n in used]
+    contents.entries += [
+        (n, spelling(made[n].dtype, n), shape) for n, (shape, _) in files.items() if n in used
+    ]
 
 
 def _out(held: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

@@ -170,7 +170,7 @@ def _as_they_are(held: Sequence[Held]) -> Contents:
 
 
 def _entry(name: str, shard: Shard) -> Entry:
-    return name, spelling(shard.storage.dtype), shard.layout.shape
+    return name, spelling(shard.storage.dtype, name), shard.layout.shape
 
 
 def _models(a: nn.Module, b: nn.Module) -> Difference:

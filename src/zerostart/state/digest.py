@@ -33,7 +33,7 @@ def digest(model: nn.Module) -> dict[str, str]:
             inner = bare_model(model)
             held, tied = held_tensors(inner, kept_record(inner), world)
             shards = {item.name: item.shard for item in held}
-            digests = Digests((n, spelling(s.storage.dtype), s.layout.shape) for n, s in shards.items())
+            digests = Digests((n, spelling(s.storage.dtype, n), s.layout.shape) for n, s in shards.items())
             turn = 0
             for name, shard in shards.items():
                 _add_own(digests, name, shard, turn)

@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from zerostart.engines import Shard
+from zerostart.engines import Shard, laid_out
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.layout.flat import narrowed
+from zerostart.recipe import spelling
 from zerostart.state.places import Places
-from zerostart.state.values import decoded, dtype_name, dtype_of, encoded
+from zerostart.state.values import decoded, dtype_of, encoded
 from zerostart.upstream.stepped import Member, Stepped
 
 __all__ = [
     "Kept",
-    "flat",
+    "gradient_of",
+    "like",
     "masters_of",
     "moments_of",
     "restore_groups",
@@ -57,7 +59,7 @@ def masters_of(steps: Iterable[Stepped], places: Places) -> Iterator[Kept]:
                 yield Kept(
                     name := places.name_of(member.parameter),
                     "master",
-                    share_of(member, places.shards[name], flat(step.tensor)),
+                    like(member, places.shards[name], step.tensor),
                 )
 
 
@@ -77,14 +79,22 @@ def moments_of(steps: Iterable[Stepped], places: Places) -> Iterator[Kept]:
                 )
             for member in step.members:
                 name = places.name_of(member.parameter)
-                yield Kept(name, key, share_of(member, places.shards[name], flat(value)))
+                yield Kept(name, key, like(member, places.shards[name], value))
+
+
+def like(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
+    """The share of a member in what is stepped, or in a tensor like it: one of its state, or the gradient.
+
+    Of a whole parameter each lies in memory in an order of its own.
+    """
+    whole = tuple(values.shape) == shard.layout.shape and values.numel() == member.count
+    if whole and member.first is None and not isinstance(values, DTensor):
+        return laid_out(shard, values)
+    return share_of(member, shard, flat(values))
 
 
 def share_of(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
-    """The share of a member in a stepped tensor, or in one of its state: a part of the 1-D ``values``.
-
-    These may be the part already.
-    """
+    """The share of a member in the 1-D ``values``, or these where they are the part already."""
     part = values.numel() == member.count
     storage = values if part else values[member.at : member.at + member.count]
     if member.first is None:
@@ -92,6 +102,13 @@ def share_of(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
     layout = narrowed(shard.layout, member.first, member.first + member.count)
     # Who has the other runs nobody asks here: they have no elements in common.
     return Shard(shard.name, layout, storage, lambda _: layout)
+
+
+def gradient_of(name: str, parameter: torch.Tensor, shard: Shard) -> Kept:
+    """The gradient that a parameter has, which is stepped itself."""
+    assert parameter.grad is not None, "there is one"
+    member = Member(parameter, 0, parameter.numel())
+    return Kept(name, "gradient", like(member, shard, parameter.grad))
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,7 +193,7 @@ def restored_moments(
             state[key] = values = _room(key, having, state.get(key), step, stored)
             for member, name in zip(step.members, names, strict=True):
                 if f"optimizer/{key}/{name}" in stored:
-                    yield Kept(name, key, share_of(member, places.shards[name], flat(values)))
+                    yield Kept(name, key, like(member, places.shards[name], values))
 
 
 def _numbers(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -234,7 +251,7 @@ def _room(
     name = path.split("/", 2)[2]
     stepped = stored.get(f"master/{name}") or stored[f"model/{name}"]
     dtype = saved
-    if saved.is_floating_point and stepped != dtype_name(step.tensor.dtype):
+    if saved.is_floating_point and stepped != spelling(step.tensor.dtype):
         dtype = step.tensor.dtype  # As torch's optimizers load a state of other precision.
     with torch.no_grad():
         if isinstance(held, torch.Tensor) and held.dtype == dtype and held.shape == step.tensor.shape:

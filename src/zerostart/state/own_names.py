@@ -27,7 +27,7 @@ def save_own_names(model: nn.Module, path: str | os.PathLike[str], max_shard_siz
         with world.phase("looking at the model"):
             inner = bare_model(model)
             held, _ = held_tensors(inner, kept_record(inner), world)
-            entries = [(i.name, spelling(i.shard.storage.dtype), i.shard.layout.shape) for i in held]
+            entries = [(i.name, spelling(i.shard.storage.dtype, i.name), i.shard.layout.shape) for i in held]
             outgoing = [plain(item.name, item.shard) for item in held]
         with publishing(path, world) as publication:
             written = write_tensors(

@@ -14,7 +14,7 @@ from zerostart.checkpoint.replacing import MARKER
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError
 
-__all__ = ["Publication", "publishing"]
+__all__ = ["Publication", "agreed_place", "publishing"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,19 @@ class Publication:
     def add_digests(self, digests: Mapping[str, str], folder: str = ".") -> None:
         """Note the digests of all tensors in the safetensors files of ``folder`` (a path from there)."""
         self.document.setdefault("digests", {}).setdefault(folder, {}).update(digests)
+
+
+def agreed_place(path: str | os.PathLike[str], world: World) -> Path:
+    """The directory ``path`` as it is from everywhere, for the first rank's working directory; collective.
+
+    Raises ConfigError where a rank means another one, before anything is made.
+    """
+    with world.phase("looking at the place to save to"):
+        given = os.fspath(path)
+    world.raise_together(None, f"saving to {given}")
+    return world.broadcast_object(
+        lambda: Path(given).expanduser().absolute(), "looking up the place to save to"
+    )
 
 
 @contextmanager
@@ -48,7 +61,8 @@ def publishing(path: str | os.PathLike[str], world: World, *, marker: str = MARK
         staging = Staging(path, marker)
         return str(staging.directory)
 
-    with world.phase(f"saving to {os.fspath(path)}"):
+    with world.phase("saving to a directory"):
+        path = agreed_place(path, world)
         try:
             directory = Path(world.broadcast_object(begin, "making a directory to save to"))
             publication = Publication(directory)

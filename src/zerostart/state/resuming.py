@@ -7,7 +7,7 @@ import os
 import random
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,15 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.publishing import recover
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World, current_world
-from zerostart.engines import Shard
+from zerostart.engines import Shard, plain_name, whole_shard
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError, ReadError
 from zerostart.layout import Layout, dimension_shard, replicated
 from zerostart.loading.source import open_source
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Recipe, Target
+from zerostart.state.finding import state_in
 from zerostart.state.foreign import foreign_state
-from zerostart.state.optimizing import Kept, flat, masters_of, restore_groups, restored_moments
+from zerostart.state.optimizing import Kept, gradient_of, masters_of, restore_groups, restored_moments
 from zerostart.state.random_states import random_rows, set_random_rows
 from zerostart.state.training_state import (
     FORMAT,
@@ -34,6 +35,7 @@ from zerostart.state.training_state import (
     MODEL,
     STATE,
     Training,
+    check_restorable,
     placed_gradients,
     training_of,
 )
@@ -72,11 +74,16 @@ def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -
     """See ``zerostart.load_state``, which raises what this raises."""
     world = current_world()
     with world.phase("restoring the training state"):
-        saved = _opened(Path(path), world)
+        with world.phase("looking at the place to restore from"):
+            given = os.fspath(path)
+        # A rank that is given another one hears of it here.
+        world.raise_together(None, f"restoring from {given}")
+        saved = _opened(Path(given).expanduser(), world)
         with world.phase("looking at what is restored"):
             training = training_of(model, optimizer, world)
+            check_restorable(training.places)
             _check_names(training, saved)
-            wanted = _parameters(training, saved)
+            wanted = _parameters(training, saved, world)
         with torch.no_grad():
             _read(saved, wanted, world)
             if training.steps:
@@ -85,6 +92,7 @@ def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -
         extra = _extra(saved, world)
         with world.phase("restoring counters and random states"):
             _restore_engine(training, saved, extra)
+            _restore_modules(training, saved, extra)
             _restore_random(saved, world)
         return decoded(saved.document["extra"], extra)
 
@@ -93,15 +101,18 @@ def _opened(path: Path, world: World) -> _Saved:
     foreign = foreign_state(path, world)
     if foreign is not None:
         return _Saved(path, *foreign)
-    document = world.broadcast_object(lambda: _document(path), "reading the checkpoint's document")
+    path, document = world.broadcast_object(lambda: _document(path), "reading the checkpoint's document")
     return _Saved(path, document, open_source(path / MODEL, world), open_source(path / STATE, world))
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _document(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The training state at ``path``, or in what accelerate or the Trainer has made there."""
     try:
         recover(path)
     except OSError as error:
         raise ReadError(f"{path}: a save was killed, and cannot be put right: {error.strerror}") from error
+    if not (path / MARKER).is_file():
+        path = state_in(path) or path
     if not (path / MARKER).is_file():
         raise CheckpointNotFoundError(
             f"{path} is no complete training checkpoint: {MARKER} is not there, which zerostart.save_state "
@@ -114,7 +125,7 @@ def _document(path: Path) -> dict[str, Any]:
             f"{path / MARKER} has the format {version!r}, and this zerostart knows formats up to {FORMAT}; "
             "update zerostart"
         )
-    return document
+    return path, document
 
 
 def _check_names(training: Training, saved: _Saved) -> None:
@@ -152,7 +163,7 @@ def _name(name: str, saved: _Saved) -> str:
     return found
 
 
-def _parameters(training: Training, saved: _Saved) -> list[_Wanted]:
+def _parameters(training: Training, saved: _Saved, world: World) -> list[_Wanted]:
     """Parameters, those of more bits than were saved from their masters, and buffers."""
     wanted: list[_Wanted] = []
     for name, shard in training.places.shards.items():
@@ -160,7 +171,8 @@ def _parameters(training: Training, saved: _Saved) -> list[_Wanted]:
             continue  # frozen, and as the model was loaded
         wanted.append((_source(name, shard.storage.dtype, saved), shard.layout, shard.storage))
     for name, buffer in training.places.buffers.items():
-        wanted.append((f"{MODEL}/{name}", replicated(tuple(buffer.shape)), buffer.detach().view(-1)))
+        shard = whole_shard(name, buffer, world)
+        wanted.append((f"{MODEL}/{name}", shard.layout, shard.storage))
     return wanted
 
 
@@ -257,7 +269,7 @@ def _gradients(training: Training, saved: _Saved) -> list[Kept]:
         parameter.grad = None
         if name in having:
             parameter.grad = torch.zeros_like(parameter.detach())
-            kept.append(Kept(name, "gradient", replace(shards[name], storage=flat(parameter.grad))))
+            kept.append(gradient_of(name, parameter, shards[name]))
     return kept
 
 
@@ -285,6 +297,17 @@ def _restore_engine(training: Training, saved: _Saved, tensors: Mapping[str, tor
         deepspeed.set_window(training.engine, found["window"])
     if training.scheduler is not None and "schedule" in found:
         training.scheduler.load_state_dict(decoded(found["schedule"], tensors))
+
+
+def _restore_modules(training: Training, saved: _Saved, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Hand modules what they kept beside tensors."""
+    modules = {plain_name(name): module for name, module in training.places.module.named_modules()}
+    for name, state in saved.document.get("modules", {}).items():
+        if name not in modules:
+            raise CoverageError(
+                f"{saved.path} has a state of the module {name}, and the model no such module"
+            )
+        modules[name].set_extra_state(decoded(state, tensors))
 
 
 def _restore_random(saved: _Saved, world: World) -> None:

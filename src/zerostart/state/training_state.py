@@ -17,14 +17,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.distributed.world import World
-from zerostart.engines import Shard, first_rank_shard, whole_shard
+from zerostart.engines import Shard, check_own_memory, first_rank_shard, plain_name, whole_shard
 from zerostart.errors import ConfigError
 from zerostart.layout import dimension_shard
 from zerostart.loading.record import record_of
-from zerostart.state.optimizing import Kept, flat, masters_of, moments_of, share_of, taken
+from zerostart.recipe import spelling
+from zerostart.state.optimizing import Kept, gradient_of, masters_of, moments_of, share_of, taken
 from zerostart.state.places import Places, places_of
 from zerostart.state.random_states import random_rows
-from zerostart.state.values import dtype_name, encoded
+from zerostart.state.values import encoded_whole
 from zerostart.state.writing import Entry, Outgoing, plain
 from zerostart.upstream import deepspeed_state as deepspeed
 from zerostart.upstream import deepspeed_steps
@@ -38,6 +39,7 @@ __all__ = [
     "STATE",
     "Content",
     "Training",
+    "check_restorable",
     "collected",
     "placed_gradients",
     "training_of",
@@ -101,6 +103,8 @@ class Content:
     model: tuple[list[Entry], list[Outgoing]]
     state: tuple[list[Entry], list[Outgoing]]
     document: dict[str, Any]
+    #: Tensors of ``extra`` and of schedules, whole on every rank.
+    whole: dict[str, torch.Tensor]
     module: nn.Module
     #: Where the model was loaded from, empty for one that zerostart has not loaded.
     root: str
@@ -119,6 +123,7 @@ def collected(model: nn.Module, optimizer: Any, extra: Any, world: World, frozen
     """
     training = training_of(model, optimizer, world)
     places = training.places
+    check_restorable(places)
     left_out = [] if frozen else [n for n, p in places.parameters.items() if not p.requires_grad]
     kept = places.shards.keys() - left_out
     shards = [replace(shard, name=name) for name, shard in places.shards.items() if name in kept]
@@ -140,10 +145,29 @@ def collected(model: nn.Module, optimizer: Any, extra: Any, world: World, frozen
         "left_out": left_out,
         "optimizer": taken(training.steps, places),
         "engine": _engine(training, tensors),
-        "extra": encoded(extra, "extra", tensors),
+        "extra": encoded_whole(extra, "extra", tensors),
     }
-    shares += [_replica(name, tensor, world) for name, tensor in tensors.items()]
-    return Content(_entries(shards), _entries(shares), document, places.module, _root(model))
+    of_modules: dict[str, torch.Tensor] = {}
+    document["modules"] = module_states(places.module, of_modules)
+    shares += [first_rank_shard(name, tensor, world) for name, tensor in of_modules.items()]
+    shares += [whole_shard(name, tensor, world) for name, tensor in tensors.items()]
+    return Content(_entries(shards), _entries(shares), document, tensors, places.module, _root(model))
+
+
+def check_restorable(places: Places) -> None:
+    """Raise ConfigError for a tensor of the model that could be saved, and not be written to again."""
+    for name, tensor in [*places.parameters.items(), *places.buffers.items()]:
+        if not isinstance(tensor, DTensor):
+            check_own_memory(name, tensor)
+
+
+def module_states(module: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What modules keep beside tensors (``get_extra_state``), by their names, as ``encoded_whole`` has it."""
+    return {
+        plain_name(name): encoded_whole(inner.get_extra_state(), f"modules.{plain_name(name)}", tensors)
+        for name, inner in module.named_modules()
+        if type(inner).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _root(model: nn.Module) -> str:
@@ -159,12 +183,8 @@ def _is_copy(kept: Kept, places: Places) -> bool:
 
 
 def _entries(shards: Sequence[Shard]) -> tuple[list[Entry], list[Outgoing]]:
-    entries: list[Entry] = [(s.name, dtype_name(s.storage.dtype), s.layout.shape) for s in shards]
+    entries: list[Entry] = [(s.name, spelling(s.storage.dtype, s.name), s.layout.shape) for s in shards]
     return entries, [plain(s.name, s) for s in shards]
-
-
-def _replica(name: str, tensor: torch.Tensor, world: World) -> Shard:
-    return whole_shard(name, tensor.detach().contiguous(), world)
 
 
 def _random(world: World) -> Iterator[Shard]:
@@ -179,12 +199,12 @@ def _engine(training: Training, tensors: dict[str, torch.Tensor]) -> dict[str, A
     engine = training.engine
     if engine is None:
         scale = training.scaler.state_dict() if training.scaler is not None else None
-        return {"name": "torch", "scaler": encoded(scale, "the gradient scaler", tensors)}
+        return {"name": "torch", "scaler": encoded_whole(scale, "the gradient scaler", tensors)}
     found = {"name": "deepspeed", "stage": deepspeed.engine_stage(engine), **deepspeed.counters(engine)}
     if deepspeed.is_window_open(engine):
         found["window"] = deepspeed.window(engine)
     if training.scheduler is not None:
-        found["schedule"] = encoded(training.scheduler.state_dict(), "schedule", tensors)
+        found["schedule"] = encoded_whole(training.scheduler.state_dict(), "schedule", tensors)
     return found
 
 
@@ -204,7 +224,7 @@ def gradients_of(training: Training) -> Iterator[Kept]:
         )
     for name, parameter in training.parameters.items():
         if isinstance(parameter.grad, DTensor) or (parameter.grad is not None and places.alone):
-            yield Kept(name, "gradient", replace(places.shards[name], storage=flat(parameter.grad)))
+            yield gradient_of(name, parameter, places.shards[name])
 
 
 def _engine_gradients(training: Training) -> Iterator[Kept]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -13,7 +14,7 @@ import torch
 
 from zerostart import geometry
 from zerostart.checkpoint.digest import Digests
-from zerostart.checkpoint.shards import SaveLayout, plan_shards
+from zerostart.checkpoint.shards import SaveLayout, parse_size, plan_shards
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.machine import cores, local_ranks
 from zerostart.distributed.world import World
@@ -97,6 +98,9 @@ def write_tensors(
         digests = Digests(listed)
         chunk, threads = _tuned(memory_limit)
         plan, storages = planned(layout, outgoing, chunk)
+    described = repr((listed, parse_size(max_shard_size), metadata, parameters)).encode()
+    # With other tensors, or other files, a rank would write to places that are another's: it is told here.
+    world.raise_together(None, f"writing {stem} files with the checksum {zlib.crc32(described):08x}")
     token = world.broadcast_object(lambda: uuid.uuid4().hex[:12], "naming the files")
     writer = CheckpointWriter(directory, layout, token)
     try:

@@ -17,6 +17,8 @@ from zerostart.checkpoint.formats.weights_pickle import CALLS, INSTRUCTIONS, Mac
 __all__ = ["Made", "read_inert_pickle"]
 
 _U64 = struct.Struct("<Q")
+#: Most bytes of an integer.
+_LONGEST = 255
 _U8, _U32, _I32 = struct.Struct("<B"), struct.Struct("<L"), struct.Struct("<l")
 
 
@@ -100,9 +102,16 @@ class _Inert(Machine):
             super().set_items(items)
 
     def is_key(self, key: Any) -> bool:
-        if type(key) is tuple:
-            return all(self.is_key(part) for part in key)
-        return type(key) in (Made, Opaque) or super().is_key(key)
+        # Of tuples in tuples a few bytes make more than could ever be hashed.
+        parts = key if type(key) is tuple else (key,)
+        return all(type(part) in (Made, Opaque) or super(_Inert, self).is_key(part) for part in parts)
+
+    def long_number(self) -> None:
+        """LONG4: an integer of any length, of which none here needs more than LONG1 could hold."""
+        length = self.number(_I32)
+        if not 0 <= length <= _LONGEST:
+            self.refuse(f"has an integer of {length} bytes")
+        self.push(int.from_bytes(self.take(length), "little", signed=True))
 
     def frame(self) -> None:
         """FRAME: how much follows, which nobody needs to know."""
@@ -143,7 +152,7 @@ _ADDED: dict[str, Callable[[_Inert], None]] = {
     "C": _bytes(_U8),
     "B": _bytes(_U32),
     "\x8e": _bytes(_U64),
-    "\x8b": lambda m: m.push(int.from_bytes(m.take(m.number(_I32)), "little", signed=True)),
+    "\x8b": _Inert.long_number,
     "\x8f": lambda m: m.push([]),
     "\x90": lambda m: m.extend(m.to_mark()),
     "\x91": lambda m: m.push(m.to_mark()),

@@ -59,6 +59,11 @@ def read_zero(directory: Path, files: PartFiles) -> Found:
                 f"the files of {len(ranks)} ranks, the first of stage {first.stage}: some are missing, or "
                 "those of two jobs are mixed"
             )
+        if rank.kinds != first.kinds:
+            raise CheckpointError(
+                f"{rank.path}: holds {rank.kinds} (states and groups of parameters), and {first.path} "
+                f"{first.kinds}: those of two jobs, or of two moments, are mixed"
+            )
         for buffers in rank.buffers.values():
             found.add(buffers)
     runs = _partitioned(states, ranks) if first.partitioned else _flat(states, ranks)
@@ -134,6 +139,11 @@ class _Rank:
     paddings: Sequence[Sequence[int]] | None
     base: Base
     scale: Mapping[str, Any]
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """What there is of each parameter, and in how many buffers."""
+        return {kind: len(buffers) for kind, buffers in sorted(self.buffers.items())}
 
     @classmethod
     def read(cls, path: Path, number: int, files: PartFiles) -> _Rank:
