@@ -16,7 +16,6 @@ it is no protection from somebody who looks for a collision.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import threading
 from collections.abc import Iterable, Sequence
@@ -26,20 +25,13 @@ from typing import Protocol
 import torch
 
 from zerostart.checkpoint.catalog import DTYPE_BITS
+from zerostart.checkpoint.lanes import ALL, BLOCK, LANES, MANY, lanes_of, lanes_of_elements
 from zerostart.errors import CheckpointError
 
 __all__ = ["Digests", "Ranks"]
 
-#: Words of one block, and blocks at a time: what the CPU's cache holds, and enough to keep others busy.
-WORDS, MANY = 1 << 13, 1 << 6
-BLOCK = 8 * WORDS
 #: Bytes that are summed up in the time of one call, and of one element by itself; and elements at a time.
 CALL, SINGLE, ELEMENTS = 100_000, 100, 1 << 16
-_LANES = 2
-_ALL = (1 << 64) - 1
-#: Seeds of the keys: A of both lanes, C of both, B of both.
-_SEEDS = tuple(number << 48 for number in range(1, 3 * _LANES + 1))
-_STEP, _MIX, _MORE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class Ranks(Protocol):
@@ -72,7 +64,7 @@ class Digests:
         """
         bits = self._bits(name)
         octets = _octets(data)
-        self._note(name, octets.numel() * 8 // bits, _lanes(octets, first * bits // 8))
+        self._note(name, octets.numel() * 8 // bits, lanes_of(octets, first * bits // 8))
 
     def add_rows(self, name: str, first: int, step: int, data: torch.Tensor) -> None:
         """Add rows: ``data`` is [rows, count], and row ``k`` begins at element ``first + k * step``."""
@@ -87,11 +79,11 @@ class Digests:
                 self.add(name, first + row * step, data[row].contiguous())
             return
         # Laid out among zeros, or element by element.
-        lanes_of = _spread if spread <= scattered else _scattered
+        sums_of = _spread if spread <= scattered else _scattered
         together = max(1, MANY * BLOCK // spread if spread <= scattered else ELEMENTS // max(count, 1))
         for row in range(0, rows, together):
             part = data[row : row + together]
-            self._note(name, part.numel(), lanes_of(part, first + row * step, step, bits // 8))
+            self._note(name, part.numel(), sums_of(part, first + row * step, step, bits // 8))
 
     def summed(self, world: Ranks | None = None) -> dict[str, str]:
         """The digest of each entry as 32 hexadecimal digits; collective, one reduction. None: nobody else.
@@ -102,13 +94,13 @@ class Digests:
         total = table if world is None else world.all_reduce_sum(table.view(-1), "summing up digests")
         found = {}
         for (name, (dtype, shape)), row in zip(
-            self._entries.items(), total.view(-1, 2 * _LANES + 1).tolist(), strict=True
+            self._entries.items(), total.view(-1, 2 * LANES + 1).tolist(), strict=True
         ):
             if row[-1] != prod(shape):
                 raise CheckpointError(
                     f"{name}: {row[-1]} elements were counted for its digest, and it has {prod(shape)}"
                 )
-            lanes = [(row[2 * lane] + (row[2 * lane + 1] << 32)) & _ALL for lane in range(_LANES)]
+            lanes = [(row[2 * lane] + (row[2 * lane + 1] << 32)) & ALL for lane in range(LANES)]
             found[name] = _final(dtype, shape, lanes)
         return found
 
@@ -117,14 +109,14 @@ class Digests:
 
     def _note(self, name: str, elements: int, lanes: Sequence[int]) -> None:
         with self._lock:
-            sums = self._sums.setdefault(name, [0] * (_LANES + 1))
+            sums = self._sums.setdefault(name, [0] * (LANES + 1))
             for lane, value in enumerate(lanes):
-                sums[lane] = (sums[lane] + value) & _ALL
+                sums[lane] = (sums[lane] + value) & ALL
             sums[-1] += elements
 
     def _row(self, name: str) -> list[int]:
         """The lanes in halves, whose sum over ranks fits, and the elements."""
-        *lanes, elements = self._sums.get(name, [0] * (_LANES + 1))
+        *lanes, elements = self._sums.get(name, [0] * (LANES + 1))
         return [half for lane in lanes for half in (lane & 0xFFFFFFFF, lane >> 32)] + [elements]
 
 
@@ -145,55 +137,11 @@ def _octets(data: torch.Tensor | bytes | bytearray | memoryview) -> torch.Tensor
     return data.detach().view(torch.uint8)
 
 
-def _lanes(octets: torch.Tensor, position: int) -> list[int]:
-    """The sums of both lanes over bytes that begin at byte ``position`` of the tensor."""
-    keys = _keys(octets.device)
-    many = 1 if _on_host(octets.device) else MANY
-    sums = [0] * _LANES
-    while octets.numel():
-        block, offset = divmod(position, BLOCK)
-        rows = 0 if offset else min(octets.numel() // BLOCK, many)
-        taken = rows * BLOCK or min(octets.numel(), BLOCK - offset)
-        words = _words(octets[:taken], offset % 8).view(max(rows, 1), -1)
-        place = offset // 8
-        weighted = _weighted(words, keys[:, place : place + words.shape[1]])
-        for lane in range(_LANES):
-            for row, value in enumerate(weighted[lane]):
-                sums[lane] += value * _block_key(lane, block + row)
-        octets, position = octets[taken:], position + taken
-    return [value & _ALL for value in sums]
-
-
-def _on_host(device: torch.device) -> bool:
-    return device.type == "cpu"
-
-
-def _words(octets: torch.Tensor, lead: int) -> torch.Tensor:
-    """Bytes as words of 8, of which the first ``lead`` bytes are not there and count as zeros."""
-    rest = -(lead + octets.numel()) % 8
-    if lead or rest:
-        octets = torch.cat([octets.new_zeros(lead), octets, octets.new_zeros(rest)])
-    elif octets.storage_offset() % 8:
-        octets = octets.clone()
-    return octets.view(torch.int64)
-
-
-def _weighted(words: torch.Tensor, keys: torch.Tensor) -> list[list[int]]:
-    """For each lane, for each of the rows ``words``, its sum; ``keys`` are A of both, then C."""
-    upper = words >> 32
-    if _on_host(words.device):  # at the speed of the cache; accelerators have it for floats alone
-        found = torch.mv(keys[:_LANES], words[0]) + torch.mv(keys[_LANES:], upper[0])
-        return [[lane] for lane in found.tolist()]
-    sums = [(words * keys[lane]).sum(1) + (upper * keys[_LANES + lane]).sum(1) for lane in range(_LANES)]
-    result: list[list[int]] = torch.stack(sums).tolist()
-    return result
-
-
 def _spread(data: torch.Tensor, first: int, step: int, width: int) -> list[int]:
     """The sums of both lanes over rows of elements of ``width`` bytes, as ``add_rows`` takes them."""
     room = data.new_zeros(data.shape[0], step)
     room[:, : data.shape[1]] = data
-    return _lanes(_octets(room.view(-1)[: (data.shape[0] - 1) * step + data.shape[1]]), first * width)
+    return lanes_of(_octets(room.view(-1)[: (data.shape[0] - 1) * step + data.shape[1]]), first * width)
 
 
 def _scattered(data: torch.Tensor, first: int, step: int, width: int) -> list[int]:
@@ -207,47 +155,4 @@ def _scattered(data: torch.Tensor, first: int, step: int, width: int) -> list[in
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
     # Contiguous, so that elements of two numbers are one row of words.
     bits = data.detach().contiguous().view(-1).view(kind).to(torch.int64)
-    if width < 8:
-        bits = (bits & ((1 << (8 * width)) - 1)) << (8 * (octet % 8))
-    word = octet // 8
-    block, inside = word // WORDS, word % WORDS
-    keys = _keys(device)
-    found = []
-    for lane in range(_LANES):
-        weighted = keys[lane][inside] * bits + keys[_LANES + lane][inside] * (bits >> 32)
-        found.append(int((weighted * _mixed(block + _signed(_SEEDS[2 * _LANES + lane]))).sum()) & _ALL)
-    return found
-
-
-@functools.cache
-def _keys(device: torch.device) -> torch.Tensor:
-    """A of both lanes, then C of both, [4, WORDS]."""
-    place = torch.arange(WORDS, dtype=torch.int64, device="cpu")
-    return torch.stack([_mixed(place + seed) for seed in _SEEDS[: 2 * _LANES]]).to(device)
-
-
-def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """``_block_key`` of many numbers, which have the seed in them."""
-    mixed = (numbers + 1) * _signed(_STEP)
-    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(_MIX)
-    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(_MORE)
-    return (mixed ^ _shifted(mixed, 31)) | 1
-
-
-@functools.lru_cache(1 << 16)
-def _block_key(lane: int, block: int) -> int:
-    """B of a lane: odd, without a pattern, the same everywhere (the finaliser of SplitMix64)."""
-    mixed = (block + _SEEDS[2 * _LANES + lane] + 1) * _STEP & _ALL
-    mixed = (mixed ^ (mixed >> 30)) * _MIX & _ALL
-    mixed = (mixed ^ (mixed >> 27)) * _MORE & _ALL
-    return (mixed ^ (mixed >> 31)) | 1
-
-
-def _shifted(numbers: torch.Tensor, places: int) -> torch.Tensor:
-    """A shift to the right that brings in zeros."""
-    return (numbers >> places) & ((1 << (64 - places)) - 1)
-
-
-def _signed(number: int) -> int:
-    """The 64-bit integer with the same bits."""
-    return number - (1 << 64) if number >> 63 else number
+    return lanes_of_elements(bits, octet, width)
