@@ -84,6 +84,7 @@ def test_as_accelerators_compute_it(place: int, monkeypatch: pytest.MonkeyPatch)
     tensor = torch.randn(150_000 + place)
     expected = digest(tensor)
     monkeypatch.setattr("zerostart.checkpoint.lanes._on_host", lambda device: False)
+    monkeypatch.setattr("zerostart.checkpoint.digest.has_byte_products", lambda: False)
     sums = Digests([("t", "F32", tensor.shape)])
     sums.add("t", place, tensor[place:])
     sums.add("t", 0, tensor[:place])
@@ -102,7 +103,7 @@ def extremes() -> list[torch.Tensor]:
 def test_bytes_as_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are multiplied byte by byte have the sums that they have word by word."""
     found = [digest(tensor) for tensor in extremes()]
-    monkeypatch.setattr("zerostart.checkpoint.lanes.has_byte_products", lambda: False)
+    monkeypatch.setattr("zerostart.checkpoint.digest.has_byte_products", lambda: False)
     assert found == [digest(tensor) for tensor in extremes()]
 
 
@@ -114,8 +115,8 @@ def test_without_instructions_for_bytes(limit: str) -> None:
     """Older processors add up pairs of products in 16 bits, where nothing may be lost."""
     script = (
         "import test_digest\n"
-        "from zerostart.checkpoint import lanes\n"
-        "lanes.has_byte_products = lambda: True\n"
+        "import zerostart.checkpoint.digest\n"
+        "zerostart.checkpoint.digest.has_byte_products = lambda: True\n"
         "print(*map(test_digest.digest, test_digest.extremes()))"
     )
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])

@@ -25,8 +25,9 @@ from typing import Protocol
 import torch
 
 from zerostart.checkpoint.catalog import DTYPE_BITS
-from zerostart.checkpoint.lanes import ALL, BLOCK, LANES, MANY, lanes_of, lanes_of_elements
+from zerostart.checkpoint.lanes import ALL, BLOCK, LANES, MANY, Blocks, lanes_of, lanes_of_elements
 from zerostart.errors import CheckpointError
+from zerostart.upstream.torch import has_byte_products
 
 __all__ = ["Digests", "Ranks"]
 
@@ -54,7 +55,10 @@ class Digests:
             name: (dtype, tuple(shape)) for name, dtype, shape in entries
         }
         self._sums: dict[str, list[int]] = {}
+        self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._own = threading.local()
+        self._blocks: list[Blocks] = []
 
     def add(self, name: str, first: int, data: torch.Tensor | bytes | bytearray | memoryview) -> None:
         """Add elements of tensor ``name`` from element ``first`` of its row-major order on.
@@ -64,7 +68,8 @@ class Digests:
         """
         bits = self._bits(name)
         octets = _octets(data)
-        self._note(name, octets.numel() * 8 // bits, lanes_of(octets, first * bits // 8))
+        self._count(name, octets.numel() * 8 // bits)
+        self._sum(name, octets, first * bits // 8)
 
     def add_rows(self, name: str, first: int, step: int, data: torch.Tensor) -> None:
         """Add rows: ``data`` is [rows, count], and row ``k`` begins at element ``first + k * step``."""
@@ -78,18 +83,22 @@ class Digests:
             for row in range(rows):
                 self.add(name, first + row * step, data[row].contiguous())
             return
-        # Laid out among zeros, or element by element.
-        sums_of = _spread if spread <= scattered else _scattered
         together = max(1, MANY * BLOCK // spread if spread <= scattered else ELEMENTS // max(count, 1))
         for row in range(0, rows, together):
-            part = data[row : row + together]
-            self._note(name, part.numel(), sums_of(part, first + row * step, step, bits // 8))
+            part, place = data[row : row + together], first + row * step
+            self._count(name, part.numel())
+            if spread <= scattered:
+                self._sum(name, _spread(part, step), place * bits // 8)
+            else:
+                self._note(name, _scattered(part, place, step, bits // 8))
 
     def summed(self, world: Ranks | None = None) -> dict[str, str]:
         """The digest of each entry as 32 hexadecimal digits; collective, one reduction. None: nobody else.
 
         Raises CheckpointError if the elements added on all ranks are not as many as the entry has.
         """
+        for blocks in self._blocks:
+            blocks.finish()
         table = torch.tensor([self._row(name) for name in self._entries], dtype=torch.int64, device="cpu")
         total = table if world is None else world.all_reduce_sum(table.view(-1), "summing up digests")
         found = {}
@@ -107,17 +116,32 @@ class Digests:
     def _bits(self, name: str) -> int:
         return DTYPE_BITS[self._entries[name][0]]
 
-    def _note(self, name: str, elements: int, lanes: Sequence[int]) -> None:
+    def _sum(self, name: str, octets: torch.Tensor, position: int) -> None:
+        """Add bytes that begin at byte ``position``."""
+        if octets.device.type != "cpu" or not has_byte_products():
+            self._note(name, lanes_of(octets, position))
+            return
+        if not hasattr(self._own, "blocks"):
+            self._own.blocks = Blocks(self._note)
+            with self._lock:
+                self._blocks.append(self._own.blocks)
+        self._own.blocks.add(name, octets, position)
+
+    def _count(self, name: str, elements: int) -> None:
         with self._lock:
-            sums = self._sums.setdefault(name, [0] * (LANES + 1))
+            self._counts[name] = self._counts.get(name, 0) + elements
+
+    def _note(self, name: str, lanes: Sequence[int]) -> None:
+        with self._lock:
+            sums = self._sums.setdefault(name, [0] * LANES)
             for lane, value in enumerate(lanes):
                 sums[lane] = (sums[lane] + value) & ALL
-            sums[-1] += elements
 
     def _row(self, name: str) -> list[int]:
         """The lanes in halves, whose sum over ranks fits, and the elements."""
-        *lanes, elements = self._sums.get(name, [0] * (LANES + 1))
-        return [half for lane in lanes for half in (lane & 0xFFFFFFFF, lane >> 32)] + [elements]
+        lanes = self._sums.get(name, [0] * LANES)
+        halves = [half for lane in lanes for half in (lane & 0xFFFFFFFF, lane >> 32)]
+        return [*halves, self._counts.get(name, 0)]
 
 
 def _final(dtype: str, shape: Sequence[int], lanes: Sequence[int]) -> str:
@@ -137,15 +161,15 @@ def _octets(data: torch.Tensor | bytes | bytearray | memoryview) -> torch.Tensor
     return data.detach().view(torch.uint8)
 
 
-def _spread(data: torch.Tensor, first: int, step: int, width: int) -> list[int]:
-    """The sums of both lanes over rows of elements of ``width`` bytes, as ``add_rows`` takes them."""
+def _spread(data: torch.Tensor, step: int) -> torch.Tensor:
+    """The bytes of rows as ``add_rows`` takes them, with zeros for those between."""
     room = data.new_zeros(data.shape[0], step)
     room[:, : data.shape[1]] = data
-    return lanes_of(_octets(room.view(-1)[: (data.shape[0] - 1) * step + data.shape[1]]), first * width)
+    return _octets(room.view(-1)[: (data.shape[0] - 1) * step + data.shape[1]])
 
 
 def _scattered(data: torch.Tensor, first: int, step: int, width: int) -> list[int]:
-    """As ``_spread``, without room for what lies between."""
+    """The sums of both lanes over such rows, without room for what lies between."""
     rows, count = data.shape
     device = data.device
     place = first + step * torch.arange(rows, device=device)[:, None] + torch.arange(count, device=device)

@@ -5,26 +5,27 @@ keys of 64 bits. Where the processor multiplies bytes (AVX-512), a lane's sum ov
 matrices of bytes: of the block's bytes, made signed by 128 less, and of each byte's weight in it, ``A`` and
 ``2**32 * A + C`` shifted to its place, in digits of 7 bits. ``2**7 * 2**7 * 2**16`` fits into 32 bits, and
 two products of an unsigned byte by such a digit into 16: some processors add up pairs there, and saturate.
+The weights are many: so blocks, whatever tensors they are of, wait until there are some to multiply at once.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
+from collections.abc import Callable
 
 import torch
 
-from zerostart.upstream.torch import has_byte_products, product_of_bytes
+from zerostart.upstream.torch import product_of_bytes
 
-__all__ = ["ALL", "BLOCK", "LANES", "MANY", "lanes_of", "lanes_of_elements"]
+__all__ = ["ALL", "BLOCK", "LANES", "MANY", "Blocks", "lanes_of", "lanes_of_elements"]
 
 #: Words of one block, and most blocks at a time.
 WORDS, MANY = 1 << 13, 1 << 6
 BLOCK = 8 * WORDS
 LANES = 2
 ALL = (1 << 64) - 1
-#: Blocks whose bytes are multiplied at a time, and fewest for which that is faster than word by word.
-PRODUCTS, FEWEST = 32, 8
+#: Blocks whose bytes are multiplied at a time: 2 MiB for each thread that adds.
+TOGETHER = 32
 #: Seeds of the keys: A of both lanes, C of both, B of both.
 _SEEDS = tuple(number << 48 for number in range(1, 3 * LANES + 1))
 _STEP, _MIX, _MORE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -32,28 +33,69 @@ _STEP, _MIX, _MORE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _DIGITS, _WIDTH = 10, 7
 #: Flipped in each byte of a word but the last, which is signed as it is: 128 less, as a signed byte.
 _FLIPPED, _BYTES = 0x0080808080808080, 8
-_own = threading.local()
+
+
+class Blocks:
+    """Bytes of one thread in blocks that wait to be multiplied together.
+
+    ``told`` gets the sums of both lanes over a block, and the name of its tensor.
+    """
+
+    def __init__(self, told: Callable[[str, list[int]], None]) -> None:
+        self._told = told
+        self._waiting: list[tuple[str, int]] = []
+        self._room = torch.empty(TOGETHER, WORDS, dtype=torch.int64, device="cpu")
+
+    def add(self, name: str, octets: torch.Tensor, position: int) -> None:
+        """Add bytes of the tensor ``name`` that begin at its byte ``position``."""
+        while octets.numel():
+            block, offset = divmod(position, BLOCK)
+            row = len(self._waiting)
+            blocks = 0 if offset else min(octets.numel() // BLOCK, TOGETHER - row)
+            taken = blocks * BLOCK or min(octets.numel(), BLOCK - offset)
+            self._put(octets[:taken], offset, self._room[row : row + max(blocks, 1)])
+            self._waiting += [(name, block + number) for number in range(max(blocks, 1))]
+            octets, position = octets[taken:], position + taken
+            if len(self._waiting) == TOGETHER:
+                self.finish()
+
+    def finish(self) -> None:
+        """Multiply what waits, and tell of it."""
+        if not self._waiting:
+            return
+        weights, units, shift = _weights()
+        digits = product_of_bytes(self._room.view(torch.int8), weights).to(torch.int64)
+        sums = ((digits * units).view(-1, LANES, _DIGITS).sum(2) + shift).tolist()
+        for (name, block), row in zip(self._waiting, sums, strict=False):
+            self._told(name, [value * _block_key(lane, block) for lane, value in enumerate(row)])
+        self._waiting.clear()
+
+    @staticmethod
+    def _put(octets: torch.Tensor, offset: int, room: torch.Tensor) -> None:
+        """Bytes into ``room``, made signed, with zeros for those that are not there."""
+        words = room.view(-1)
+        if octets.numel() == 8 * words.numel() and octets.storage_offset() % 8 == 0:
+            torch.bitwise_xor(octets.view(torch.int64), _FLIPPED, out=words)
+            return
+        if octets.numel() < 8 * words.numel():
+            words.zero_()
+        words.view(torch.uint8)[offset : offset + octets.numel()] = octets
+        words.bitwise_xor_(_FLIPPED)
 
 
 def lanes_of(octets: torch.Tensor, position: int) -> list[int]:
     """The sums of both lanes over the bytes ``octets``, which begin at byte ``position`` of the tensor."""
-    most = _most_blocks(octets.device)
+    many = 1 if _on_host(octets.device) else MANY
     sums = [0] * LANES
     while octets.numel():
         block, offset = divmod(position, BLOCK)
-        blocks = 0 if offset else min(octets.numel() // BLOCK, most)
-        if most == PRODUCTS:
-            # Few different shapes, as the library prepares itself for each.
-            blocks = 1 << (blocks.bit_length() - 1) if blocks >= FEWEST else min(blocks, 1)
+        blocks = 0 if offset else min(octets.numel() // BLOCK, many)
         taken = blocks * BLOCK or min(octets.numel(), BLOCK - offset)
-        words = _words(octets[:taken], offset % 8)
-        if most == PRODUCTS and blocks > 1:
-            found = _by_bytes(words, block)
-        else:
-            found = _by_words(words.view(max(blocks, 1), -1), block, offset // 8)
+        words = _words(octets[:taken], offset % 8).view(max(blocks, 1), -1)
+        found = _by_words(words, block, offset // 8)
         sums = [total + value for total, value in zip(sums, found, strict=True)]
         octets, position = octets[taken:], position + taken
-    return [value & ALL for value in sums]
+    return sums
 
 
 def lanes_of_elements(bits: torch.Tensor, octet: torch.Tensor, width: int) -> list[int]:
@@ -68,12 +110,6 @@ def lanes_of_elements(bits: torch.Tensor, octet: torch.Tensor, width: int) -> li
         weighted = keys[lane][inside] * bits + keys[LANES + lane][inside] * (bits >> 32)
         found.append(int((weighted * _block_keys(lane, block)).sum()))
     return found
-
-
-def _most_blocks(device: torch.device) -> int:
-    if not _on_host(device):
-        return MANY
-    return PRODUCTS if has_byte_products() else 1
 
 
 def _on_host(device: torch.device) -> bool:
@@ -91,7 +127,7 @@ def _words(octets: torch.Tensor, lead: int) -> torch.Tensor:
 
 
 def _by_words(words: torch.Tensor, block: int, place: int) -> list[int]:
-    """The sums of both lanes over rows of words, from ``place`` in blocks that follow each other."""
+    """The sums of both lanes over rows of words, from ``place`` on in blocks that follow each other."""
     keys = _keys(words.device)[:, place : place + words.shape[1]]
     upper = words >> 32
     if _on_host(words.device):  # one block, at the speed of the cache; accelerators have it for floats alone
@@ -103,24 +139,6 @@ def _by_words(words: torch.Tensor, block: int, place: int) -> list[int]:
         rows = (words * keys[lane]).sum(1) + (upper * keys[LANES + lane]).sum(1)
         found.append((rows * _block_keys(lane, blocks)).sum())
     return [int(value) for value in torch.stack(found).tolist()]
-
-
-def _by_bytes(words: torch.Tensor, block: int) -> list[int]:
-    """The sums of both lanes over the words of whole blocks."""
-    weights, units, shift = _weights()
-    room = _room()[: words.numel()]
-    signed = torch.bitwise_xor(words, _FLIPPED, out=room).view(torch.int8).view(-1, BLOCK)
-    digits = product_of_bytes(signed, weights).to(torch.int64)
-    sums = (digits * units).view(-1, LANES, _DIGITS).sum(2) + shift
-    return [int(value) for value in (sums * _keys_of_blocks(block, len(signed))).sum(0).tolist()]
-
-
-def _room() -> torch.Tensor:
-    """This thread's words for what is multiplied at a time."""
-    if not hasattr(_own, "room"):
-        _own.room = torch.empty(PRODUCTS * WORDS, dtype=torch.int64, device="cpu")
-    room: torch.Tensor = _own.room
-    return room
 
 
 @functools.cache
@@ -155,13 +173,6 @@ def _keys(device: torch.device) -> torch.Tensor:
 def _block_keys(lane: int, blocks: torch.Tensor) -> torch.Tensor:
     """B of a lane for each of the ``blocks``: odd, without a pattern, the same everywhere."""
     return _mixed(blocks + _signed(_SEEDS[2 * LANES + lane]))
-
-
-@functools.lru_cache(1 << 10)
-def _keys_of_blocks(block: int, count: int) -> torch.Tensor:
-    """B of both lanes for ``count`` blocks from number ``block`` on, [count, lanes]."""
-    blocks = torch.arange(block, block + count, device="cpu")
-    return torch.stack([_block_keys(lane, blocks) for lane in range(LANES)], 1)
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
