@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from zerostart.distributed.world import World, current_world
-from zerostart.state.background import Saving, begin, finish_last, kept_on_host
+from zerostart.state.background import Saving, begin, finish_last
+from zerostart.state.host_copies import kept_on_host
 from zerostart.state.publishing import publishing
 from zerostart.state.settings import save_settings
 from zerostart.state.training_state import MARKER, MODEL, STATE, Content, collected
