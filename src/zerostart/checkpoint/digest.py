@@ -25,12 +25,23 @@ from typing import Protocol
 import torch
 
 from zerostart.checkpoint.catalog import DTYPE_BITS
-from zerostart.checkpoint.lanes import ALL, BLOCK, LANES, MANY, Blocks, lanes_of, lanes_of_elements
+from zerostart.checkpoint.lanes import (
+    ALL,
+    BLOCK,
+    LANES,
+    MANY,
+    TOGETHER,
+    Blocks,
+    lanes_of,
+    lanes_of_elements,
+)
 from zerostart.errors import CheckpointError
 from zerostart.upstream.torch import has_byte_products
 
-__all__ = ["Digests", "Ranks"]
+__all__ = ["ROOM", "Digests", "Ranks"]
 
+#: Bytes that a thread takes which adds.
+ROOM = TOGETHER * BLOCK
 #: Bytes that are summed up in the time of one call, and of one element by itself; and elements at a time.
 CALL, SINGLE, ELEMENTS = 100_000, 100, 1 << 16
 

@@ -17,7 +17,7 @@ import torch
 
 from zerostart.upstream.torch import product_of_bytes
 
-__all__ = ["ALL", "BLOCK", "LANES", "MANY", "Blocks", "lanes_of", "lanes_of_elements"]
+__all__ = ["ALL", "BLOCK", "LANES", "MANY", "TOGETHER", "Blocks", "lanes_of", "lanes_of_elements"]
 
 #: Words of one block, and most blocks at a time.
 WORDS, MANY = 1 << 13, 1 << 6
