@@ -13,7 +13,7 @@ from resuming import Case, Run, train
 import zerostart
 from parity import checkpoint
 from ranks import run_ranks
-from zerostart.state import checkpointing
+from zerostart.state import checkpointing, host_copies
 
 FIRST, MORE = 2, 3
 CASES = {"FSDP2": Case("fsdp2"), "ZeRO-2": Case("deepspeed", 2, bf16=True), "ZeRO-3": Case("deepspeed")}
@@ -70,6 +70,21 @@ def failing(path: Path, folder: Path) -> None:
     second.wait()
     assert second.done()
     assert 0 < second.seconds["blocked"] < second.seconds["written"]
+    copies_stay_with_the_model(run, folder)
+
+
+def copies_stay_with_the_model(run: Run, folder: Path) -> None:
+    """The next copies lie where the last ones did, and hold what is there by then."""
+    kept = {module: buffer.data_ptr() for module, buffer in host_copies._buffers.items()}
+    run.step(2)
+    zerostart.save_state(folder / "third", *run.state, wait=False).wait()
+    assert {module: buffer.data_ptr() for module, buffer in host_copies._buffers.items()} == kept
+    zerostart.save_state(folder / "waited", *run.state)
+    if dist.get_rank() == 0:
+        assert zerostart.diff(folder / "third", folder / "waited").equal
+        assert not zerostart.diff(folder / "third", folder / "waited").differing
+        assert zerostart.diff(folder / "third", folder / "second").differing
+    dist.barrier()
 
 
 def test_an_error_is_told_by_wait_or_by_the_next_save(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ it is no protection from somebody who looks for a collision.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import threading
 from collections.abc import Iterable, Sequence
@@ -26,20 +25,25 @@ from typing import Protocol
 import torch
 
 from zerostart.checkpoint.catalog import DTYPE_BITS
+from zerostart.checkpoint.lanes import (
+    ALL,
+    BLOCK,
+    LANES,
+    MANY,
+    TOGETHER,
+    Blocks,
+    lanes_of,
+    lanes_of_elements,
+)
 from zerostart.errors import CheckpointError
+from zerostart.upstream.torch import has_byte_products
 
-__all__ = ["Digests", "Ranks"]
+__all__ = ["ROOM", "Digests", "Ranks"]
 
-#: Words of one block, and blocks at a time: what the CPU's cache holds, and enough to keep others busy.
-WORDS, MANY = 1 << 13, 1 << 6
-BLOCK = 8 * WORDS
+#: Bytes that a thread takes which adds.
+ROOM = TOGETHER * BLOCK
 #: Bytes that are summed up in the time of one call, and of one element by itself; and elements at a time.
 CALL, SINGLE, ELEMENTS = 100_000, 100, 1 << 16
-_LANES = 2
-_ALL = (1 << 64) - 1
-#: Seeds of the keys: A of both lanes, C of both, B of both.
-_SEEDS = tuple(number << 48 for number in range(1, 3 * _LANES + 1))
-_STEP, _MIX, _MORE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class Ranks(Protocol):
@@ -62,7 +66,10 @@ class Digests:
             name: (dtype, tuple(shape)) for name, dtype, shape in entries
         }
         self._sums: dict[str, list[int]] = {}
+        self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._own = threading.local()
+        self._blocks: list[Blocks] = []
 
     def add(self, name: str, first: int, data: torch.Tensor | bytes | bytearray | memoryview) -> None:
         """Add elements of tensor ``name`` from element ``first`` of its row-major order on.
@@ -72,7 +79,8 @@ class Digests:
         """
         bits = self._bits(name)
         octets = _octets(data)
-        self._note(name, octets.numel() * 8 // bits, _lanes(octets, first * bits // 8))
+        self._count(name, octets.numel() * 8 // bits)
+        self._sum(name, octets, first * bits // 8)
 
     def add_rows(self, name: str, first: int, step: int, data: torch.Tensor) -> None:
         """Add rows: ``data`` is [rows, count], and row ``k`` begins at element ``first + k * step``."""
@@ -86,46 +94,65 @@ class Digests:
             for row in range(rows):
                 self.add(name, first + row * step, data[row].contiguous())
             return
-        # Laid out among zeros, or element by element.
-        lanes_of = _spread if spread <= scattered else _scattered
         together = max(1, MANY * BLOCK // spread if spread <= scattered else ELEMENTS // max(count, 1))
         for row in range(0, rows, together):
-            part = data[row : row + together]
-            self._note(name, part.numel(), lanes_of(part, first + row * step, step, bits // 8))
+            part, place = data[row : row + together], first + row * step
+            self._count(name, part.numel())
+            if spread <= scattered:
+                self._sum(name, _spread(part, step), place * bits // 8)
+            else:
+                self._note(name, _scattered(part, place, step, bits // 8))
 
     def summed(self, world: Ranks | None = None) -> dict[str, str]:
         """The digest of each entry as 32 hexadecimal digits; collective, one reduction. None: nobody else.
 
         Raises CheckpointError if the elements added on all ranks are not as many as the entry has.
         """
+        for blocks in self._blocks:
+            blocks.finish()
         table = torch.tensor([self._row(name) for name in self._entries], dtype=torch.int64, device="cpu")
         total = table if world is None else world.all_reduce_sum(table.view(-1), "summing up digests")
         found = {}
         for (name, (dtype, shape)), row in zip(
-            self._entries.items(), total.view(-1, 2 * _LANES + 1).tolist(), strict=True
+            self._entries.items(), total.view(-1, 2 * LANES + 1).tolist(), strict=True
         ):
             if row[-1] != prod(shape):
                 raise CheckpointError(
                     f"{name}: {row[-1]} elements were counted for its digest, and it has {prod(shape)}"
                 )
-            lanes = [(row[2 * lane] + (row[2 * lane + 1] << 32)) & _ALL for lane in range(_LANES)]
+            lanes = [(row[2 * lane] + (row[2 * lane + 1] << 32)) & ALL for lane in range(LANES)]
             found[name] = _final(dtype, shape, lanes)
         return found
 
     def _bits(self, name: str) -> int:
         return DTYPE_BITS[self._entries[name][0]]
 
-    def _note(self, name: str, elements: int, lanes: Sequence[int]) -> None:
+    def _sum(self, name: str, octets: torch.Tensor, position: int) -> None:
+        """Add bytes that begin at byte ``position``."""
+        if octets.device.type != "cpu" or not has_byte_products():
+            self._note(name, lanes_of(octets, position))
+            return
+        if not hasattr(self._own, "blocks"):
+            self._own.blocks = Blocks(self._note)
+            with self._lock:
+                self._blocks.append(self._own.blocks)
+        self._own.blocks.add(name, octets, position)
+
+    def _count(self, name: str, elements: int) -> None:
         with self._lock:
-            sums = self._sums.setdefault(name, [0] * (_LANES + 1))
+            self._counts[name] = self._counts.get(name, 0) + elements
+
+    def _note(self, name: str, lanes: Sequence[int]) -> None:
+        with self._lock:
+            sums = self._sums.setdefault(name, [0] * LANES)
             for lane, value in enumerate(lanes):
-                sums[lane] = (sums[lane] + value) & _ALL
-            sums[-1] += elements
+                sums[lane] = (sums[lane] + value) & ALL
 
     def _row(self, name: str) -> list[int]:
         """The lanes in halves, whose sum over ranks fits, and the elements."""
-        *lanes, elements = self._sums.get(name, [0] * (_LANES + 1))
-        return [half for lane in lanes for half in (lane & 0xFFFFFFFF, lane >> 32)] + [elements]
+        lanes = self._sums.get(name, [0] * LANES)
+        halves = [half for lane in lanes for half in (lane & 0xFFFFFFFF, lane >> 32)]
+        return [*halves, self._counts.get(name, 0)]
 
 
 def _final(dtype: str, shape: Sequence[int], lanes: Sequence[int]) -> str:
@@ -145,59 +172,15 @@ def _octets(data: torch.Tensor | bytes | bytearray | memoryview) -> torch.Tensor
     return data.detach().view(torch.uint8)
 
 
-def _lanes(octets: torch.Tensor, position: int) -> list[int]:
-    """The sums of both lanes over bytes that begin at byte ``position`` of the tensor."""
-    keys = _keys(octets.device)
-    many = 1 if _on_host(octets.device) else MANY
-    sums = [0] * _LANES
-    while octets.numel():
-        block, offset = divmod(position, BLOCK)
-        rows = 0 if offset else min(octets.numel() // BLOCK, many)
-        taken = rows * BLOCK or min(octets.numel(), BLOCK - offset)
-        words = _words(octets[:taken], offset % 8).view(max(rows, 1), -1)
-        place = offset // 8
-        weighted = _weighted(words, keys[:, place : place + words.shape[1]])
-        for lane in range(_LANES):
-            for row, value in enumerate(weighted[lane]):
-                sums[lane] += value * _block_key(lane, block + row)
-        octets, position = octets[taken:], position + taken
-    return [value & _ALL for value in sums]
-
-
-def _on_host(device: torch.device) -> bool:
-    return device.type == "cpu"
-
-
-def _words(octets: torch.Tensor, lead: int) -> torch.Tensor:
-    """Bytes as words of 8, of which the first ``lead`` bytes are not there and count as zeros."""
-    rest = -(lead + octets.numel()) % 8
-    if lead or rest:
-        octets = torch.cat([octets.new_zeros(lead), octets, octets.new_zeros(rest)])
-    elif octets.storage_offset() % 8:
-        octets = octets.clone()
-    return octets.view(torch.int64)
-
-
-def _weighted(words: torch.Tensor, keys: torch.Tensor) -> list[list[int]]:
-    """For each lane, for each of the rows ``words``, its sum; ``keys`` are A of both, then C."""
-    upper = words >> 32
-    if _on_host(words.device):  # at the speed of the cache; accelerators have it for floats alone
-        found = torch.mv(keys[:_LANES], words[0]) + torch.mv(keys[_LANES:], upper[0])
-        return [[lane] for lane in found.tolist()]
-    sums = [(words * keys[lane]).sum(1) + (upper * keys[_LANES + lane]).sum(1) for lane in range(_LANES)]
-    result: list[list[int]] = torch.stack(sums).tolist()
-    return result
-
-
-def _spread(data: torch.Tensor, first: int, step: int, width: int) -> list[int]:
-    """The sums of both lanes over rows of elements of ``width`` bytes, as ``add_rows`` takes them."""
+def _spread(data: torch.Tensor, step: int) -> torch.Tensor:
+    """The bytes of rows as ``add_rows`` takes them, with zeros for those between."""
     room = data.new_zeros(data.shape[0], step)
     room[:, : data.shape[1]] = data
-    return _lanes(_octets(room.view(-1)[: (data.shape[0] - 1) * step + data.shape[1]]), first * width)
+    return _octets(room.view(-1)[: (data.shape[0] - 1) * step + data.shape[1]])
 
 
 def _scattered(data: torch.Tensor, first: int, step: int, width: int) -> list[int]:
-    """As ``_spread``, without room for what lies between."""
+    """The sums of both lanes over such rows, without room for what lies between."""
     rows, count = data.shape
     device = data.device
     place = first + step * torch.arange(rows, device=device)[:, None] + torch.arange(count, device=device)
@@ -207,47 +190,4 @@ def _scattered(data: torch.Tensor, first: int, step: int, width: int) -> list[in
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
     # Contiguous, so that elements of two numbers are one row of words.
     bits = data.detach().contiguous().view(-1).view(kind).to(torch.int64)
-    if width < 8:
-        bits = (bits & ((1 << (8 * width)) - 1)) << (8 * (octet % 8))
-    word = octet // 8
-    block, inside = word // WORDS, word % WORDS
-    keys = _keys(device)
-    found = []
-    for lane in range(_LANES):
-        weighted = keys[lane][inside] * bits + keys[_LANES + lane][inside] * (bits >> 32)
-        found.append(int((weighted * _mixed(block + _signed(_SEEDS[2 * _LANES + lane]))).sum()) & _ALL)
-    return found
-
-
-@functools.cache
-def _keys(device: torch.device) -> torch.Tensor:
-    """A of both lanes, then C of both, [4, WORDS]."""
-    place = torch.arange(WORDS, dtype=torch.int64, device="cpu")
-    return torch.stack([_mixed(place + seed) for seed in _SEEDS[: 2 * _LANES]]).to(device)
-
-
-def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """``_block_key`` of many numbers, which have the seed in them."""
-    mixed = (numbers + 1) * _signed(_STEP)
-    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(_MIX)
-    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(_MORE)
-    return (mixed ^ _shifted(mixed, 31)) | 1
-
-
-@functools.lru_cache(1 << 16)
-def _block_key(lane: int, block: int) -> int:
-    """B of a lane: odd, without a pattern, the same everywhere (the finaliser of SplitMix64)."""
-    mixed = (block + _SEEDS[2 * _LANES + lane] + 1) * _STEP & _ALL
-    mixed = (mixed ^ (mixed >> 30)) * _MIX & _ALL
-    mixed = (mixed ^ (mixed >> 27)) * _MORE & _ALL
-    return (mixed ^ (mixed >> 31)) | 1
-
-
-def _shifted(numbers: torch.Tensor, places: int) -> torch.Tensor:
-    """A shift to the right that brings in zeros."""
-    return (numbers >> places) & ((1 << (64 - places)) - 1)
-
-
-def _signed(number: int) -> int:
-    """The 64-bit integer with the same bits."""
-    return number - (1 << 64) if number >> 63 else number
+    return lanes_of_elements(bits, octet, width)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 from pathlib import Path
+from typing import Any
 
-__all__ = ["sync", "sync_directory", "write_whole"]
+__all__ = ["begin_writeback", "sync", "sync_directory", "write_whole"]
+
+#: sync_file_range(2): have the system begin to write what is in memory alone, and wait for nothing.
+_RANGE_WRITE = 2
 
 
 def write_whole(path: Path, data: bytes, part: Path, durable: bool = True) -> None:
@@ -38,3 +44,22 @@ def sync(path: Path, flags: int = 0) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def begin_writeback(handle: int, begin: int, end: int) -> None:
+    """Have bytes of a file on their way to the disk while others are still being made.
+
+    A later ``fsync`` finds them there, and tells what went wrong; where the system has no such call it has
+    everything to do.
+    """
+    call = _sync_file_range()
+    if call is not None:
+        call(handle, begin, end - begin, _RANGE_WRITE)
+
+
+@functools.cache
+def _sync_file_range() -> Any:
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return call

@@ -10,15 +10,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import uuid
 from pathlib import Path
 from types import TracebackType
 
-from zerostart.checkpoint.durable import sync_directory, write_whole
+from zerostart.checkpoint.durable import begin_writeback, sync_directory, write_whole
 from zerostart.checkpoint.shards import SaveLayout
 from zerostart.errors import CheckpointError, WriteError
 
 __all__ = ["CheckpointWriter"]
+
+#: Bytes of a file after which the disk begins with them, while what follows is written to memory.
+AHEAD = 16 << 20
 
 
 class CheckpointWriter:
@@ -51,6 +55,9 @@ class CheckpointWriter:
         self._token = uuid.uuid4().hex[:12] if token is None else token
         self._durable = durable
         self._handles: dict[int, int] = {}
+        self._lock = threading.Lock()
+        #: For each file where what was written lately begins and ends, and how much it is.
+        self._lately: dict[int, tuple[int, int, int]] = {}
 
     def __enter__(self) -> CheckpointWriter:
         self.create()
@@ -103,7 +110,7 @@ class CheckpointWriter:
         if handle is None:
             handle = self._open(entry.file, 0)
         self._pwrite(handle, view, entry.offset + offset, entry.file)
-        self.written += view.nbytes
+        self._follow(handle, entry.file, entry.offset + offset, view.nbytes)
 
     def close(self) -> None:
         """Close the files that this process has open, after bringing their bytes to disk if durable.
@@ -184,6 +191,18 @@ class CheckpointWriter:
                 done += os.pwrite(handle, view[done:], offset + done)
             except OSError as error:
                 raise self._failure(position, error) from error
+
+    def _follow(self, handle: int, position: int, offset: int, count: int) -> None:
+        """Count what was written, and let the disk follow now and then."""
+        with self._lock:
+            self.written += count
+            low, high, size = self._lately.pop(position, (offset, offset, 0))
+            low, high, size = min(low, offset), max(high, offset + count), size + count
+            if size < AHEAD:
+                self._lately[position] = low, high, size
+                return
+        if self._durable:
+            begin_writeback(handle, low, high)
 
     def _write_index(self, index: Path) -> None:
         text = json.dumps(self.layout.index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""A save that goes on while training does: shares copied to host memory, written by a thread of each rank.
+"""A save that goes on while training does: what was copied to host memory, a thread of each rank writes.
 
 The ranks agree over a process group of their own, so that nothing of it meets what training exchanges. At
 most one save is under way; the next one, or the end of the program, waits for it.
@@ -11,23 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from zerostart.distributed.machine import available_memory, local_ranks
 from zerostart.distributed.world import World
-from zerostart.engines import Shard
-from zerostart.errors import InsufficientMemoryError
-from zerostart.layout import Layout
-from zerostart.layout.layout import Placed
-from zerostart.planning.writes import GRAIN, own_part
-from zerostart.state.training_state import Content
-from zerostart.state.writing import Outgoing
 
-__all__ = ["Saving", "begin", "finish_last", "kept_on_host"]
+__all__ = ["Saving", "begin", "finish_last"]
 
 logger = logging.getLogger("zerostart")
 
@@ -107,54 +97,3 @@ def _aside(world: World) -> World:
         with world.collectives("making a process group for saving"):
             _groups[:] = [(default, dist.new_group(backend="gloo"))]
     return replace(world, group=_groups[0][1])
-
-
-def kept_on_host(content: Content, world: World, budget: int | None) -> Content:
-    """``content`` with copies in host memory of what this rank is to write, as it is at this moment.
-
-    Raises InsufficientMemoryError, on every rank, if they are more than ``budget`` bytes.
-    """
-    own = [_own(outgoing) for outgoing in (content.model[1], content.state[1])]
-    needed = sum((high - low) * item.shard.storage.itemsize for part in own for item, _, low, high in part)
-    with world.phase("copying the state to host memory"):
-        limit = available_memory() // max(1, local_ranks()) if budget is None else budget
-        if needed > limit:
-            raise InsufficientMemoryError(
-                f"rank {world.rank} would copy {needed / 2**20:.1f} MiB to host memory to save in the "
-                f"background, and {limit / 2**20:.1f} MiB are free for it; use wait=True"
-            )
-        model, state = ([_copied(*item) for item in part] for part in own)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-    return replace(content, model=(content.model[0], model), state=(content.state[0], state))
-
-
-_Own = tuple[Outgoing, Layout | None, int, int]
-
-
-def _own(outgoing: list[Outgoing]) -> list[_Own]:
-    """Of each share the part that this rank writes, and the range of its storage in which that lies."""
-    found: list[_Own] = []
-    turn = 0
-    for item in outgoing:
-        shard = item.shard
-        size = shard.storage.itemsize
-        part = own_part(shard.layout, shard.held, shard.layout.owned * size, turn)
-        turn += 1 + prod(shard.layout.shape) * size // GRAIN
-        boxes = part.boxes if part is not None else ()
-        low = min((placed.to for placed in boxes), default=0)
-        high = max((placed.to + _span(placed) for placed in boxes), default=0)
-        found.append((item, part, low, high))
-    return found
-
-
-def _span(placed: Placed) -> int:
-    return 1 + sum((n - 1) * s for n, s in zip(placed.box.extent, placed.strides, strict=True))
-
-
-def _copied(item: Outgoing, part: Layout | None, low: int, high: int) -> Outgoing:
-    shape = item.shard.layout.shape
-    boxes = tuple(replace(p, to=p.to - low) for p in part.boxes) if part is not None else ()
-    layout = Layout(shape, high - low, high - low, boxes)
-    storage = item.shard.storage.detach()[low:high].to("cpu", copy=True, non_blocking=True)
-    return replace(item, shard=Shard(item.shard.name, layout, storage, lambda _: layout))

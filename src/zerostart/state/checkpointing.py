@@ -15,7 +15,8 @@ from torch import nn
 
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError
-from zerostart.state.background import Saving, begin, finish_last, kept_on_host
+from zerostart.state.background import Saving, begin, finish_last
+from zerostart.state.host_copies import kept_on_host
 from zerostart.state.publishing import agreed_place, publishing
 from zerostart.state.settings import save_settings
 from zerostart.state.training_state import MARKER, MODEL, STATE, Content, collected

@@ -23,7 +23,7 @@ from zerostart.engines import Shard, plain_name, whole_shard
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError, ReadError
 from zerostart.layout import Layout, dimension_shard, replicated
 from zerostart.loading.source import open_source
-from zerostart.planning import Destination, PlanOptions, join
+from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, Target
 from zerostart.state.finding import state_in
 from zerostart.state.foreign import foreign_state
@@ -40,13 +40,13 @@ from zerostart.state.training_state import (
     training_of,
 )
 from zerostart.state.values import decoded, dtype_of
-from zerostart.transfer import Progress
+from zerostart.transfer import Progress, Tuning
 from zerostart.transfer.strategy import execute_together
 from zerostart.transfer.tuning import tune
 from zerostart.upstream import deepspeed_state as deepspeed
 from zerostart.upstream import deepspeed_steps
 
-__all__ = ["load_state"]
+__all__ = ["load_state", "planned_reads"]
 
 logger = logging.getLogger("zerostart")
 
@@ -195,26 +195,32 @@ def _read(saved: _Saved, wanted: Sequence[_Wanted], world: World) -> None:
 
 
 def _fill(catalog: Catalog, wanted: Iterable[_Wanted], world: World) -> None:
+    with world.phase("planning what is restored"):
+        plan, storages, tuning = planned_reads(catalog, wanted)
+    execute_together(plan, storages, Progress(plan.read_bytes, False), tuning, world)
+
+
+def planned_reads(catalog: Catalog, wanted: Iterable[_Wanted]) -> tuple[Plan, list[torch.Tensor], Tuning]:
+    """What this rank reads to fill storages, those that have elements, and how.
+
+    Raises CheckpointError for a tensor that has another shape in the checkpoint.
+    """
     parts = []
     storages: list[torch.Tensor] = []
     staged = False
-    with world.phase("planning what is restored"):
-        for name, layout, storage in wanted:
-            if not storage.numel():
-                continue
-            entry, direct = catalog.weights[name], storage.device.type == "cpu"
-            if entry.shape != layout.shape:
-                raise CheckpointError(
-                    f"{name} has the shape {entry.shape} in the checkpoint, not {layout.shape}"
-                )
-            recipe = Recipe(Target(name, layout.shape, storage.dtype), entry.pieces)
-            owned = min(layout.owned, storage.numel())
-            parts.append((recipe, layout, Destination(name, storage.numel(), owned, storage.dtype, direct)))
-            storages.append(storage)
-            staged = staged or not direct
-        tuning = tune(catalog.storage, staged)
-        plan = join(catalog, parts, PlanOptions(tuning.chunk_size))
-    execute_together(plan, storages, Progress(plan.read_bytes, False), tuning, world)
+    for name, layout, storage in wanted:
+        if not storage.numel():
+            continue
+        entry, direct = catalog.weights[name], storage.device.type == "cpu"
+        if entry.shape != layout.shape:
+            raise CheckpointError(f"{name} has the shape {entry.shape} in the checkpoint, not {layout.shape}")
+        recipe = Recipe(Target(name, layout.shape, storage.dtype), entry.pieces)
+        owned = min(layout.owned, storage.numel())
+        parts.append((recipe, layout, Destination(name, storage.numel(), owned, storage.dtype, direct)))
+        storages.append(storage)
+        staged = staged or not direct
+    tuning = tune(catalog.storage, staged)
+    return join(catalog, parts, PlanOptions(tuning.chunk_size)), storages, tuning
 
 
 def _restore_optimizer(training: Training, saved: _Saved, world: World) -> None:

@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from zerostart import geometry
-from zerostart.checkpoint.digest import Digests
+from zerostart.checkpoint.digest import ROOM, Digests
 from zerostart.checkpoint.shards import SaveLayout, parse_size, plan_shards
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.machine import cores, local_ranks
@@ -88,7 +88,7 @@ def write_tensors(
     ``entries``, and the targets of ``outgoing``, are in one order on all ranks, which together have each
     element of each entry once (``Shard.held`` tells replicas). ``stem``, ``max_shard_size``, ``metadata`` and
     ``parameters`` are as in ``plan_shards``. Beside the shards a rank takes at most ``memory_limit`` bytes;
-    None: 32 MiB. Raises WriteError, ConfigError and, where an element is on no rank or counted by two,
+    None: 40 MiB. Raises WriteError, ConfigError and, where an element is on no rank or counted by two,
     CheckpointError, on every rank; then no file is left.
     """
     begun = time.perf_counter()
@@ -148,7 +148,7 @@ def _tuned(memory_limit: int | None) -> tuple[int, int]:
     """Bytes of a chunk, and threads."""
     if memory_limit is not None and (type(memory_limit) is not int or memory_limit < MIN_CHUNK):
         raise ConfigError(f"memory_limit={memory_limit!r} must be a number of bytes, at least {MIN_CHUNK}")
-    limit = THREADS * CHUNK if memory_limit is None else memory_limit
-    threads = min(THREADS, max(2, int(cores()) // local_ranks()), limit // MIN_CHUNK)
-    chunk = min(CHUNK, limit // threads)
+    limit = THREADS * (CHUNK + ROOM) if memory_limit is None else memory_limit
+    threads = min(THREADS, max(2, int(cores()) // local_ranks()), max(1, limit // (MIN_CHUNK + ROOM)))
+    chunk = min(CHUNK, max(MIN_CHUNK, limit // threads - ROOM))
     return chunk - chunk % 4096, threads

@@ -124,14 +124,13 @@ class _Crew:
         data = self._in_place(write) if write.direct else self._put_together(write, room)
         view, width = bytes_view(data), write.dtype.itemsize
         for first, count, step, rows in write.rows():
+            if self._writer is not None:
+                for begin in range(first, first + rows * step, step) if rows > 1 else (first,):
+                    run = view[begin * width : (begin + count) * width]
+                    self._writer.write(write.name, run, (write.first + begin) * width)
             if self._noted is not None:
                 seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
                 self._noted(write.name, write.first + first, step, seen)
-            if self._writer is None:
-                continue
-            for begin in range(first, first + rows * step, step) if rows > 1 else (first,):
-                run = view[begin * width : (begin + count) * width]
-                self._writer.write(write.name, run, (write.first + begin) * width)
 
     def _in_place(self, write: Write) -> torch.Tensor:
         (part,) = write.parts

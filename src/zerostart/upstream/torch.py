@@ -1,6 +1,7 @@
 """Private parts of torch: FSDP2's references to local tensors, and an initialiser that skips meta tensors.
 
-Also the count of a storage's users, and what torch says of memory that a tensor does not have.
+Also the count of a storage's users, what torch says of memory that a tensor does not have, and products of
+bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand, misfit
 from zerostart.upstream.versions import TORCH
 
 if TYPE_CHECKING:
@@ -24,8 +25,10 @@ __all__ = [
     "TOUCHED",
     "adopt_local_tensors",
     "asks_for_memory",
+    "has_byte_products",
     "hide_padding",
     "over",
+    "product_of_bytes",
     "require",
     "storage_users",
     "truncated_normal_goes_to",
@@ -46,8 +49,15 @@ _TRUNCATED_NORMAL = PatchPoint(
         Shape("torch.nn.init:trunc_normal_", has=("_no_grad_trunc_normal_(tensor, mean, std, a, b, ...)",)),
     ),
 )
+_BYTE_PRODUCTS = Use(
+    library=TORCH,
+    owner="torch",
+    names=("_int_mm",),
+    why="digests: matrices of signed bytes are multiplied exactly, into 32 bits",
+)
 TOUCHED = (
     _TRUNCATED_NORMAL,
+    _BYTE_PRODUCTS,
     PatchPoint(
         library=TORCH,
         owner="torch.distributed.tensor:DTensor",
@@ -99,6 +109,23 @@ def require() -> None:
 def _require_truncated_normal() -> None:
     """The same for the initialiser alone: what is of FSDP2 is imported for FSDP2."""
     demand((_TRUNCATED_NORMAL,))
+
+
+@functools.cache
+def has_byte_products() -> bool:
+    """Whether this processor multiplies matrices of bytes much faster than integers of 64 bits."""
+    fast = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return fast and not misfit((_BYTE_PRODUCTS,))
+
+
+def product_of_bytes(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The product of two matrices of signed bytes on the host, in integers of 32 bits.
+
+    Exact as long as no two neighbouring products of ``left`` plus 128 with ``right`` sum up to more than 15
+    bits: processors without instructions for it (VNNI) saturate there.
+    """
+    found: torch.Tensor = torch._int_mm(left, right)
+    return found
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:

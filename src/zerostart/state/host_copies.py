@@ -1,0 +1,114 @@
+"""Copies in host memory of what a rank is to write, for a save that goes on while training does.
+
+The memory stays for as long as the model lives: the next copies go into pages that are there, which takes a
+fraction of the time that fresh ones do. Copies off an accelerator are page-locked; torch keeps those itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import nn
+
+from zerostart.distributed.machine import available_memory, local_ranks
+from zerostart.distributed.world import World
+from zerostart.engines import Shard
+from zerostart.errors import InsufficientMemoryError
+from zerostart.layout import Layout
+from zerostart.layout.layout import Placed
+from zerostart.planning.writes import GRAIN, own_part
+from zerostart.state.training_state import Content
+from zerostart.state.writing import Outgoing
+from zerostart.transfer.memory import Arena
+
+__all__ = ["kept_on_host"]
+
+#: For each model the memory of its last copies. At most one save is under way, so nobody reads from it still.
+_buffers: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
+
+
+def kept_on_host(content: Content, world: World, budget: int | None) -> Content:
+    """``content`` with copies in host memory of what this rank is to write, as it is at this moment.
+
+    No save of the same model may be under way. Raises InsufficientMemoryError, on every rank, if they are
+    more than ``budget`` bytes.
+    """
+    own = [_own(outgoing) for outgoing in (content.model[1], content.state[1])]
+    needed = sum(piece.nbytes for part in own for piece in part)
+    with world.phase("copying the state to host memory"):
+        there = _buffers[content.module].nbytes if content.module in _buffers else 0
+        limit = available_memory() // max(1, local_ranks()) + there if budget is None else budget
+        if needed > limit:
+            raise InsufficientMemoryError(
+                f"rank {world.rank} would copy {needed / 2**20:.1f} MiB to host memory to save in the "
+                f"background, and {limit / 2**20:.1f} MiB are free for it; use wait=True"
+            )
+        arena = Arena(torch.device("cpu"), lambda nbytes: _buffer(content.module, nbytes))
+        places = [[piece.reserved(arena) for piece in part] for part in own]
+        model, state = (
+            [piece.copied(arena, place) for piece, place in zip(part, at, strict=True)]
+            for part, at in zip(own, places, strict=True)
+        )
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+    return replace(content, model=(content.model[0], model), state=(content.state[0], state))
+
+
+def _buffer(module: nn.Module, nbytes: int) -> torch.Tensor:
+    """The model's memory for copies, made anew where it is too small."""
+    found = _buffers.get(module)
+    if found is None or found.nbytes < nbytes:
+        _buffers.pop(module, None)  # Before the new one is made.
+        found = _buffers[module] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    return found
+
+
+class _Own:
+    """The part of a share that this rank writes, and the range of its storage in which that lies."""
+
+    def __init__(self, item: Outgoing, part: Layout | None) -> None:
+        self._item = item
+        self._boxes: Sequence[Placed] = part.boxes if part is not None else ()
+        self._low = min((placed.to for placed in self._boxes), default=0)
+        high = max((placed.to + _span(placed) for placed in self._boxes), default=0)
+        self._storage = item.shard.storage.detach()[self._low : high]
+
+    @property
+    def nbytes(self) -> int:
+        return self._storage.nbytes
+
+    def reserved(self, arena: Arena) -> int:
+        """Its place among the copies; -1 for what comes from an accelerator."""
+        storage = self._storage
+        return arena.reserve(storage.numel(), storage.dtype) if storage.device.type == "cpu" else -1
+
+    def copied(self, arena: Arena, place: int) -> Outgoing:
+        storage, low = self._storage, self._low
+        if place < 0:
+            kept = storage.to("cpu", copy=True, non_blocking=True)
+        else:
+            kept = arena.take(place, storage.numel(), storage.dtype).copy_(storage)
+        shard = self._item.shard
+        boxes = tuple(replace(placed, to=placed.to - low) for placed in self._boxes)
+        layout = Layout(shard.layout.shape, kept.numel(), kept.numel(), boxes)
+        return replace(self._item, shard=Shard(shard.name, layout, kept, lambda _: layout))
+
+
+def _own(outgoing: Sequence[Outgoing]) -> list[_Own]:
+    found: list[_Own] = []
+    turn = 0
+    for item in outgoing:
+        shard = item.shard
+        size = shard.storage.itemsize
+        part = own_part(shard.layout, shard.held, shard.layout.owned * size, turn)
+        turn += 1 + prod(shard.layout.shape) * size // GRAIN
+        found.append(_Own(item, part))
+    return found
+
+
+def _span(placed: Placed) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(placed.box.extent, placed.strides, strict=True))
