@@ -75,9 +75,9 @@ def expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict
     found = current_shards(model)
     for alias, shard in found.items():
         name = names[alias]  # A tied parameter lies as its first name says.
-        if parallelism.is_expert(name):
+        if parallelism.is_expert(name) or parallelism.mesh.tensor_parallel > 1:
             at = functools.partial(_layout, parallelism, name)
-            found[alias] = Shard(name, at(rank), shard.storage, at)
+            found[alias] = Shard(name, at(rank), shard.storage, at, parallelism.holders(name, rank))
     return found
 
 
@@ -87,12 +87,12 @@ def _layout(parallelism: Parallelism, name: str, rank: int) -> Layout:
 
 
 def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-    """The experts of ``model`` on this rank, with layouts of the unsharded parameters."""
+    """The experts or slices of ``model`` on this rank, with layouts of the unsharded parameters."""
     found = {}
     names = loaded_names(model)
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         name = names[alias]
-        if parallelism.is_expert(name):
+        if parallelism.cut(name) is not None:
             at = held_layouts(parallelism, name)
             held = parallelism.owners(name, rank)
             found[alias] = Shard(name, at(rank), parameter.detach().view(-1), at, held)
