@@ -269,7 +269,7 @@ class FlatBufferShards:
         shape = tuple(family.parameters[name].shape)
         rank, size = self._world.rank, self._world.size
         if not family.exchange:
-            held = family.held.get(name, lambda _: replicated(shape))
+            held = family.held.get(name) or (lambda _: replicated(shape))
             return Shard(name, held(rank), whole, held)
         at = group.share(place, shape, size)
         first = min(max(rank * (group.numel // size) - group.offsets[place], 0), whole.numel())

@@ -6,8 +6,7 @@ a model on meta, where slicing costs nothing, and what each parameter then says 
 checkpoints tells which elements are whose. So there is one place that decides, and it is DeepSpeed's.
 
 To be asked what it would do, it needs no ranks: ``described`` runs it in a process that plays one of them.
-``sliced`` runs it for good. The engine that gets such a model later finds it done (``ds_autotp_parsed``), and
-is told here how many ranks share tensors where its configuration does not say so.
+``sliced`` runs it for good.
 """
 
 from __future__ import annotations
@@ -17,34 +16,21 @@ import functools
 import io
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from zerostart.errors import ConfigError, EngineError
+from zerostart.errors import ConfigError
 from zerostart.upstream import deepspeed as upstream
-from zerostart.upstream.patches import Held, Ticket, replaced
+from zerostart.upstream.deepspeed_slices import TOUCHED as SLICES
+from zerostart.upstream.deepspeed_slices import Slice, slices_of
+from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = [
-    "TOUCHED",
-    "Slice",
-    "TensorGroups",
-    "described",
-    "of_engine",
-    "require_layers",
-    "restore_hooks",
-    "rules_of_plan",
-    "sliced",
-    "slices_of",
-]
+__all__ = ["TOUCHED", "described", "require_layers", "rules_of_plan", "sliced"]
 
-_ATTRIBUTE = "_zerostart_tensors"
-_SUMMED = "_ds_grad_allreduce_registered"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _LAYERS = "deepspeed.module_inject.layers"
 _PARTITIONING = Use(
@@ -67,22 +53,6 @@ _PARTITIONING = Use(
             f"{_LAYERS}:TensorParallel_Layer.move",
             leads=("tensor",),
             has=("if tensor.is_meta: ...",),
-        ),
-        Shape(
-            "deepspeed.module_inject.auto_tp:AutoTP.register_replicated_grad_hooks",
-            has=("param.register_hook(...)", "param._ds_grad_allreduce_registered = True"),
-        ),
-    ),
-)
-_META = Use(
-    library=DEEPSPEED,
-    owner=_LAYERS,
-    names=("DS_AUTOTP_UC_META", "_build_param_uc_restore_meta", "set_autotp_mode", "get_auto_tp_mode"),
-    why="what a sliced parameter says of itself: which elements of the whole one each rank has",
-    shapes=(
-        Shape(
-            f"{_LAYERS}:_build_param_uc_restore_meta",
-            takes=("partition_dim", "partition_sizes", "original_shape", "replicated", "affine_map"),
         ),
     ),
 )
@@ -107,38 +77,11 @@ _DEVICE = PatchPoint(
     why="what is sliced stays on meta",
     lasts=Lasts.CALL,
 )
-_CONSTRUCTION = PatchPoint(
-    library=DEEPSPEED,
-    owner=_ENGINE,
-    names=("_configure_expert_parallel",),
-    attributes=("_config",),
-    why="the first step that gets the model: an engine of one in slices shares tensors, as if configured",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(f"{_ENGINE}._configure_expert_parallel", leads=("model",)),
-        Shape(
-            f"{_ENGINE}.__init__",
-            has=(
-                "self._configure_expert_parallel(model, ...)",
-                "if self.autotp_size() > 1: ...",
-            ),
-        ),
-        Shape(f"{_ENGINE}.autotp_size", has=("return self._config.tensor_parallel_config.autotp_size",)),
-    ),
-)
 TOUCHED = (
     _PARTITIONING,
-    _META,
     _PLAYED,
     _GROUPS,
     _DEVICE,
-    _CONSTRUCTION,
-    Use(
-        library=DEEPSPEED,
-        owner="deepspeed.utils.groups",
-        names=("_init_tp_mesh_device", "get_data_parallel_group"),
-        why="DeepSpeed's own groups of ranks that share tensors, which a process makes once",
-    ),
     Use(
         library=DEEPSPEED,
         owner="deepspeed.runtime.tensor_parallel.config",
@@ -152,28 +95,13 @@ TOUCHED = (
         why="a plan in transformers' styles as DeepSpeed's rules",
     ),
 )
-#: What of the section decides which layers are cut, and how.
-_DECIDING = ("preset_model", "partition_config", "vocab_parallel_lm_head")
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Of a parameter of ``shape``: the index ranges along ``dim`` that each rank has, in order.
-
-    ``reason``: why that cannot be told, "" where it can.
-    """
-
-    shape: tuple[int, ...]
-    dim: int
-    ranks: tuple[tuple[tuple[int, int], ...], ...]
-    reason: str = ""
 
 
 @functools.cache
 def require_layers() -> None:
     """Raise UnsupportedVersionError unless DeepSpeed has what is used of it."""
     upstream.import_deepspeed()
-    demand(TOUCHED, "Use engine='fsdp2'")
+    demand((*TOUCHED, *SLICES), "Use engine='fsdp2'")
 
 
 class _Asked:
@@ -189,29 +117,6 @@ class _Asked:
 
     def is_deepcompile_enabled(self) -> bool:
         return False
-
-
-class TensorGroups:
-    """This rank's group of those that share tensors, and of those that hold the same slices.
-
-    Collective: DeepSpeed makes the groups, once in a process. Raises EngineError where it has made them of
-    another size. See ``require_layers``.
-    """
-
-    def __init__(self, size: int) -> None:
-        upstream.join_group()
-        from deepspeed.utils import groups
-
-        private: Any = groups
-        private._init_tp_mesh_device(tensor_model_parallel_size=size)
-        self.tensors: dist.ProcessGroup = private.get_tensor_model_parallel_group()
-        self.owners: dist.ProcessGroup = private.get_data_parallel_group()
-        made = dist.get_world_size(self.tensors)
-        if made != size:
-            raise EngineError(
-                f"tensor_parallel={size}, but this process has made groups of {made} ranks before, and "
-                f"DeepSpeed keeps one size for its life; use tensor_parallel={made}, or another process"
-            )
 
 
 def described(model: nn.Module, size: int, section: Mapping[str, Any]) -> dict[str, Slice]:
@@ -231,10 +136,11 @@ def described(model: nn.Module, size: int, section: Mapping[str, Any]) -> dict[s
     return slices_of(model)
 
 
-def sliced(model: nn.Module, size: int, section: Mapping[str, Any], groups: TensorGroups) -> None:
+def sliced(model: nn.Module, size: int, section: Mapping[str, Any]) -> None:
     """Leave this rank's slices of ``model`` (on meta) in it, in DeepSpeed's layers, for good.
 
-    Raises ConfigError where DeepSpeed refuses to.
+    In a process that has joined the groups of ranks that share tensors. Raises ConfigError where DeepSpeed
+    refuses to.
     """
     # What is no parameter has its values by now, and layers that take a buffer over take it to meta.
     buffers = dict(model.named_buffers())
@@ -243,26 +149,10 @@ def sliced(model: nn.Module, size: int, section: Mapping[str, Any], groups: Tens
         if buffer.is_meta and name in buffers:
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = buffers[name]
-    told = {key: section[key] for key in _DECIDING if section.get(key) is not None}
-    held: Any = model
-    held.__dict__[_ATTRIBUTE] = _Mark(size, told, groups.tensors, _held.ticket())
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """What a model in slices tells its engine: how many ranks share tensors, by which rules."""
-
-    size: int
-    rules: Mapping[str, Any]
-    group: dist.ProcessGroup
-    ticket: Ticket
-
-    def __deepcopy__(self, memo: Any) -> _Mark:
-        return self
 
 
 def rules_of_plan(plan: Mapping[str, str]) -> dict[str, Any]:
-    """A plan in transformers' styles as the section ``tensor_parallel`` has it, by DeepSpeed's own conversion.
+    """A plan in transformers' styles as the section ``tensor_parallel`` has it, converted by DeepSpeed.
 
     Raises ConfigError for a style that DeepSpeed has no layer for.
     """
@@ -331,128 +221,3 @@ def _played(size: int) -> Iterator[None]:
             for name, answer in zip(point.names, answers, strict=True):
                 stack.enter_context(replaced(point, module, name, answer))
         yield
-
-
-def slices_of(model: nn.Module) -> dict[str, Slice]:
-    """What the parameters of a model that DeepSpeed has sliced say of themselves, aliases included."""
-    from deepspeed.module_inject.layers import DS_AUTOTP_UC_META
-
-    found: dict[str, Slice] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        said = getattr(parameter, DS_AUTOTP_UC_META, None)
-        if said and not said["replicated"]:
-            found[name] = _slice(said)
-    return found
-
-
-def _slice(said: Mapping[str, Any]) -> Slice:
-    shape = tuple(said["original_shape"])
-    ranks = (said["conversion"].get("affine_map") or {}).get("ranks")
-    if ranks is None and said["partition_sizes"] is not None:
-        return Slice(shape, said["partition_dim"], _one_after_the_other(said["partition_sizes"]))
-    if ranks is None:
-        return Slice(shape, 0, (), said["unsupported_reason"] or "it does not say how")
-    ordered = [ranks[rank]["pieces"] for rank in sorted(ranks)]
-    if any("scale" in piece or len(piece["locations"]) > 1 for pieces in ordered for piece in pieces):
-        return Slice(shape, 0, (), "parts of it are on several ranks")
-    rows = [[run for piece in pieces for run in _runs(piece)] for pieces in ordered]
-    width = shape[1] if len(shape) > 1 else 1
-    if len(shape) == 1 or all(n % width == 0 and at % width == 0 for runs in rows for _, at, n in runs):
-        return Slice(
-            shape, 0, tuple(_merged([(to, at // width, n // width) for to, at, n in runs]) for runs in rows)
-        )
-    # Columns: each row has the same ones.
-    first = [[(to, at, n) for to, at, n in runs if at < width] for runs in rows]
-    return Slice(shape, 1, tuple(_merged(runs) for runs in first))
-
-
-def _one_after_the_other(sizes: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
-    ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
-    return tuple(((end - n, end),) if n else () for n, end in zip(sizes, ends, strict=True))
-
-
-def _runs(piece: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
-    """A piece as unbroken runs of the row-major order: place in the slice, first element, and count."""
-    shape, (at, strides), (to, places) = piece["shape"], piece["source"], piece["dest"]
-    if 0 in shape:
-        return
-    split, step = len(shape), 1
-    while split and (shape[split - 1] == 1 or strides[split - 1] == places[split - 1] == step):
-        split -= 1
-        step *= shape[split]
-    starts = [(to, at)]
-    for size, source, place in zip(shape[:split], strides, places, strict=False):
-        starts = [(t + i * place, a + i * source) for t, a in starts for i in range(size)]
-    yield from ((t, a, step) for t, a in starts)
-
-
-def _merged(runs: list[tuple[int, int, int]]) -> tuple[tuple[int, int], ...]:
-    """Runs as index ranges, in the order in which they lie in the slice; neighbours are one."""
-    found: list[tuple[int, int]] = []
-    for _, first, count in sorted(runs):
-        if found and found[-1][1] == first:
-            found[-1] = (found[-1][0], first + count)
-        elif count:
-            found.append((first, first + count))
-    return tuple(found)
-
-
-def restore_hooks(model: nn.Module) -> None:
-    """Have gradients that are partial on each rank summed, as the parameters that were replaced had it."""
-    mark = of_engine(model)
-    for parameter in model.parameters():
-        if mark is not None and getattr(parameter, _SUMMED, False) and parameter.requires_grad:
-            parameter.register_hook(functools.partial(_summed, mark.group))
-
-
-def _summed(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
-    total = gradient.contiguous()
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def of_engine(model: Any) -> _Mark | None:
-    """What a loaded model in slices tells its engine; None for any other model."""
-    found: _Mark | None = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
-    return found
-
-
-def _enter(stack: ExitStack) -> None:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    original = DeepSpeedEngine._configure_expert_parallel
-
-    @functools.wraps(original)
-    def configure_expert_parallel(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        for module in model.modules():
-            mark = of_engine(module)
-            if mark is not None:
-                _agree(self._config.tensor_parallel_config, mark)
-                model.ds_autotp_parsed = True  # It may be a module around the one that was loaded.
-        return original(self, model, *args, **kwargs)
-
-    (name,) = _CONSTRUCTION.names
-    stack.enter_context(replaced(_CONSTRUCTION, DeepSpeedEngine, name, configure_expert_parallel))
-
-
-_held = Held(_enter)
-
-
-def _agree(config: Any, mark: _Mark) -> None:
-    """Let an engine's configuration say what the model was loaded with; raise EngineError where it differs."""
-    from deepspeed.module_inject import layers
-
-    if config.autotp_size not in (0, mark.size):
-        raise EngineError(
-            f"the model was loaded with tensor_parallel={mark.size}, and the configuration of "
-            f"deepspeed.initialize has autotp_size={config.autotp_size}; use one number for both"
-        )
-    asked = {key: value for key in _DECIDING if (value := getattr(config, key)) is not None}
-    if asked and asked != mark.rules:
-        names = ", ".join(key for key in _DECIDING if asked.get(key) != mark.rules.get(key))
-        raise EngineError(
-            f"the tensor_parallel section of deepspeed.initialize has another {names} than the one that the "
-            "model was loaded with; pass one configuration to both"
-        )
-    config.autotp_size = mark.size
-    layers.set_autotp_mode(training=True)

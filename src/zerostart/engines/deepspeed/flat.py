@@ -26,7 +26,7 @@ from zerostart.transfer.memory import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream import deepspeed_stage12 as upstream
 from zerostart.upstream.deepspeed import import_deepspeed
-from zerostart.upstream.deepspeed_tensors import restore_hooks
+from zerostart.upstream.deepspeed_tensor_engine import restore_hooks
 from zerostart.upstream.extensions import load_operations
 from zerostart.upstream.torch import storage_users
 

@@ -25,7 +25,7 @@ from zerostart.errors import EngineError
 from zerostart.layout import Layout, flat_partition
 from zerostart.transfer import Arena
 from zerostart.upstream import deepspeed as upstream
-from zerostart.upstream.deepspeed_tensors import restore_hooks
+from zerostart.upstream.deepspeed_tensor_engine import restore_hooks
 from zerostart.upstream.extensions import load_operations
 
 __all__ = ["PartitionMaker", "current_shards"]

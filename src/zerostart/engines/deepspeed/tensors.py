@@ -19,7 +19,8 @@ from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Mesh, Parallelism, ParallelPlan, Ranges
 from zerostart.models import library_of
 from zerostart.upstream import deepspeed_tensors as upstream
-from zerostart.upstream.deepspeed_tensors import Slice, TensorGroups
+from zerostart.upstream.deepspeed_slices import Slice, slices_of
+from zerostart.upstream.deepspeed_tensor_engine import TensorGroups, mark_sliced
 
 __all__ = ["tensor_cutter", "tensor_parallelism"]
 
@@ -87,9 +88,11 @@ def _sliced(
 ) -> None:
     """Replace the layers of ``model`` (on meta) by DeepSpeed's, in the slices that were planned."""
     kinds = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    upstream.sliced(model, parallelism.mesh.tensor_parallel, section, groups)
+    size = parallelism.mesh.tensor_parallel
+    upstream.sliced(model, size, section)
+    mark_sliced(model, size, section, groups)
     cuts = parallelism.tensors.cuts
-    found = {name: Ranges(s.dim, s.ranks) for name, s in upstream.slices_of(model).items()}
+    found = {name: Ranges(s.dim, s.ranks) for name, s in slices_of(model).items()}
     wrong = next((name for name in {**found, **cuts} if found.get(name) != cuts.get(name)), None)
     if wrong is not None:
         raise EngineError(
