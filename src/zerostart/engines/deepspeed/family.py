@@ -243,7 +243,7 @@ class FlatBuffers(DeepSpeed):
     whole = True
 
     def check_mesh(self) -> None:
-        """See ``Engine``."""
+        """See ``Engine``; raises ConfigError for an exchange of slices, too."""
         super().check_mesh()
         if self.exchange and self.mesh.tensor_parallel > 1:
             raise ConfigError(

@@ -31,7 +31,8 @@ def tensor_parallelism(
     """What DeepSpeed makes of ``model`` (on meta, with its true shapes) for the ranks that share tensors.
 
     ``section`` is the configuration's, ``given`` a plan in transformers' styles in its place. Raises
-    ConfigError for a model that DeepSpeed does not cut, or in a way that leaves a rank without a part.
+    ConfigError for a model that DeepSpeed does not cut, or in a way that leaves a rank without a part, and
+    EngineError where it takes a parameter for one of another shape.
     """
     size, kind = mesh.tensor_parallel, type(model).__name__
     if given is not None:
