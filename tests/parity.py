@@ -5,7 +5,7 @@ Tiny models with 8 experts, in fp32, with sizes that torch's grouped product tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,13 @@ _COMMON: Mapping[str, Any] = {
     "max_position_embeddings": 64,
 }
 _MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"intermediate_size": 32},
+    "bert": {
+        "intermediate_size": 32,
+        "is_decoder": True,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
     "qwen3": {"intermediate_size": 32, "tie_word_embeddings": True},
     "qwen3_moe": {
         "intermediate_size": 32,
@@ -107,11 +114,11 @@ class Trace:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def alone(path: Path) -> Trace:
-    """One process on the whole batch, with nothing but transformers and torch."""
+def alone(path: Path, filled: Callable[[Path], torch.nn.Module] | None = None) -> Trace:
+    """One process on the whole batch, with nothing but transformers and torch; ``filled`` makes the model."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path).train()
+    model: Any = (filled or AutoModelForCausalLM.from_pretrained)(path).train()
     optim, trace = optimizer(model), Trace()
     for batch in batches(1):
         loss = model(input_ids=batch[0], labels=batch[0], use_cache=False).loss

@@ -90,8 +90,9 @@ def load(
             the plans that the model declares. See ``docs/placements.md``.
         expert_parallel: ranks that share the experts of a mixture: each holds its own alone, and tokens
             travel to them. Divides the number of ranks; 1 or more, with ``tensor_parallel=1``.
-        tensor_parallel: ranks that share tensors and see one batch, by the model's tensor-parallel plan;
-            FSDP2 only. Divides the number of ranks; 1 or more, with ``expert_parallel=1``.
+        tensor_parallel: ranks that share tensors and see one batch: by the model's tensor-parallel plan, or
+            on DeepSpeed as its section ``tensor_parallel`` says, whose ``autotp_size`` counts where this is
+            1. Divides the number of ranks. See ``docs/parallelism.md``.
         dtype: floating dtype of the model; None keeps the checkpoint's own (its configuration's, else the
             stored one), or the one that ``engine_config`` asks for.
         converter: None for the conversions that transformers or diffusers registers for the model, a callable

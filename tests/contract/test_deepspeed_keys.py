@@ -135,8 +135,8 @@ def test_every_key_has_a_row_and_every_row_a_key() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tensors": (
-        {"tensor_parallel": {"autotp_size": 2}},
-        r"autotp_size=2: deepspeed\.initialize would cut .* engine='fsdp2' with tensor_parallel=2",
+        {"tensor_parallel": {"autotp_size": 3}},
+        "tensor_parallel=3 does not divide the 2 ranks",
     ),
     "AutoEP": ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "AutoEP"),
     "quantised": (

@@ -36,7 +36,7 @@ class MasterReader(Protocol):
         ...
 
     def read_runs(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Fill each 1-D tensor with a run of the parameter's row-major order, from the element given."""
+        """Fill each 1-D tensor with a run of this rank's local tensor, from the element given."""
         ...
 
 
@@ -115,6 +115,11 @@ class Engine(abc.ABC):
     def configured_stage(cls, config: Mapping[str, Any]) -> int | None:
         """The ZeRO stage that a configuration itself asks for, None where it says nothing of it."""
         return None
+
+    @classmethod
+    def configured_tensors(cls, config: Mapping[str, Any]) -> int:
+        """How many ranks a configuration itself has share tensors; 1 where it says nothing of it."""
+        return 1
 
     @property
     def title(self) -> str:

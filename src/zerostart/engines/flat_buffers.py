@@ -58,18 +58,13 @@ class Family:
     """Parameters that lie in the same buffers, since the same ranks partition their optimizer state.
 
     ``exchange`` says whether ranks read shares of the buffers and exchange them. ``held`` has, by name, the
-    layout of what any rank holds of a parameter, and the first element of its row-major order that this rank
-    holds; a parameter that is not there is whole on every rank.
+    layout of what any rank holds of a parameter; one that is not there is whole on every rank.
     """
 
     parameters: Mapping[str, nn.Parameter]
     rules: FlatRules
     exchange: bool
-    held: Mapping[str, tuple[Callable[[int], Layout], int]] = field(default_factory=dict)
-
-    def first(self, name: str) -> int:
-        """The first element of the whole parameter ``name`` that this rank holds."""
-        return self.held[name][1] if name in self.held else 0
+    held: Mapping[str, Callable[[int], Layout]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,19 +105,26 @@ def families_of(
 ) -> list[Family]:
     """What lies together on ``rank``: experts that ranks share out, and those of DeepSpeed's ``MoE``, apart.
 
-    The latter (``param.allreduce`` is False) may have other values on other ranks. Neither are exchanged.
-    Experts that are not cut yet are in the family as parameters on meta of what the rank will have of them.
+    The latter (``param.allreduce`` is False) may have other values on other ranks. Neither are exchanged, nor
+    is anything where ranks share tensors. What is not cut yet is in the family as a parameter on meta of what
+    the rank will have of it.
     """
+    tensors = parallelism.tensors.cuts
     cut = {
         name: _cut(name, p, parallelism, rank)
         for name, p in parameters.items()
         if parallelism.is_expert(name)
     }
     own = {name: p for name, p in parameters.items() if name not in cut and not getattr(p, "allreduce", True)}
-    rest = {name: p for name, p in parameters.items() if name not in own and name not in cut}
-    found = [Family(rest, rules, exchange), Family(own, rules, False)]
+    rest = {
+        name: _cut(name, p, parallelism, rank) if name in tensors else p
+        for name, p in parameters.items()
+        if name not in own and name not in cut
+    }
+    slices = {name: held_layouts(parallelism, name) for name in rest if name in tensors}
+    found = [Family(rest, rules, exchange and not slices, slices), Family(own, rules, False)]
     if cut:
-        held = {name: (held_layouts(parallelism, name), _first(parallelism, name, rank)) for name in cut}
+        held = {name: held_layouts(parallelism, name) for name in cut}
         owners = parallelism.mesh.expert_data(rank)[1]
         found.append(Family(cut, replace(rules, partitions=owners), False, held))
     return found
@@ -137,19 +139,13 @@ def _cut(name: str, parameter: nn.Parameter, parallelism: Parallelism, rank: int
 
 
 def held_layouts(parallelism: Parallelism, name: str) -> Callable[[int], Layout]:
-    """What each rank holds of the experts' parameter ``name``: all of its experts."""
+    """What each rank holds of the parameter ``name`` that a mesh cuts: all of its experts, or its slices."""
     return functools.partial(_held, parallelism, name)
 
 
 def _held(parallelism: Parallelism, name: str, rank: int) -> Layout:
     section = parallelism.section(name, parallelism.shapes[name], rank)
     return section.holds(replicated(section.shape))
-
-
-def _first(parallelism: Parallelism, name: str, rank: int) -> int:
-    """The element of the whole parameter with which the rank's experts begin; they are cut along dim 0."""
-    box, _ = parallelism.section(name, parallelism.shapes[name], rank).boxes[0]
-    return box.origin[0] * prod(parallelism.shapes[name][1:])
 
 
 def buffers_of(families: Sequence[Family]) -> list[Buffer]:
@@ -186,17 +182,20 @@ def placed_whole(
     for buffer in exchanged:
         for place, name in enumerate(buffer.names):
             parts[name] = buffer.group.share(place, parameters[name].shape, size)
-    experts = {name: first for family in families for name, (first, _) in family.held.items()}
-    runs = {**parts, **experts}
+    cut = {name: at for family in families for name, at in family.held.items()}
+    runs, mesh = {**parts, **cut}, parallelism.mesh
 
     def alike(name: str) -> Hashable:
-        return ("expert", parallelism.cut(name)) if name in experts else name if name in parts else None
+        return ("cut", parallelism.cut(name)) if name in cut else name if name in parts else None
+
+    def twin(rank: int) -> int:
+        # With an exchange each rank wants a share of its own; without, ranks differ in what is cut alone.
+        return rank if parts else max(mesh.expert(rank)[0], mesh.tensor(rank)[0]) if cut else 0
 
     return Placements(
         layout=lambda name, rank: runs[name](rank) if name in runs else replicated(parameters[name].shape),
         alike=alike,
-        # With an exchange each rank wants a share of its own; without, ranks differ in their experts alone.
-        twin=lambda rank: rank if parts else parallelism.mesh.expert(rank)[0] if experts else 0,
+        twin=twin,
         homes=dict.fromkeys(parameters, DEVICE),
         held=held,
         gathered=sum(buffer.received for buffer in exchanged),
@@ -270,11 +269,12 @@ class FlatBufferShards:
         shape = tuple(family.parameters[name].shape)
         rank, size = self._world.rank, self._world.size
         if not family.exchange:
-            held = family.held[name][0] if name in family.held else lambda _: replicated(shape)
+            held = family.held.get(name) or (lambda _: replicated(shape))
             return Shard(name, held(rank), whole, held)
         at = group.share(place, shape, size)
         first = min(max(rank * (group.numel // size) - group.offsets[place], 0), whole.numel())
-        return Shard(name, at(rank), whole[first : first + at(rank).numel], at)
+        part = whole[first : first + at(rank).numel]
+        return Shard(name, at(rank), part, at, local=replicated(shape))
 
     def born(self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family) -> nn.Parameter:
         """The parameter ``old`` over the 1-D ``whole``, with its attributes."""

@@ -19,7 +19,9 @@ class Shard:
 
     ``at`` gives the layout of any rank; ranks that hold replicas have the same. ``held`` is this rank's place
     among the ranks that hold this very share, and how many they are: what is to be done once, such as writing
-    it, they divide among themselves.
+    it, they divide among themselves. ``local`` is the layout of the tensor that the rank has in the end, of
+    which the share is what it reads; None: of the share itself. ``stepped`` is like ``held``, of a run of the
+    share that the rank's optimizer updates.
     """
 
     name: str
@@ -27,6 +29,8 @@ class Shard:
     storage: torch.Tensor
     at: Callable[[int], Layout]
     held: tuple[int, int] = (0, 1)
+    local: Layout | None = None
+    stepped: tuple[int, int] = (0, 1)
 
 
 def replace_everywhere(model: nn.Module, new: dict[int, nn.Parameter]) -> None:

@@ -2,8 +2,8 @@
 
 from zerostart.layout.layout import Layout, Placed, dimension_shard, flat_partition, replicated
 from zerostart.layout.mesh import Mesh
-from zerostart.layout.plans import Cut, Parallelism, ParallelPlan, expert_plan, tensor_plan
-from zerostart.layout.section import Section, chunk, entire, packed
+from zerostart.layout.plans import Cut, Parallelism, ParallelPlan, Ranges, expert_plan, tensor_plan
+from zerostart.layout.section import Section, chunk, entire, packed, ranged
 
 __all__ = [
     "Cut",
@@ -12,6 +12,7 @@ __all__ = [
     "ParallelPlan",
     "Parallelism",
     "Placed",
+    "Ranges",
     "Section",
     "chunk",
     "dimension_shard",
@@ -19,6 +20,7 @@ __all__ = [
     "expert_plan",
     "flat_partition",
     "packed",
+    "ranged",
     "replicated",
     "tensor_plan",
 ]

@@ -6,7 +6,8 @@ constructor) and ``runtime/bf16_optimizer.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 
@@ -101,14 +102,9 @@ def flat_run(shape: Sequence[int], start: int, stop: int) -> Layout:
 
 
 def narrowed(layout: Layout, start: int, stop: int) -> Layout:
-    """The elements ``start`` to ``stop`` of the local storage of ``layout``, as a layout of them alone.
-
-    Raises ValueError where a box is not one unbroken run of the storage.
-    """
+    """The elements ``start`` to ``stop`` of the local storage of ``layout``, as a layout of them alone."""
     kept = []
-    for placed in layout.boxes:
-        if not _unbroken(placed):
-            raise ValueError(f"{placed.box} does not lie in one piece")
+    for placed in itertools.chain.from_iterable(map(_unbroken, layout.boxes)):
         count = prod(placed.box.extent)
         low, high = max(start - placed.to, 0), min(stop - placed.to, count)
         for inner in row_major_boxes(placed.box.extent, low, max(low, high)):
@@ -119,10 +115,15 @@ def narrowed(layout: Layout, start: int, stop: int) -> Layout:
     return Layout(layout.shape, stop - start, owned, tuple(kept))
 
 
-def _unbroken(placed: Placed) -> bool:
-    step = 1
-    for size, stride in zip(reversed(placed.box.extent), reversed(placed.strides), strict=True):
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return True
+def _unbroken(placed: Placed) -> Iterator[Placed]:
+    """Boxes that make up ``placed``, each of which is one unbroken run of the storage."""
+    extent, step, split = placed.box.extent, 1, len(placed.box.extent)
+    while split and (extent[split - 1] == 1 or placed.strides[split - 1] == step):
+        split -= 1
+        step *= extent[split]
+    for index in itertools.product(*(range(n) for n in extent[:split])):
+        origin = tuple(
+            o + i for o, i in zip(placed.box.origin, (*index, *[0] * len(extent[split:])), strict=True)
+        )
+        moved = sum(i * stride for i, stride in zip(index, placed.strides, strict=False))
+        yield Placed(Box(origin, (1,) * split + tuple(extent[split:])), placed.to + moved, placed.strides)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from zerostart.errors import ConfigError
 from zerostart.layout.mesh import Mesh
-from zerostart.layout.section import Section, entire, packed
+from zerostart.layout.section import Section, entire, packed, ranged
 
 __all__ = [
     "EXPERT_STYLES",
@@ -20,6 +20,7 @@ __all__ = [
     "Cut",
     "ParallelPlan",
     "Parallelism",
+    "Ranges",
     "cut_of",
     "expand",
     "expert_plan",
@@ -45,11 +46,29 @@ class Cut:
         return packed(shape, dim, (each,) * self.parts, rank, size)
 
 
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """A cut along ``dim`` at any places: each rank has its index ranges ``(first, stop)``, in that order.
+
+    What an engine decides by rules of its own: heads that are shared out unevenly, parts of several sizes,
+    blocks that are dealt.
+    """
+
+    dim: int
+    ranks: tuple[tuple[tuple[int, int], ...], ...]
+
+    def section(self, shape: Sequence[int], rank: int, size: int) -> Section:
+        """What ``rank`` gets. Raises ValueError for other than the ranks that were told of."""
+        if size != len(self.ranks):
+            raise ValueError(f"a cut for {len(self.ranks)} ranks, among {size}")
+        return ranged(shape, self.dim, self.ranks[rank])
+
+
 @dataclass(frozen=True)
 class ParallelPlan:
     """A plan for one mesh axis: cuts by parameter name, and styles of forward by module name."""
 
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    cuts: Mapping[str, Cut | Ranges] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -112,7 +131,7 @@ def tensor_plan(
     rules: Mapping[str, str], parameters: Mapping[str, int], modules: Sequence[str]
 ) -> ParallelPlan:
     """A plan out of transformers' tensor-parallel styles; ``parameters`` gives names and dimensions."""
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, Cut | Ranges] = {}
     for name, dimensions in parameters.items():
         style = expand(rules, name, parameter=True)
         if style is not None and (cut := cut_of(style, name, dimensions)) is not None:
@@ -153,7 +172,7 @@ class Parallelism:
         """Whether the parameter ``name`` is cut by experts."""
         return name in self.experts.cuts
 
-    def cut(self, name: str) -> Cut | None:
+    def cut(self, name: str) -> Cut | Ranges | None:
         """The cut of ``name``; parameters with an equal one and an equal shape lie alike on every rank."""
         return self.experts.cuts.get(name) or self.tensors.cuts.get(name)
 

@@ -18,7 +18,7 @@ from math import prod
 from zerostart.geometry import Box
 from zerostart.layout.layout import Layout, Placed
 
-__all__ = ["Section", "chunk", "entire", "packed"]
+__all__ = ["Section", "chunk", "entire", "packed", "ranged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class Section:
 
 
 def entire(shape: Sequence[int]) -> Section:
-    """The whole parameter; one without dimensions too, which ``_of_ranges`` has no dimension to cut for."""
-    return _of_ranges(shape, 0, [(0, shape[0])]) if shape else Section((), (), ((Box((), ()), ()),))
+    """The whole parameter; one without dimensions too, which ``ranged`` has no dimension to cut for."""
+    return ranged(shape, 0, [(0, shape[0])]) if shape else Section((), (), ((Box((), ()), ()),))
 
 
 def chunk(shape: Sequence[int], dim: int, rank: int, size: int) -> Section:
@@ -101,10 +101,10 @@ def packed(shape: Sequence[int], dim: int, parts: Sequence[int], rank: int, size
         step = -(-length // size)
         low, high = min(rank * step, length), min((rank + 1) * step, length)
         ranges.append((first + low, first + high))
-    return _of_ranges(shape, dim, ranges)
+    return ranged(shape, dim, ranges)
 
 
-def _of_ranges(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Section:
+def ranged(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Section:
     """The local tensor that has these index ranges of ``dim``, one after the other, and all of the rest."""
     dim %= len(shape)
     head, tail = tuple(shape[:dim]), tuple(shape[dim + 1 :])

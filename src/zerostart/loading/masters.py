@@ -17,7 +17,7 @@ from zerostart.distributed.world import current_world
 from zerostart.engines import Shard
 from zerostart.errors import EngineError
 from zerostart.layout import Layout
-from zerostart.layout.flat import flat_run
+from zerostart.layout.flat import narrowed
 from zerostart.planning import Destination, PlanOptions, join
 from zerostart.recipe import Computed, Recipe, torch_dtype
 from zerostart.recipe.computed import leaves_of
@@ -41,13 +41,13 @@ class Masters:
 
     def __init__(
         self,
-        shares: Mapping[str, tuple[Recipe, Layout]],
+        shares: Mapping[str, tuple[Recipe, Layout, Layout]],
         catalog: Catalog,
         tuning: Tuning,
     ) -> None:
         self._shares = dict(shares)
         self._tuning = tuning
-        used = {catalog.tensors[n].file for r, _ in self._shares.values() for n in leaves_of(r.pieces)}
+        used = {catalog.tensors[n].file for r, *_ in self._shares.values() for n in leaves_of(r.pieces)}
         self._catalog = replace(catalog, storage=catalog.storage.kept(used))
 
     def read(self, wanted: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -59,12 +59,12 @@ class Masters:
         self._read((name, self._shares[name][1], storage) for name, storage in wanted)
 
     def read_runs(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Like ``read``, of other shares: a run of the row-major order from the element given.
+        """Like ``read``, of other shares: a run of the rank's local tensor from the element given.
 
         Raises as ``read`` does.
         """
         self._read(
-            (name, flat_run(self._shares[name][1].shape, first, first + storage.numel()), storage)
+            (name, narrowed(self._shares[name][2], first, first + storage.numel()), storage)
             for name, first, storage in wanted
         )
 
@@ -109,7 +109,7 @@ def masters_of(
     for shard in shards:
         recipe = recipes[shard.name]
         if isinstance(recipe, Recipe) and is_rounded(recipe, catalog):
-            shares[shard.name] = (recipe, shard.layout)
+            shares[shard.name] = (recipe, shard.layout, shard.local or shard.layout)
     if not shares:
         return [], None
     return list(shares), Masters(shares, catalog, tuning)

@@ -41,6 +41,9 @@ def _walk(
         for name, tensor, _ in state_names(model):
             shard = shards.get(name)
             plain = name if name in record.recipes else plain_name(name)
+            if shard is not None and shard.held == (world.rank, world.size):
+                # Every rank has the same share: all of it.
+                tensor, shard = shard.storage.view(shard.layout.shape), None
             if shard is None:
                 yield plain, tensor.detach().cpu().clone() if rank in (None, world.rank) else None
             else:

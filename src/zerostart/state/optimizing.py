@@ -101,7 +101,7 @@ def share_of(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
         return replace(shard, storage=storage)
     layout = narrowed(shard.layout, member.first, member.first + member.count)
     # Who has the other runs nobody asks here: they have no elements in common.
-    return Shard(shard.name, layout, storage, lambda _: layout)
+    return Shard(shard.name, layout, storage, lambda _: layout, shard.stepped)
 
 
 def gradient_of(name: str, parameter: torch.Tensor, shard: Shard) -> Kept:

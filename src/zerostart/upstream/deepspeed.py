@@ -174,13 +174,13 @@ def join_hierarchical_groups(size: int) -> None:
 
 
 def partitioner(
-    world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None, secondary: int
+    world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None, secondary: int, owners: Any
 ) -> Any:
     """A ``zero.Init`` that converts nothing by itself, in a process that has joined all groups.
 
     It is given a whole configuration, and not ``dtype=``, which is ignored for fp32 on a host without fp16.
-    ``secondary`` is the number of ranks of a hierarchical partition group, 1 for none.
-    Raises ConfigError for a configuration that DeepSpeed refuses.
+    ``secondary``: ranks of a hierarchical partition group, 1 for none; ``owners``: the group that shares each
+    parameter, None for all. Raises ConfigError for a configuration that DeepSpeed refuses.
     """
     module = _partition_parameters()
     import deepspeed
@@ -190,6 +190,7 @@ def partitioner(
         init = module.Init(
             config_dict_or_path=_init_config(world_size, dtype, config),
             zero_param_parallel_group=hierarchical if secondary > 1 else None,
+            data_parallel_group=owners,
             enabled=True,
         )
     _check_secondary(init, secondary, world_size)

@@ -104,10 +104,10 @@ def known() -> bool:
     return not wrong
 
 
-def mark(parameter: torch.Tensor, name: str, keeper: Keeper, first: int = 0) -> None:
+def mark(parameter: torch.Tensor, name: str, keeper: Keeper) -> None:
     """Have the optimizer that gets ``parameter`` take the buffer in which it lies, while it lives."""
     if known():
-        remark(parameter, Mark(name, keeper, None, first, _held.ticket()))
+        remark(parameter, Mark(name, keeper, None, _held.ticket()))
 
 
 def offer(parameter: torch.Tensor, reader: RunReader) -> None:

@@ -146,7 +146,7 @@ class Adoption(abc.ABC):
             if found is None or found.reader is None or parameter.dtype == torch.float32:
                 continue
             if share.dtype == torch.float32:
-                wanted.setdefault(found.reader, []).append((found.name, found.first + low, share))
+                wanted.setdefault(found.reader, []).append((found.name, low, share))
                 read.append((parameter, low, share))
         for reader, runs in wanted.items():
             reader(runs)

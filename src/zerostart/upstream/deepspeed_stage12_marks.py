@@ -13,7 +13,7 @@ from zerostart.upstream.patches import Ticket
 
 __all__ = ["Keeper", "Mark", "RunReader", "marked", "remark"]
 
-#: Fills 1-D tensors with runs of the row-major order of parameters: ``(name, first element, tensor)``.
+#: Fills 1-D tensors with runs of what this rank has of parameters: ``(name, first element, tensor)``.
 #: Collective, with the same parameters in the same order; the runs are each rank's own.
 RunReader = Callable[[Sequence[tuple[str, int, torch.Tensor]]], None]
 
@@ -50,14 +50,12 @@ class Keeper(Protocol):
 class Mark:
     """What a parameter tells the engine: its name, its keeper, and how its master is read, None if it is not.
 
-    ``first`` is the element of the row-major order of the unsharded parameter with which this rank's begins.
     Pickles as None: it means nothing without the buffer.
     """
 
     name: str
     keeper: Keeper
     reader: RunReader | None
-    first: int
     ticket: Ticket
 
     def __reduce__(self) -> Any:

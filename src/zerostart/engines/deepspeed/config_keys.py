@@ -109,13 +109,6 @@ def check_keys(config: Mapping[str, Any]) -> None:
                     f"engine_config has {key!r}, which DeepSpeed does not know and would pass over in "
                     f"silence; did you mean {near[0]!r}?"
                 )
-    size = section_of(config, "tensor_parallel").get("autotp_size")
-    if isinstance(size, int) and size > 1:
-        raise ConfigError(
-            f"engine_config['tensor_parallel'] asks for autotp_size={size}: deepspeed.initialize would cut "
-            "the loaded parameters over ranks, which no load for DeepSpeed serves in this version; leave it "
-            f"out, or use engine='fsdp2' with tensor_parallel={size}"
-        )
     if section_of(config, "expert_parallel").get("enabled") is True:
         raise ConfigError(
             "engine_config['expert_parallel'] asks for DeepSpeed's AutoEP, which replaces the experts of a "

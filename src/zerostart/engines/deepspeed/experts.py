@@ -18,7 +18,7 @@ from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.flat_buffers import held_layouts
 from zerostart.engines.names import loaded_names
 from zerostart.engines.shard import Shard
-from zerostart.layout import Layout, Parallelism, flat_partition
+from zerostart.layout import Layout, Parallelism, flat_partition, replicated
 from zerostart.upstream.deepspeed_experts import ExpertGroups, mark_expert, require_groups
 from zerostart.upstream.deepspeed_flat_experts import mark_flat_expert
 
@@ -75,9 +75,10 @@ def expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict
     found = current_shards(model)
     for alias, shard in found.items():
         name = names[alias]  # A tied parameter lies as its first name says.
-        if parallelism.is_expert(name):
+        if parallelism.is_expert(name) or parallelism.mesh.tensor_parallel > 1:
             at = functools.partial(_layout, parallelism, name)
-            found[alias] = Shard(name, at(rank), shard.storage, at)
+            held = parallelism.holders(name, rank)
+            found[alias] = Shard(name, at(rank), shard.storage, at, held, stepped=held)
     return found
 
 
@@ -87,13 +88,23 @@ def _layout(parallelism: Parallelism, name: str, rank: int) -> Layout:
 
 
 def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-    """The experts of ``model`` on this rank, with layouts of the unsharded parameters."""
-    found = {}
+    """The experts or slices of ``model`` on this rank, with layouts of the unsharded parameters."""
+    found, mesh = {}, parallelism.mesh
     names = loaded_names(model)
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         name = names[alias]
-        if parallelism.is_expert(name):
+        if parallelism.cut(name) is not None:
             at = held_layouts(parallelism, name)
             held = parallelism.owners(name, rank)
             found[alias] = Shard(name, at(rank), parameter.detach().view(-1), at, held)
+        elif mesh.tensor_parallel > 1:
+            # Whole on every rank, but those that share tensors update the same part of it.
+            at = functools.partial(_whole, tuple(parameter.shape))
+            held = (rank, mesh.world_size)
+            storage = parameter.detach().view(-1)
+            found[alias] = Shard(name, at(rank), storage, at, held, stepped=mesh.tensor(rank))
     return found
+
+
+def _whole(shape: tuple[int, ...], rank: int) -> Layout:
+    return replicated(shape)

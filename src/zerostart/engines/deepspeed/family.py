@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import World
@@ -21,10 +22,15 @@ from zerostart.engines.memory import Held, Moment, Optimizer, Target
 from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
 from zerostart.engines.shard import Shard
 from zerostart.engines.training import AccelerateSetup, TrainingJob
+from zerostart.errors import ConfigError
 from zerostart.layout import Layout, Mesh, Parallelism, flat_partition
 from zerostart.layout.flat import FlatRules
 
 __all__ = ["DeepSpeed", "FlatBuffers", "ZeroThree"]
+
+#: Leaves this rank's part of what ranks share in a model, if they share any; the ranks that partition each
+#: parameter then, None for all.
+Cutter = tuple[Callable[[nn.Module], None] | None, dist.ProcessGroup | None]
 
 #: Elements of a reduction bucket that still makes messages of a good size; DeepSpeed's own is ten times that.
 BUCKET = 50_000_000
@@ -73,9 +79,34 @@ class DeepSpeed(Engine):
         """See ``Engine``."""
         self.settings.check_stage(self.zero_stage, self.mesh.expert_parallel > 1)
 
+    @classmethod
+    def configured_tensors(cls, config: Mapping[str, Any]) -> int:
+        """See ``Engine``; it is ``autotp_size``."""
+        return DeepSpeedSettings.of(config).autotp_size or 1
+
     def check_mesh(self) -> None:
         """See ``Engine``."""
         self.settings.check_mesh(self.mesh)
+
+    def parallelism(self, model: nn.Module) -> Parallelism:
+        """See ``Engine``; what is cut over ranks that share tensors, DeepSpeed itself says."""
+        if self.mesh.tensor_parallel == 1:
+            return super().parallelism(model)
+        from zerostart.engines.deepspeed.tensors import tensor_parallelism
+
+        return tensor_parallelism(model, self.mesh, self.settings.tensors, self.settings.tp_plan)
+
+    def cutter(self, world: World, parallelism: Parallelism, partitioned: bool) -> Cutter:
+        """What leaves this rank's experts or slices in a model. Collective.
+
+        ``partitioned``: they are partitioned further, and not kept whole.
+        """
+        from zerostart.engines.deepspeed.experts import expert_cutter
+        from zerostart.engines.deepspeed.tensors import tensor_cutter
+
+        if self.mesh.tensor_parallel > 1:
+            return tensor_cutter(world, parallelism, self.settings.tensors, self.settings.tp_plan)
+        return expert_cutter(world, parallelism, partitioned), None
 
     @property
     def parameter_dtype(self) -> torch.dtype | None:
@@ -177,11 +208,10 @@ class ZeroThree(DeepSpeed):
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
         """See ``Engine``."""
-        from zerostart.engines.deepspeed.experts import expert_cutter
         from zerostart.engines.deepspeed.partitioning import PartitionMaker
 
-        cutter = expert_cutter(world, parallelism, partitioned=True)
-        return PartitionMaker(world, dtype, self.config, self.settings, placements, cutter)
+        cut, owners = self.cutter(world, parallelism, partitioned=True)
+        return PartitionMaker(world, dtype, self.config, self.settings, placements, cut, owners)
 
     def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:
         """See ``Engine``."""
@@ -212,6 +242,16 @@ class FlatBuffers(DeepSpeed):
 
     whole = True
 
+    def check_mesh(self) -> None:
+        """See ``Engine``; raises ConfigError for an exchange of slices, too."""
+        super().check_mesh()
+        if self.exchange and self.mesh.tensor_parallel > 1:
+            raise ConfigError(
+                f"exchange=True with tensor_parallel={self.mesh.tensor_parallel} is not available on "
+                f"{self.title} in this version, where each rank reads its slices; leave exchange out, or use "
+                "zero_stage=3"
+            )
+
     def require(self) -> None:
         """See ``Engine``."""
         from zerostart.upstream.deepspeed import check_sections
@@ -234,11 +274,10 @@ class FlatBuffers(DeepSpeed):
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
         """See ``Engine``."""
-        from zerostart.engines.deepspeed.experts import expert_cutter
         from zerostart.engines.deepspeed.flat import FlatShards
 
-        cutter = expert_cutter(world, parallelism, partitioned=False)
-        return FlatShards(world, self.zero_stage, self._rules(), self.exchange, parallelism, cutter)
+        cut, _ = self.cutter(world, parallelism, partitioned=False)
+        return FlatShards(world, self.zero_stage, self._rules(), self.exchange, parallelism, cut)
 
     def playing(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
         """See ``Engine``: buffers as large as they will be; where ranks are to exchange, the rest stays."""
@@ -253,7 +292,7 @@ class FlatBuffers(DeepSpeed):
             offer_runs(model, rounded, reader.read_runs)
 
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-        """See ``Engine``: this rank's experts; everything else is whole."""
+        """See ``Engine``: this rank's experts or slices; everything else is whole."""
         from zerostart.engines.deepspeed.experts import flat_expert_shards
 
         return flat_expert_shards(model, parallelism, rank)
@@ -268,4 +307,4 @@ class FlatBuffers(DeepSpeed):
         return memory12.after_load(held, whole, self.settings, optimizer, target, self.zero_stage)
 
     def _rules(self) -> FlatRules:
-        return self.settings.flat_rules(self.zero_stage, self.mesh.world_size)
+        return self.settings.flat_rules(self.zero_stage, self.mesh.data(0)[1])

@@ -26,6 +26,7 @@ from zerostart.transfer.memory import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream import deepspeed_stage12 as upstream
 from zerostart.upstream.deepspeed import import_deepspeed
+from zerostart.upstream.deepspeed_tensor_engine import restore_hooks
 from zerostart.upstream.extensions import load_operations
 from zerostart.upstream.torch import storage_users
 
@@ -163,7 +164,8 @@ def _overlapping(segments: Sequence[Segment]) -> bool:
 class FlatShards(FlatBufferShards):
     """Makes parameters that DeepSpeed's optimizers of stages 1 and 2 find flat, and its engine whole.
 
-    ``cut`` leaves this rank's experts in a model, where ranks share them: an expert's owners all read it.
+    ``cut`` leaves this rank's experts or slices in a model, where ranks share them: their owners all read
+    them.
     """
 
     waits = True
@@ -191,11 +193,17 @@ class FlatShards(FlatBufferShards):
         self._keeper.waits = residence.name == HOST
         return residence
 
+    def finish(self, model: nn.Module) -> int:
+        """As it is everywhere; gradients that are partial on each rank are summed by the new parameters."""
+        received = super().finish(model)
+        restore_hooks(model)
+        return received
+
     def born(self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family) -> nn.Parameter:
         """As it is everywhere, with a mark for the engine."""
         new = super().born(old, whole, name, family)
         self._keeper.add(new)
-        upstream.mark(new, name, self._keeper, family.first(name))
+        upstream.mark(new, name, self._keeper)
         return new
 
 

@@ -25,6 +25,7 @@ from zerostart.errors import EngineError
 from zerostart.layout import Layout, flat_partition
 from zerostart.transfer import Arena
 from zerostart.upstream import deepspeed as upstream
+from zerostart.upstream.deepspeed_tensor_engine import restore_hooks
 from zerostart.upstream.extensions import load_operations
 
 __all__ = ["PartitionMaker", "current_shards"]
@@ -38,7 +39,8 @@ Placed = tuple[str, nn.Parameter, Layout, upstream.Home, int]
 class PartitionMaker:
     """Makes ZeRO-3 partitions, wherever the configuration keeps them; see ``ShardMaker``.
 
-    ``cut`` leaves this rank's experts in a model, where ranks share them.
+    ``cut`` leaves this rank's experts or slices in a model, where ranks share them; ``owners`` are the ranks
+    that partition each parameter, None for all.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class PartitionMaker:
         settings: DeepSpeedSettings,
         placements: Placements,
         cut: Callable[[nn.Module], None] | None,
+        owners: dist.ProcessGroup | None = None,
     ) -> None:
         if settings.offload == "nvme":
             upstream.check_swapping()
@@ -66,7 +69,7 @@ class PartitionMaker:
             upstream.check_config(world.size, dtype, config)
             with world.collectives("making groups of hierarchical partitions"):
                 upstream.join_hierarchical_groups(settings.secondary)
-        self._init = upstream.partitioner(world.size, dtype, config, settings.secondary)
+        self._init = upstream.partitioner(world.size, dtype, config, settings.secondary, owners)
         self._swapped: list[nn.Parameter] = []
         self.device = upstream.parameter_device(self._init)
 
@@ -108,9 +111,13 @@ class PartitionMaker:
         return shards
 
     def finish(self, model: nn.Module) -> int:
-        """Write what lies on NVMe to the device; other partitions are in place as soon as they are filled."""
+        """Write what lies on NVMe to the device; other partitions are in place as soon as they are filled.
+
+        Gradients that are partial on each rank are summed by the new parameters.
+        """
         if self._swapped:
             upstream.write_through(self._init, self._swapped)
+        restore_hooks(model)
         return 0
 
     def _check_frozen(self, parameters: Mapping[str, nn.Parameter]) -> None:

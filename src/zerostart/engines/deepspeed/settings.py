@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,7 +52,9 @@ class DeepSpeedSettings:
     What goes together: ``one_dtype`` names the settings with which DeepSpeed handles trainable parameters of
     one dtype only, ``unshared`` those at the top with which experts cannot be shared over ranks,
     ``unreduced`` those of ``zero_optimization`` with which stage 2 does not reduce their gradients.
-    ``ep_plan`` and ``tp_plan``, which are zerostart's, come before the model's own plans.
+    ``ep_plan`` and ``tp_plan``, which are zerostart's, come before the model's own plans. ``tensors`` is the
+    section ``tensor_parallel``, ``autotp_size`` its number of ranks, 0 where it does not say;
+    ``compiles_tensors``: a compiler's pass does its collectives.
     """
 
     stage: int | None = None
@@ -79,6 +81,9 @@ class DeepSpeedSettings:
     unreduced: tuple[str, ...] = ()
     ep_plan: Mapping[str, str] | None = None
     tp_plan: Mapping[str, str] | None = None
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    autotp_size: int = 0
+    compiles_tensors: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> DeepSpeedSettings:
@@ -110,6 +115,9 @@ class DeepSpeedSettings:
             unreduced=tuple(key for key in _REDUCING if zero.get(key, True) is False),
             ep_plan=known.get("ep_plan"),
             tp_plan=known.get("tp_plan"),
+            tensors=(tensors := section_of(known, "tensor_parallel")),
+            autotp_size=number(tensors, "autotp_size", 0),
+            compiles_tensors="autotp" in (section_of(known, "compile").get("passes") or ()),
             **_sizes(zero),
             **_homes(zero),
         )
@@ -142,26 +150,47 @@ class DeepSpeedSettings:
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise ConfigError for a mesh that cannot be trained, or not with these settings."""
         world_size = mesh.world_size
-        if mesh.tensor_parallel > 1:
-            raise ConfigError(
-                f"tensor_parallel={mesh.tensor_parallel} is not available on deepspeed in this version; "
-                "use engine='fsdp2', or tensor_parallel=1"
-            )
-        zero = "engine_config['zero_optimization']"
+        self._check_tensors(mesh)
         for there, setting, section in (
-            (self.offload == "nvme", "offload_param to nvme", zero),
-            (self.secondary > 1, f"zero_hpz_partition_size={self.secondary}", zero),
+            (self.offload == "nvme", "offload_param to nvme", _ZERO),
+            (self.secondary > 1, f"zero_hpz_partition_size={self.secondary}", _ZERO),
             *((True, setting, "engine_config") for setting in self.unshared),
         ):
-            if there and mesh.expert_parallel > 1:
-                raise ConfigError(
-                    f"expert_parallel={mesh.expert_parallel} with {setting} is not available in this "
-                    f"version; use expert_parallel=1, or leave {setting.split('=')[0]} out of {section}"
-                )
+            for shared in ("expert_parallel", "tensor_parallel"):
+                if there and getattr(mesh, shared) > 1:
+                    raise ConfigError(
+                        f"{shared}={getattr(mesh, shared)} with {setting} is not available in this "
+                        f"version; use {shared}=1, or leave {setting.split('=')[0]} out of {section}"
+                    )
         if world_size % min(self.secondary, world_size):
             raise ConfigError(
                 f"zero_hpz_partition_size={self.secondary} does not divide the {world_size} ranks; choose a "
                 "divisor"
+            )
+
+    def _check_tensors(self, mesh: Mesh) -> None:
+        size = mesh.tensor_parallel
+        if self.autotp_size > 1 and self.autotp_size != size:
+            raise ConfigError(
+                f"tensor_parallel={size}, and engine_config['tensor_parallel'] has "
+                f"autotp_size={self.autotp_size}; use one number for both, or leave one out"
+            )
+        if size == 1:
+            return
+        if mesh.expert_parallel > 1:
+            raise ConfigError(
+                f"expert_parallel={mesh.expert_parallel} with tensor_parallel={size} is not available on "
+                "deepspeed in this version; use engine='fsdp2', or set one of the two to 1"
+            )
+        ruled = [key for key in ("preset_model", "partition_config") if self.tensors.get(key)]
+        if ruled and self.tp_plan is not None:
+            raise ConfigError(
+                f"engine_config has both tp_plan and a {ruled[0]} in tensor_parallel; use one of them"
+            )
+        if self.compiles_tensors:
+            raise ConfigError(
+                f"tensor_parallel={size} with the pass 'autotp' of engine_config['compile'] is not available "
+                "in this version; use other passes, or leave it out"
             )
 
     def flat_rules(self, zero_stage: int, partitions: int) -> FlatRules:

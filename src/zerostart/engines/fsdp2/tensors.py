@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from zerostart.engines.shard import replace_everywhere
 from zerostart.errors import EngineError
-from zerostart.layout import Cut, Parallelism
+from zerostart.layout import Cut, Parallelism, Ranges
 from zerostart.upstream.transformers_tensor import run_in_style
 
 __all__ = ["cut_tensors", "distributed"]
@@ -44,11 +44,12 @@ def cut_tensors(model: nn.Module, parallelism: Parallelism, mesh: DeviceMesh) ->
             run_in_style(model, module, style, mesh)
 
 
-def _placement(cut: Cut, dimensions: int) -> Placement:
+def _placement(cut: Cut | Ranges, dimensions: int) -> Placement:
     """DTensor's name for a cut."""
     dim = cut.dim % dimensions
-    if isinstance(cut.parts, tuple):
-        raise EngineError(f"DTensor has no placement for fused parts of the sizes {cut.parts}")
+    if isinstance(cut, Ranges) or isinstance(cut.parts, tuple):
+        what = "cuts at any places" if isinstance(cut, Ranges) else f"fused parts of the sizes {cut.parts}"
+        raise EngineError(f"DTensor has no placement for {what}")
     return Shard(dim) if cut.parts == 1 else _StridedShard(dim, split_factor=cut.parts)
 
 

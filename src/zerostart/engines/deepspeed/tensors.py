@@ -1,0 +1,105 @@
+"""Tensors shared out by ranks on DeepSpeed: the layers that AutoTP makes, born in slices.
+
+DeepSpeed itself says what it slices (``upstream/deepspeed_tensors.py``), before anything is read; here that
+becomes a plan, and the cut of a model on meta by which each rank is left with its slices. Every stage then
+shards these over the ranks that hold the same ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from zerostart.distributed.world import World
+from zerostart.errors import ConfigError, EngineError
+from zerostart.layout import Mesh, Parallelism, ParallelPlan, Ranges
+from zerostart.models import library_of
+from zerostart.upstream import deepspeed_tensors as upstream
+from zerostart.upstream.deepspeed_slices import Slice, slices_of
+from zerostart.upstream.deepspeed_tensor_engine import TensorGroups, mark_sliced
+
+__all__ = ["tensor_cutter", "tensor_parallelism"]
+
+
+def tensor_parallelism(
+    model: nn.Module, mesh: Mesh, section: Mapping[str, Any], given: Mapping[str, str] | None
+) -> Parallelism:
+    """What DeepSpeed makes of ``model`` (on meta, with its true shapes) for the ranks that share tensors.
+
+    ``section`` is the configuration's, ``given`` a plan in transformers' styles in its place. Raises
+    ConfigError for a model that DeepSpeed does not cut, or in a way that leaves a rank without a part, and
+    EngineError where it takes a parameter for one of another shape.
+    """
+    size, kind = mesh.tensor_parallel, type(model).__name__
+    if given is not None:
+        section = {**section, **upstream.rules_of_plan(given)}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tried, library = copy.deepcopy(model), library_of(model)
+    library.tie(tried, set(library.ties(tried)))
+    slices = upstream.described(tried, size, section)
+    if not slices:
+        raise ConfigError(
+            f"tensor_parallel={size}, but DeepSpeed cuts no layer of {kind} with what is configured; say "
+            "which with engine_config['tensor_parallel'], or use tensor_parallel=1"
+        )
+    cuts = {name: _cut(name, piece, size) for name, piece in slices.items()}
+    for name, piece in slices.items():
+        if name in shapes and piece.shape != shapes[name]:
+            raise EngineError(
+                f"DeepSpeed takes {name} for {list(piece.shape)}, and it is {list(shapes[name])}"
+            )
+    return Parallelism(mesh, ParallelPlan(), ParallelPlan(cuts), shapes)
+
+
+def _cut(name: str, piece: Slice, size: int) -> Ranges:
+    remedy = "say otherwise with engine_config['tensor_parallel'], or use tensor_parallel=1"
+    if piece.reason:
+        raise ConfigError(
+            f"tensor_parallel={size}: {name} cannot be loaded in slices, for {piece.reason}; {remedy}"
+        )
+    if not all(piece.ranks):
+        raise ConfigError(
+            f"tensor_parallel={size} leaves ranks without a part of {name} {list(piece.shape)}, which "
+            f"DeepSpeed cuts by whole heads; use fewer ranks, or {remedy}"
+        )
+    return Ranges(piece.dim, piece.ranks)
+
+
+def tensor_cutter(
+    world: World, parallelism: Parallelism, section: Mapping[str, Any], given: Mapping[str, str] | None
+) -> tuple[Callable[[nn.Module], None], dist.ProcessGroup]:
+    """What leaves this rank's slices in a model, and the ranks that have the same ones. Collective.
+
+    Arguments are as in ``tensor_parallelism``.
+    """
+    upstream.require_layers()
+    if given is not None:
+        section = {**section, **upstream.rules_of_plan(given)}
+    with world.collectives("making the groups that share tensors"):
+        groups = TensorGroups(parallelism.mesh.tensor_parallel)
+    return lambda model: _sliced(model, parallelism, section, groups), groups.owners
+
+
+def _sliced(
+    model: nn.Module, parallelism: Parallelism, section: Mapping[str, Any], groups: TensorGroups
+) -> None:
+    """Replace the layers of ``model`` (on meta) by DeepSpeed's, in the slices that were planned."""
+    kinds = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    size = parallelism.mesh.tensor_parallel
+    upstream.sliced(model, size, section)
+    mark_sliced(model, size, section, groups)
+    cuts = parallelism.tensors.cuts
+    found = {name: Ranges(s.dim, s.ranks) for name, s in slices_of(model).items()}
+    wrong = next((name for name in {**found, **cuts} if found.get(name) != cuts.get(name)), None)
+    if wrong is not None:
+        raise EngineError(
+            f"DeepSpeed slices {wrong} otherwise than it would without the checkpoint, which has two tensors "
+            "for names that the model ties; tie them in the checkpoint, or use tensor_parallel=1"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != kinds.get(name, parameter.dtype):
+            parameter.data = parameter.data.to(kinds[name])

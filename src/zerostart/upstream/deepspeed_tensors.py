@@ -1,0 +1,223 @@
+"""Private parts of DeepSpeed's automatic tensor parallelism (AutoTP): its layers, made on meta.
+
+``DeepSpeedEngine._apply_autotp_partitioning`` replaces the linear layers of a whole model and slices their
+weights. It decides by the configuration's section, else by the model's plan, else by names. Here it is run on
+a model on meta, where slicing costs nothing, and what each parameter then says of itself for universal
+checkpoints tells which elements are whose. So there is one place that decides, and it is DeepSpeed's.
+
+To be asked what it would do, it needs no ranks: ``described`` runs it in a process that plays one of them.
+``sliced`` runs it for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.errors import ConfigError
+from zerostart.upstream import deepspeed as upstream
+from zerostart.upstream.deepspeed_slices import TOUCHED as SLICES
+from zerostart.upstream.deepspeed_slices import Slice, slices_of
+from zerostart.upstream.patches import replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.versions import DEEPSPEED
+
+__all__ = ["TOUCHED", "described", "require_layers", "rules_of_plan", "sliced"]
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_LAYERS = "deepspeed.module_inject.layers"
+_PARTITIONING = Use(
+    library=DEEPSPEED,
+    owner=_ENGINE,
+    names=("_apply_autotp_partitioning",),
+    why="run on a model on meta, it makes the layers that it would make of a whole one",
+    shapes=(
+        Shape(
+            f"{_ENGINE}._apply_autotp_partitioning",
+            leads=("model", "tp_config"),
+            has=(
+                "if getattr(model, 'ds_autotp_parsed', False): ...",
+                "partition_config = tp_config.get_partition_config_object()",
+                "hf_tp_plan = _get_hf_tp_plan(model)",
+                "setattr(model, 'ds_autotp_parsed', True)",
+            ),
+        ),
+        Shape(
+            f"{_LAYERS}:TensorParallel_Layer.move",
+            leads=("tensor",),
+            has=("if tensor.is_meta: ...",),
+        ),
+    ),
+)
+_PLAYED = PatchPoint(
+    library=DEEPSPEED,
+    owner="deepspeed.comm",
+    names=("get_rank", "get_world_size"),
+    why="a process that is alone plays the first of the ranks that would share tensors",
+    lasts=Lasts.CALL,
+)
+_GROUPS = PatchPoint(
+    library=DEEPSPEED,
+    owner="deepspeed.utils.groups",
+    names=("get_tensor_model_parallel_group", "get_tensor_model_parallel_world_size"),
+    why="the group of ranks that share tensors is a stand-in there",
+    lasts=Lasts.CALL,
+)
+_DEVICE = PatchPoint(
+    library=DEEPSPEED,
+    owner="deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
+    names=("current_device_name",),
+    why="what is sliced stays on meta",
+    lasts=Lasts.CALL,
+)
+TOUCHED = (
+    _PARTITIONING,
+    _PLAYED,
+    _GROUPS,
+    _DEVICE,
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.runtime.tensor_parallel.config",
+        names=("TPTrainingConfig",),
+        why="the section tensor_parallel, as the engine reads it",
+    ),
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.module_inject.tp_plan_converter:TPPlanConverter",
+        names=("convert",),
+        why="a plan in transformers' styles as DeepSpeed's rules",
+    ),
+)
+
+
+@functools.cache
+def require_layers() -> None:
+    """Raise UnsupportedVersionError unless DeepSpeed has what is used of it."""
+    upstream.import_deepspeed()
+    demand((*TOUCHED, *SLICES), "Use engine='fsdp2'")
+
+
+class _Asked:
+    """What ``_apply_autotp_partitioning`` asks of its engine."""
+
+    local_rank = -1  # No device is to be chosen.
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def autotp_size(self) -> int:
+        return self._size
+
+    def is_deepcompile_enabled(self) -> bool:
+        return False
+
+
+def described(model: nn.Module, size: int, section: Mapping[str, Any]) -> dict[str, Slice]:
+    """What DeepSpeed slices of ``model`` (on meta, and given up) for ``size`` ranks, by parameter name.
+
+    Aliases included; what is not there stays whole. Raises ConfigError where DeepSpeed refuses to.
+    """
+    require_layers()
+    from deepspeed.module_inject import layers
+
+    mode = layers.get_auto_tp_mode()
+    try:
+        with _played(size):
+            _partition(model, size, section)
+    finally:
+        layers.set_autotp_mode(mode == layers.AUTOTP_MODE.TRAINING)
+    return slices_of(model)
+
+
+def sliced(model: nn.Module, size: int, section: Mapping[str, Any]) -> None:
+    """Leave this rank's slices of ``model`` (on meta) in it, in DeepSpeed's layers, for good.
+
+    In a process that has joined the groups of ranks that share tensors. Raises ConfigError where DeepSpeed
+    refuses to.
+    """
+    # What is no parameter has its values by now, and layers that take a buffer over take it to meta.
+    buffers = dict(model.named_buffers())
+    _partition(model, size, section)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name in buffers:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = buffers[name]
+
+
+def rules_of_plan(plan: Mapping[str, str]) -> dict[str, Any]:
+    """A plan in transformers' styles as the section ``tensor_parallel`` has it, converted by DeepSpeed.
+
+    Raises ConfigError for a style that DeepSpeed has no layer for.
+    """
+    require_layers()
+    from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+
+    try:
+        specs = TPPlanConverter.convert(dict(plan)) or []
+    except ValueError as error:
+        raise ConfigError(f"engine_config['tp_plan']: {error}") from error
+    found = [
+        {
+            "patterns": spec.patterns,
+            "partition_type": spec.partition_type.value,
+            "gather_output": spec.gather_output,
+            "grad_allreduce": spec.grad_allreduce,
+        }
+        for spec in specs
+    ]
+    return {"partition_config": {"use_default_specs": False, "layer_specs": found}}
+
+
+def _partition(model: nn.Module, size: int, section: Mapping[str, Any]) -> None:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.module_inject import layers
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    engine: Any = DeepSpeedEngine
+    config = _config(size, section)
+    layers.set_autotp_mode(training=True)
+    kind = type(model).__name__
+    device = replaced(_DEVICE, get_accelerator(), "current_device_name", lambda *_: "meta")
+    try:
+        # It prints what it has registered; new layers are to take no memory.
+        with contextlib.redirect_stdout(io.StringIO()), device, torch.device("meta"):
+            engine._apply_autotp_partitioning(_Asked(size), model, config)
+    except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
+        raise ConfigError(
+            f"tensor_parallel={size}: DeepSpeed does not cut {kind} over ranks: {error} Say how with "
+            "engine_config['tensor_parallel'] (preset_model, or partition_config), or use tensor_parallel=1"
+        ) from error
+
+
+def _config(size: int, section: Mapping[str, Any]) -> Any:
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from pydantic import ValidationError
+
+    try:
+        return TPTrainingConfig(**{**section, "autotp_size": size})
+    except (ValidationError, ValueError, AssertionError) as error:
+        raise ConfigError(f"DeepSpeed refuses engine_config['tensor_parallel']: {error}") from error
+
+
+@contextlib.contextmanager
+def _played(size: int) -> Iterator[None]:
+    """Inside, this process is the first of ``size`` ranks that share tensors, and there are no others."""
+    import deepspeed.comm as comm
+    from deepspeed.utils import groups
+
+    stand_in = object()
+    with ExitStack() as stack:
+        for point, module, answers in (
+            (_PLAYED, comm, (lambda group=None: 0, lambda group=None: size)),
+            (_GROUPS, groups, (lambda: stand_in, lambda: size)),
+        ):
+            for name, answer in zip(point.names, answers, strict=True):
+                stack.enter_context(replaced(point, module, name, answer))
+        yield
