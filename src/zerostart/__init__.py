@@ -54,6 +54,7 @@ def load(
     engine_config: Mapping[str, object] | None = None,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
+    sequence_parallel: int = 1,
     dtype: torch.dtype | None = None,
     converter: Converter = None,
     memory_limit: int | None = None,
@@ -92,6 +93,9 @@ def load(
             travel to them. Divides the number of ranks; 1 or more, with ``tensor_parallel=1``.
         tensor_parallel: ranks that share tensors and see one batch, by the model's tensor-parallel plan;
             FSDP2 only. Divides the number of ranks; 1 or more, with ``expert_parallel=1``.
+        sequence_parallel: ranks that share each sequence of a batch: attention heads travel between them
+            (DeepSpeed's Ulysses, stages 1 to 3) or keys and values do (context parallelism, FSDP2). It cuts
+            no parameter. Divides the number of ranks; see ``docs/parallelism.md``.
         dtype: floating dtype of the model; None keeps the checkpoint's own (its configuration's, else the
             stored one), or the one that ``engine_config`` asks for.
         converter: None for the conversions that transformers or diffusers registers for the model, a callable
@@ -135,6 +139,7 @@ def plan(
     zero_stage: int = 3,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
+    sequence_parallel: int = 1,
     dtype: torch.dtype | None = None,
     converter: Converter = None,
     model: ModelLike = None,
@@ -260,6 +265,7 @@ def enabled(
     engine_config: Mapping[str, object] | None = None,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
+    sequence_parallel: int = 1,
     memory_limit: int | None = None,
     chunk_size: int | None = None,
     progress: bool = True,
@@ -307,6 +313,7 @@ def enable(
     engine_config: Mapping[str, object] | None = None,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
+    sequence_parallel: int = 1,
     memory_limit: int | None = None,
     chunk_size: int | None = None,
     progress: bool = True,

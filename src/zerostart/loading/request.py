@@ -38,7 +38,7 @@ class Request(LoadArguments):
             raise ConfigError(f"world_size={world_size} must be at least 1")
         if rank is not None and not 0 <= rank < world_size:
             raise ConfigError(f"rank={rank} is not one of the {world_size} ranks")
-        mesh = Mesh(world_size, self.expert_parallel, self.tensor_parallel)
+        mesh = Mesh(world_size, self.expert_parallel, self.tensor_parallel, self.sequence_parallel)
         return engines.resolve_engine(self.engine, self.zero_stage, self.engine_config, mesh, self.exchange)
 
     def _check(self) -> None:

@@ -20,6 +20,7 @@ from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.stages import begin_batch
 from zerostart.engines.memory import Held, Moment, Optimizer, Target
 from zerostart.engines.placements import DEVICE, HOST, Placements, placed_on_mesh
+from zerostart.engines.sequences import check_ring
 from zerostart.engines.shard import Shard
 from zerostart.engines.training import AccelerateSetup, TrainingJob
 from zerostart.errors import ConfigError, EngineError
@@ -92,6 +93,10 @@ class FSDP2(Engine):
         """See ``Engine``."""
         policy = self.settings.mp_policy
         return None if policy is None else policy.param_dtype
+
+    def check_sequences(self, model: nn.Module) -> None:
+        """See ``Engine``: torch's context parallelism."""
+        check_ring(model, self.mesh.sequence_parallel)
 
     def given_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
         """See ``Engine``."""

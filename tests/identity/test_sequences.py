@@ -1,0 +1,106 @@
+"""Ranks that share sequences train as one process that sees the whole batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerostart
+from parity import CLIP, Trace, checkpoint, differences, optimizer
+from ranks import run_ranks
+from sequences import IGNORED, ROWS, alone, loss_of, part_of, shifted, steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sequences")
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 2), (3, 2), (2, 4), (3, 4)])
+def test_heads_travel(kind: str, stage: int, world: int, folder: Path) -> None:
+    path = checkpoint("qwen3", folder)
+    wanted = run_ranks(alone, 1, path, kind)[0]
+    for found in run_ranks(train, world, path, kind, stage):
+        assert differences(found, wanted) == []
+
+
+def train(path: Path, kind: str, stage: int, accumulation: int = 2, experts: int = 1) -> Trace:
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    size, rank = 2, dist.get_rank()
+    groups = dist.get_world_size() // size
+    rows = ROWS // (groups * accumulation)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+    }
+    model = zerostart.load(
+        path,
+        engine="deepspeed",
+        zero_stage=stage,
+        engine_config=config,
+        sequence_parallel=size,
+        expert_parallel=experts,
+        progress=False,
+    )
+    model.train()
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", size, rows)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=config, mpu=mpu)
+    trace = Trace()
+    for batch in steps(kind):
+        predicted = (shifted(batch["labels"]) != IGNORED).sum()
+        total = torch.zeros(())
+        for part in range(accumulation):
+            first = (rank // size * accumulation + part) * rows
+            own = part_of({k: v[first : first + rows] for k, v in batch.items()}, rank % size, size)
+            logits = engine(own["input_ids"], position_ids=own["position_ids"], use_cache=False).logits
+            loss = loss_of(logits, own["labels"]) / predicted
+            # DeepSpeed takes the mean over all ranks at stage 3, over those with a batch of their own before.
+            mean = dist.get_world_size() if stage == 3 else groups
+            engine.backward(loss * mean * accumulation)
+            total += loss.detach()
+            if part == accumulation - 1 and not trace.gradients:
+                trace.gradients = gradients(model, experts)
+            engine.step()
+        dist.all_reduce(total)
+        trace.losses.append(total.item())
+        trace.norms.append(float(engine.get_global_grad_norm()))
+    for name, value in zerostart.full_tensors(engine, rank=None):
+        assert value is not None
+        trace.weights[name] = value
+    return trace
+
+
+def gradients(model: torch.nn.Module, experts: int) -> dict[str, torch.Tensor]:
+    """Whole gradients, by DeepSpeed's own means; experts put together by torch."""
+    from deepspeed.utils import groups, safe_get_full_grad
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = safe_get_full_grad(parameter).clone()
+        if ".experts." in name and experts > 1:
+            group = groups._get_expert_parallel_group(f"ep_size_{experts}")
+            parts = [torch.empty_like(gradient) for _ in range(experts)]
+            dist.all_gather(parts, gradient.contiguous(), group=group)
+            gradient = torch.cat(parts)
+        found[name] = gradient
+    return found
+
+
+@pytest.mark.parametrize(
+    ("experts", "stage", "world"), [(2, 2, 2), (2, 3, 2), (2, 2, 4), (2, 3, 4), (4, 2, 4), (4, 3, 4)]
+)
+def test_experts(stage: int, world: int, experts: int, folder: Path) -> None:
+    path = checkpoint("qwen3_moe", folder)
+    wanted = run_ranks(alone, 1, path, "packed")[0]
+    for found in run_ranks(train, world, path, "packed", stage, 2, experts):
+        assert differences(found, wanted) == []
