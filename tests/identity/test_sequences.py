@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_parallel_deepspeed import gradients
+from test_parallel_fsdp2 import clip, whole
 
 import zerostart
 from parity import CLIP, Trace, checkpoint, differences, optimizer
@@ -80,20 +82,61 @@ def train(path: Path, kind: str, stage: int, accumulation: int = 2, experts: int
     return trace
 
 
-def gradients(model: torch.nn.Module, experts: int) -> dict[str, torch.Tensor]:
-    """Whole gradients, by DeepSpeed's own means; experts put together by torch."""
-    from deepspeed.utils import groups, safe_get_full_grad
+@pytest.mark.parametrize(
+    ("stage", "world", "experts"), [(3, 2, 1), (1, 2, 1), (2, 4, 1), (3, 4, 1), (3, 2, 2), (3, 4, 2)]
+)
+def test_keys_and_values_travel(stage: int, world: int, experts: int, folder: Path) -> None:
+    path = checkpoint("qwen3_moe" if experts > 1 else "qwen3", folder)
+    wanted = run_ranks(alone, 1, path, "padded")[0]
+    for found in run_ranks(train_in_rings, world, path, stage, 2, experts):
+        assert differences(found, wanted) == []
 
-    found = {}
-    for name, parameter in model.named_parameters():
-        gradient = safe_get_full_grad(parameter).clone()
-        if ".experts." in name and experts > 1:
-            group = groups._get_expert_parallel_group(f"ep_size_{experts}")
-            parts = [torch.empty_like(gradient) for _ in range(experts)]
-            dist.all_gather(parts, gradient.contiguous(), group=group)
-            gradient = torch.cat(parts)
-        found[name] = gradient
-    return found
+
+def train_in_rings(path: Path, stage: int, accumulation: int, experts: int) -> Trace:
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    size, rank, world = 2, dist.get_rank(), dist.get_world_size()
+    groups = world // size
+    rows = ROWS // (groups * accumulation)
+    model = zerostart.load(
+        path,
+        engine="fsdp2",
+        zero_stage=stage,
+        sequence_parallel=size,
+        expert_parallel=experts,
+        progress=False,
+    )
+    _attach_context_parallel_hooks(model)
+    model.train()
+    mesh = init_device_mesh("cpu", (groups, size), mesh_dim_names=("dp", "cp"))["cp"]
+    optim, trace = optimizer(model), Trace()
+    for batch in steps("padded"):
+        wanted = shifted(batch["labels"])
+        predicted, total = (wanted != IGNORED).sum(), torch.zeros(())
+        for part in range(accumulation):
+            first = (rank // size * accumulation + part) * rows
+            own = [
+                tensor[first : first + rows].clone()
+                for tensor in (batch["input_ids"], batch["position_ids"], wanted)
+            ]
+            with context_parallel(mesh, buffers=own, buffer_seq_dims=[1] * 3, no_restore_buffers=set(own)):
+                logits = model(own[0], position_ids=own[1], use_cache=False).logits
+                loss = loss_of(logits, own[2]) / predicted
+                (loss * world).backward()  # fully_shard takes the mean over all ranks
+            total += loss.detach()
+        if not trace.gradients:
+            trace.gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+        dist.all_reduce(total)
+        trace.losses.append(total.item())
+        trace.norms.append(clip(model))
+        optim.step()
+        optim.zero_grad()
+    for name, value in zerostart.full_tensors(model, rank=None):
+        assert value is not None
+        trace.weights[name] = value
+    return trace
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from zerostart.training.config import parse_config
 __all__ = ["running", "weighing"]
 
 SOURCE = "qwen3_even"
-ENGINES = [("deepspeed", 3, 2), ("deepspeed", 2, 2)]
-WIDER = [("deepspeed", 1, 2), ("deepspeed", 2, 4), ("deepspeed", 3, 4)]
+ENGINES = [("deepspeed", 3, 2), ("deepspeed", 2, 2), ("fsdp2", 3, 2)]
+WIDER = [("deepspeed", 1, 2), ("deepspeed", 2, 4), ("deepspeed", 3, 4), ("fsdp2", 1, 2), ("fsdp2", 3, 4)]
 
 
 def shared(given, engine, stage, size=2):

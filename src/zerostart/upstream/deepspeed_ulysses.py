@@ -126,4 +126,5 @@ def _mask_of(positions: torch.Tensor, window: int | None) -> torch.Tensor | None
     mask = mask[None, None]
     if documents is None:
         return mask
-    return mask & (documents[:, None, :, None] == documents[:, None, None, :])
+    together: torch.Tensor = documents[:, None, :, None] == documents[:, None, None, :]
+    return mask & together
