@@ -97,7 +97,7 @@ def ring(mesh: DeviceMesh) -> Iterator[None]:
     with context_parallel(mesh, buffers=[parts], buffer_seq_dims=[0], no_restore_buffers={parts}):
         if parts.tolist() != list(chunks):
             raise EngineError(
-                f"context_parallel of torch gives this rank the parts {parts.tolist()} of a sequence, and not "
+                f"context_parallel of torch gives this rank parts {parts.tolist()} of a sequence, and not "
                 f"{list(chunks)}; use sequence_parallel=1"
             )
         yield
@@ -153,7 +153,7 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DT
 
 
 def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    """``op(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, ...)`` around the ring."""
+    """``op(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, ...)``."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     *tensors, dropout, causal = args
