@@ -137,7 +137,8 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DT
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     query, key, value, *more = args
-    dropout, causal = (*more, *(0.0, False)[len(more) :])
+    dropout = more[0] if more else 0.0
+    causal = more[1] if len(more) > 1 else False
     results = _attention._templated_ring_attention(
         query.device_mesh.get_group(),
         _SEQUENCE,

@@ -83,7 +83,7 @@ class FSDP2(Engine):
         _ = self.settings
 
     def check_mesh(self) -> None:
-        """See ``Engine``."""
+        """See ``Engine``; raises ConfigError."""
         self.settings.check_mesh(self.mesh)
         size = self.mesh.sequence_parallel
         if size > 1 and not self.units:
