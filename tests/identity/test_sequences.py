@@ -22,12 +22,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sequences")
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-@pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 2), (3, 2), (2, 4), (3, 4)])
+def wider(*cases: tuple[Any, ...]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "world"),
+    [
+        ("packed", 3, 2),
+        ("padded", 2, 2),
+        *wider(("packed", 1, 2), ("padded", 3, 2), ("packed", 2, 2)),
+        *wider(*((kind, stage, 4) for kind in ("packed", "padded") for stage in (2, 3))),
+    ],
+)
 def test_heads_travel(kind: str, stage: int, world: int, folder: Path) -> None:
     path = checkpoint("qwen3", folder)
     wanted = run_ranks(alone, 1, path, kind)[0]
     for found in run_ranks(train, world, path, kind, stage):
+        assert differences(found, wanted) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_windows_slide(kind: str, folder: Path) -> None:
+    """A window of 4 tokens in one of two layers, within a packed document and in padded sequences."""
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    path = checkpoint("qwen3", folder, **window)
+    wanted = run_ranks(alone, 1, path, kind)[0]
+    for found in run_ranks(train, 2, path, kind, 3):
+        assert differences(found, wanted) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experts", "stage", "world"), [(2, 2, 2), (2, 3, 2), (2, 2, 4), (2, 3, 4), (4, 2, 4), (4, 3, 4)]
+)
+def test_experts_and_heads(experts: int, stage: int, world: int, folder: Path) -> None:
+    path = checkpoint("qwen3_moe", folder)
+    wanted = run_ranks(alone, 1, path, "packed")[0]
+    for found in run_ranks(train, world, path, "packed", stage, 2, experts):
         assert differences(found, wanted) == []
 
 
@@ -83,7 +116,8 @@ def train(path: Path, kind: str, stage: int, accumulation: int = 2, experts: int
 
 
 @pytest.mark.parametrize(
-    ("stage", "world", "experts"), [(3, 2, 1), (1, 2, 1), (2, 4, 1), (3, 4, 1), (3, 2, 2), (3, 4, 2)]
+    ("stage", "world", "experts"),
+    [(3, 2, 2), *wider((3, 2, 1), (1, 2, 1), (2, 4, 1), (3, 4, 1), (3, 4, 2))],
 )
 def test_keys_and_values_travel(stage: int, world: int, experts: int, folder: Path) -> None:
     path = checkpoint("qwen3_moe" if experts > 1 else "qwen3", folder)
@@ -137,13 +171,3 @@ def train_in_rings(path: Path, stage: int, accumulation: int, experts: int) -> T
         assert value is not None
         trace.weights[name] = value
     return trace
-
-
-@pytest.mark.parametrize(
-    ("experts", "stage", "world"), [(2, 2, 2), (2, 3, 2), (2, 2, 4), (2, 3, 4), (4, 2, 4), (4, 3, 4)]
-)
-def test_experts(stage: int, world: int, experts: int, folder: Path) -> None:
-    path = checkpoint("qwen3_moe", folder)
-    wanted = run_ranks(alone, 1, path, "packed")[0]
-    for found in run_ranks(train, world, path, "packed", stage, 2, experts):
-        assert differences(found, wanted) == []
