@@ -54,6 +54,7 @@ def load(
     engine_config: Mapping[str, object] | None = None,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
+    sequence_parallel: int = 1,
     dtype: torch.dtype | None = None,
     converter: Converter = None,
     memory_limit: int | None = None,
@@ -93,6 +94,9 @@ def load(
         tensor_parallel: ranks that share tensors and see one batch: by the model's tensor-parallel plan, or
             on DeepSpeed as its section ``tensor_parallel`` says, whose ``autotp_size`` counts where this is
             1. Divides the number of ranks. See ``docs/parallelism.md``.
+        sequence_parallel: ranks that share each sequence of a batch: attention heads travel between them
+            (DeepSpeed's Ulysses, stages 1 to 3) or keys and values do (context parallelism, FSDP2). It cuts
+            no parameter. Divides the number of ranks; see ``docs/parallelism.md``.
         dtype: floating dtype of the model; None keeps the checkpoint's own (its configuration's, else the
             stored one), or the one that ``engine_config`` asks for.
         converter: None for the conversions that transformers or diffusers registers for the model, a callable
@@ -142,6 +146,7 @@ def plan(
     rank: int | None = None,
     *,
     engine_config: Mapping[str, object] | None = None,
+    sequence_parallel: int = 1,
     exchange: bool | None = None,
     memory_limit: int | None = None,
     chunk_size: int | None = None,
@@ -261,6 +266,7 @@ def enabled(
     engine_config: Mapping[str, object] | None = None,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
+    sequence_parallel: int = 1,
     memory_limit: int | None = None,
     chunk_size: int | None = None,
     progress: bool = True,
@@ -308,6 +314,7 @@ def enable(
     engine_config: Mapping[str, object] | None = None,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
+    sequence_parallel: int = 1,
     memory_limit: int | None = None,
     chunk_size: int | None = None,
     progress: bool = True,

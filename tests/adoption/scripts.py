@@ -17,7 +17,19 @@ class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return len(SEQUENCES)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": SEQUENCES[index], "labels": SEQUENCES[index]}
+        item = {"input_ids": SEQUENCES[index], "labels": SEQUENCES[index]}
+        if "PARALLELISM_CONFIG_SP_SIZE" in os.environ:
+            item["position_ids"] = torch.arange(SEQUENCES.shape[1])  # which Ulysses wants of every batch
+        return item
+
+
+def sequences(key: str, size: int = 2) -> dict[str, str]:
+    """The environment that ``accelerate launch`` makes of ranks that share sequences."""
+    return {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        f"PARALLELISM_CONFIG_{key}_SIZE": str(size),
+        "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
+    }
 
 
 def zero3(folder: Path, **more: Any) -> dict[str, str]:
@@ -78,7 +90,7 @@ def trainer_script(
     args = TrainingArguments(
         output_dir=str(out),
         max_steps=3,
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=arguments.pop("batch_size", 2),
         learning_rate=1e-2,
         logging_steps=1,
         save_strategy="no",

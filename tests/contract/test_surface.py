@@ -25,6 +25,7 @@ def test_load_takes_what_the_contract_says() -> None:
         "engine_config": None,
         "expert_parallel": 1,
         "tensor_parallel": 1,
+        "sequence_parallel": 1,
         "dtype": None,
         "converter": None,
         "memory_limit": None,
@@ -50,6 +51,7 @@ def test_plan_takes_what_the_contract_says() -> None:
         "model",
         "rank",  # This and what follows is beyond the contract.
         "engine_config",
+        "sequence_parallel",
         "exchange",
         "memory_limit",
         "chunk_size",

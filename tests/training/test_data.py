@@ -106,6 +106,9 @@ class FakeSession:
     class model:  # stands for an instance
         eval = train = staticmethod(lambda: None)
 
+    def part(self, batch, predicted):
+        return batch, predicted
+
     def forward(self, batch):
         return batch["input_ids"][0, 0].float()
 

@@ -7,7 +7,9 @@ group ``zerostart.engines``); ``zerostart.testing.EngineConformance`` is what it
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -22,6 +24,7 @@ from zerostart.engines.placements import Placements
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.engines.training import AccelerateSetup, TrainingJob
+from zerostart.errors import ConfigError
 from zerostart.layout import Mesh, Parallelism
 from zerostart.models import Alias
 
@@ -183,7 +186,14 @@ class Engine(abc.ABC):
 
     def parallelism(self, model: nn.Module) -> Parallelism:
         """What the mesh does to the parameters of ``model``, with their true shapes; raises ConfigError."""
+        if self.mesh.sequence_parallel > 1:
+            self.check_sequences(model)
         return resolve(model, self.mesh, *self.given_plans())
+
+    def check_sequences(self, model: nn.Module) -> None:
+        """Raise ConfigError unless ranks can share the sequences of ``model``, as the mesh asks for."""
+        size = self.mesh.sequence_parallel
+        raise ConfigError(f"sequence_parallel={size} is not available on {self.title}; use 1")
 
     def let_cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:  # noqa: B027
         """Note that ``parameter`` may be cast to ``dtype`` when it is gathered."""
@@ -209,6 +219,9 @@ class Engine(abc.ABC):
 
     def keep_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:  # noqa: B027
         """Let places that hold parameters beside their modules follow what the engine puts into these."""
+
+    def share_sequences(self, model: nn.Module) -> None:  # noqa: B027
+        """Prepare a loaded ``model`` for sequences that ranks share."""
 
     def offer_masters(  # noqa: B027
         self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None
@@ -249,11 +262,31 @@ class Engine(abc.ABC):
             {"mixed_precision": mixed_precision, "cpu": not torch.accelerator.is_available()}
         )
 
+    @property
+    def averaging(self) -> int:
+        """Of how many ranks the engine takes the mean gradient; it is the sum where they are fewer than all.
+
+        So a rank's gradient counts as one ``averaging``-th.
+        """
+        return self.mesh.world_size
+
     def begin_batch(self, model: nn.Module, last: bool) -> None:  # noqa: B027
         """Called before the forward of each batch whose gradients are accumulated for one step.
 
         ``last`` is true for the one before the optimizer's step: for each, where nothing is accumulated.
         """
+
+    def begin_sharing(self, model: nn.Module) -> None:  # noqa: B027
+        """Called before training, for sequences that ranks share; ``model`` is as it is called."""
+
+    def sequence_chunks(self, rank: int) -> tuple[tuple[int, ...], int]:
+        """Which chunks of a sequence a rank has, and how many there are of it, of equal length."""
+        place, size = self.mesh.sequence(rank)
+        return (place,), size
+
+    def attending(self) -> AbstractContextManager[None]:
+        """Around a forward, and around its backward, of a model whose sequences ranks share."""
+        return contextlib.nullcontext()
 
     # --- What a forecast asks.
 

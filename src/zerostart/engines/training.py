@@ -18,7 +18,7 @@ class TrainingJob:
 
     ``mixed_precision`` is accelerate's: ``"no"``, ``"bf16"`` or ``"fp16"``. A step sees ``batch_size``
     sequences on each of ``world_size`` ranks, ``accumulation`` times over; ``max_grad_norm`` 0 turns clipping
-    off. ``hidden_size`` is the model's, None where it has none.
+    off. ``hidden_size`` is the model's, None where it has none. ``sequence_parallel`` ranks see one batch.
     """
 
     mixed_precision: str
@@ -27,6 +27,12 @@ class TrainingJob:
     max_grad_norm: float
     world_size: int
     hidden_size: int | None = None
+    sequence_parallel: int = 1
+
+    @property
+    def train_batch_size(self) -> int:
+        """Sequences in a step."""
+        return self.batch_size * self.accumulation * (self.world_size // self.sequence_parallel)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from zerostart.forecast.limits import Fit, Limits
 from zerostart.forecast.memory import held_alone, moments_of
 from zerostart.forecast.moments import peaks
 from zerostart.forecast.result import Memory
-from zerostart.layout import Mesh
 
 __all__ = ["advice", "fits_of"]
 
@@ -83,7 +82,7 @@ def _changes(engine: Engine, limits: Limits) -> Iterator[tuple[list[str], Engine
         yield told, best
     for start, words in ((engine, []), (best, told)):
         for size in _sizes(start.mesh.world_size):
-            mesh = Mesh(size, start.mesh.expert_parallel, start.mesh.tensor_parallel)
+            mesh = replace(start.mesh, world_size=size)
             yield [f"{size} ranks", *words], replace(start, mesh=mesh)
 
 

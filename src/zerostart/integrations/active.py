@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zerostart.engines import Engine, check_choice, family_of, titled
 from zerostart.errors import ConfigError
+from zerostart.integrations.sharing import ALONE, Sharing
 from zerostart.layout import Mesh
 from zerostart.upstream.accelerate import FSDP2Plugin, fsdp2_plugin
 from zerostart.upstream.deepspeed_active import active_config, config_stage, open_init_dtype
@@ -22,7 +23,8 @@ __all__ = ["Active", "find_active", "fsdp2_config"]
 class Active:
     """An engine, its configuration, and the dtype that it wants parameters in (None: the call's own).
 
-    ``building`` is the dtype in which models compute their buffers (None: the call's own).
+    ``building`` is the dtype in which models compute their buffers (None: the call's own), ``sharing`` tells
+    of sequences that ranks share.
     """
 
     engine: str
@@ -30,6 +32,7 @@ class Active:
     config: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype | None = None
     building: torch.dtype | None = None
+    sharing: Sharing = ALONE
 
     @classmethod
     def of(

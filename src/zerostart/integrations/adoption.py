@@ -11,6 +11,7 @@ import functools
 import os
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.pretrained import Call
 from zerostart.integrations.resizing import resize_token_embeddings
+from zerostart.integrations.sharing import Sharing, check_sharing
 from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.record import loaded_models, record_of
 from zerostart.state.full_tensors import full_tensors
@@ -96,14 +98,16 @@ def _choose(served: type[Call], kind: type, arguments: dict[str, Any]) -> Call |
     settings = _stack[-1]
     active = _resolved(settings, kind)
     if active is None:
-        if max(settings.expert_parallel, settings.tensor_parallel) > 1:
+        if max(settings.expert_parallel, settings.tensor_parallel, settings.sequence_parallel) > 1:
             raise ConfigError(
-                f"expert_parallel={settings.expert_parallel} and tensor_parallel={settings.tensor_parallel} "
-                f"are asked for, but no engine is set up when {kind.__name__}.from_pretrained is called; "
-                "start the script with a DeepSpeed ZeRO-3 or FSDP2 configuration, make TrainingArguments or "
-                "the Accelerator before the model, or name it: enabled(engine=...)"
+                f"expert_parallel={settings.expert_parallel}, tensor_parallel={settings.tensor_parallel} and "
+                f"sequence_parallel={settings.sequence_parallel} are asked for, but no engine is set up when "
+                f"{kind.__name__}.from_pretrained is called; start the script with a DeepSpeed ZeRO-3 or "
+                "FSDP2 configuration, make TrainingArguments or the Accelerator before the model, or name it "
+                "in enabled(engine=...)"
             )
         return None
+    active = replace(active, sharing=Sharing.of(active.engine).merged(settings.sequence_parallel))
     join_ranks(active.family.host_backend)
     call = served(settings, active, arguments)
     call.check()
@@ -197,6 +201,7 @@ def _sharded(model: nn.Module) -> bool:
             "one batch, and accelerate gives each rank a batch of its own; use tensor_parallel=1, or a loop "
             "of your own"
         )
+    check_sharing(inner)
     plugin = fsdp2_plugin()
     if engine.wraps or plugin is None:
         raise ConfigError(
@@ -227,11 +232,13 @@ def _sharded(model: nn.Module) -> bool:
 def _partitioned(accelerator: Any, model: nn.Module) -> None:
     """Raise ConfigError for a model that was not loaded for the stage that accelerate has."""
     plugin = accelerator.state.deepspeed_plugin
+    inner = next(loaded_models(model), None)
+    if inner is not None:
+        check_sharing(inner)
     if plugin.hf_ds_config.is_zero3():
         if plugin.zero3_init_flag:
             _refuse_whole(model, "deepspeed")
         return
-    inner = next(loaded_models(model), None)
     engine = None if inner is None else record_of(inner).engine
     if engine is not None and not (engine.wraps and engine.whole):
         raise ConfigError(

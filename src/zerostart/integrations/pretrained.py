@@ -97,6 +97,7 @@ class Call:
                 "`with torch.device(...)`, which zerostart.enabled() cannot honour: "
                 f"{REFUSED['device_map']}"
             )
+        self._active.sharing.check(model)
         quantizer = self._quantizer(config)
         named = model.config.dtype
         source = (
@@ -119,6 +120,7 @@ class Call:
             "engine": active.engine,
             "zero_stage": active.zero_stage,
             "engine_config": active.config,
+            "sequence_parallel": active.sharing.size,
         }
         reinitialised = mismatched if ignore_mismatched else None
         run(

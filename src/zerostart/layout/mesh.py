@@ -8,6 +8,11 @@ sees a batch of its own. The ranks that hold the same section of a parameter sha
 
 With both, each divides the world in its own way: experts are cut by experts alone, over all ranks, and the
 rest by tensors. Tensor-parallel ranks send the same tokens to the experts, each for itself.
+
+Sequence-parallel ranks are neighbours that see one batch, of which each has a part of every sequence. They
+cut no parameter: all ranks share each as if every one had a batch of its own.
+
+    world 4, sequence 2:          batches of  {0 1} {2 3}, parts of it  {0 2} {1 3}
 """
 
 from __future__ import annotations
@@ -21,14 +26,18 @@ __all__ = ["Mesh"]
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """``world_size`` ranks; ``expert_parallel`` of them share experts, ``tensor_parallel`` share tensors."""
+    """``world_size`` ranks; ``expert_parallel`` of them share experts, ``tensor_parallel`` share tensors.
+
+    ``sequence_parallel`` of them share each sequence.
+    """
 
     world_size: int
     expert_parallel: int = 1
     tensor_parallel: int = 1
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("expert_parallel", "tensor_parallel"):
+        for name in ("expert_parallel", "tensor_parallel", "sequence_parallel"):
             size = getattr(self, name)
             if size < 1:
                 raise ConfigError(f"{name}={size} must be at least 1")
@@ -38,6 +47,11 @@ class Mesh:
                     f"{name}={size} does not divide the {self.world_size} ranks; use one of "
                     f"{', '.join(map(str, fitting[-8:]))}, or another number of ranks"
                 )
+        if min(self.tensor_parallel, self.sequence_parallel) > 1:
+            raise ConfigError(
+                f"tensor_parallel={self.tensor_parallel} with sequence_parallel={self.sequence_parallel} is "
+                "not available in this version; use one of them"
+            )
 
     @property
     def parallel(self) -> bool:
@@ -51,6 +65,15 @@ class Mesh:
     def data(self, rank: int) -> tuple[int, int]:
         """Rank and size among those that hold one section of a dense parameter; each has its own batch."""
         return rank // self.tensor_parallel, self.world_size // self.tensor_parallel
+
+    def sequence(self, rank: int) -> tuple[int, int]:
+        """Rank and size among those that share each sequence of a batch."""
+        return rank % self.sequence_parallel, self.sequence_parallel
+
+    def batch(self, rank: int) -> tuple[int, int]:
+        """Which batch a rank sees, and how many there are at a time."""
+        shared = self.sequence_parallel * self.tensor_parallel
+        return rank // shared, self.world_size // shared
 
     def expert(self, rank: int) -> tuple[int, int]:
         """Rank and size in the expert-parallel group."""

@@ -69,6 +69,9 @@ class EnabledArguments:
     )
     expert_parallel: int = _argument(1, Option("Ranks that share experts.", "number", least=1))
     tensor_parallel: int = _argument(1, Option("Ranks that share a tensor.", "number", least=1))
+    sequence_parallel: int = _argument(
+        1, Option("Ranks that share each sequence.", "number", least=1), key="engine.sequence_parallel"
+    )
     memory_limit: int | None = _argument(None, Option("Most staging buffers of a rank.", "size"))
     chunk_size: int | None = _argument(None, Option("Most bytes of one read.", "size"))
     progress: bool = _argument(True, planned=False)

@@ -41,7 +41,7 @@ class Request(LoadArguments):
         tensors = self.tensor_parallel
         if tensors == 1 and self.engine_config:
             tensors = family.configured_tensors(self.engine_config)
-        mesh = Mesh(world_size, self.expert_parallel, tensors)
+        mesh = Mesh(world_size, self.expert_parallel, tensors, self.sequence_parallel)
         return engines.resolve_engine(self.engine, self.zero_stage, self.engine_config, mesh, self.exchange)
 
     def _check(self) -> None:

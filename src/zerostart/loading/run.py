@@ -84,6 +84,7 @@ class _Load:
                     with clock.phase("build"):
                         moved = _gathered(moved, maker.finish(known.built.model))
                         _keep_aliases(known)
+                        known.engine.share_sequences(known.built.model)
                         self._offer_masters(known, destinations, tuning)
                         _finish(request, known)
             report = replace(self._report(known, moved, meter), tier=residence)

@@ -4,7 +4,15 @@ from zerostart.models.aliases import Alias, Aliases
 from zerostart.models.build import ModelLike, build, from_config, require
 from zerostart.models.dtypes import let_cast, set_dtypes
 from zerostart.models.initialise import Program, fill_missing
-from zerostart.models.library import Built, Construction, Converter, ModelLibrary, OwnLoading, Stored
+from zerostart.models.library import (
+    Attention,
+    Built,
+    Construction,
+    Converter,
+    ModelLibrary,
+    OwnLoading,
+    Stored,
+)
 from zerostart.models.origins import Origins, resolve_origins, tie_names
 from zerostart.models.registry import library_in, library_of, model_library_names, register_model_library
 from zerostart.models.tensors import replace_tensor, state_names
@@ -12,6 +20,7 @@ from zerostart.models.tensors import replace_tensor, state_names
 __all__ = [
     "Alias",
     "Aliases",
+    "Attention",
     "Built",
     "Construction",
     "Converter",

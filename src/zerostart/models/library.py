@@ -23,12 +23,28 @@ from zerostart.models.operator_log import OperatorLog
 from zerostart.models.tensors import owner_of, replace_tensor, state_names
 from zerostart.recipe import Coverage, Recipes, Target, matched, one_thread, run_converter, symbols_of
 
-__all__ = ["Built", "Construction", "Converter", "ModelLibrary", "OwnLoading", "Stored"]
+__all__ = ["Attention", "Built", "Construction", "Converter", "ModelLibrary", "OwnLoading", "Stored"]
 
 #: From a state dict under the checkpoint's names and shapes to one under the model's.
 Converter = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 #: From a directory and the dtype that is asked for (None: the checkpoint's own) to the whole model.
 OwnLoading = Callable[[str, torch.dtype | None], nn.Module]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How a model attends along its sequences, for ranks that share them.
+
+    ``implementation`` as transformers names it; ``heads`` of queries, ``key_value_heads`` of keys and values;
+    ``kinds`` of layers. ``obstacle`` says what it has that no ranks can share, in words; then the rest is
+    empty.
+    """
+
+    implementation: str = ""
+    heads: int = 0
+    key_value_heads: int = 0
+    kinds: frozenset[str] = frozenset()
+    obstacle: str = ""
 
 
 @dataclass(frozen=True)
@@ -221,6 +237,10 @@ class ModelLibrary(ABC):
         Names of modules or parameters (``*``: a layer) to transformers' styles.
         """
         return {}
+
+    def attention(self, model: nn.Module) -> Attention:
+        """How ``model`` attends along its sequences."""
+        return Attention(obstacle="attention that zerostart knows nothing of")
 
     def unsaved(self, model: nn.Module) -> tuple[str, ...]:
         """State-dict names that the model itself leaves out of what is saved."""

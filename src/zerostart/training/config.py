@@ -107,11 +107,13 @@ class EngineConfig(_Section):
     sizes, clipping, stage and precision are filled in and ``auto`` means just that; for FSDP2,
     ``reshard_after_forward``, ``replicate`` (the number of replicas) and ``wrap`` (names of the module
     classes to shard as units). ``zero_stage`` 0 keeps the model whole on every rank: with ``fsdp2`` that is
-    DistributedDataParallel. An engine that another package has registered is known by its name, too.
+    DistributedDataParallel. ``sequence_parallel`` ranks share each sequence, and see one batch. An engine
+    that another package has registered is known by its name, too.
     """
 
     name: str = LoadArguments.engine
     zero_stage: int = LoadArguments.zero_stage
+    sequence_parallel: Positive = LoadArguments.sequence_parallel
     config: dict[str, Any] | str = Field(default_factory=dict)
 
     def chosen(self) -> Engine:
@@ -206,6 +208,11 @@ class TrainConfig(_Section):
             raise ValueError(
                 f"train.mixed_precision {precision} is not available with engine.name {engine.name}; use "
                 f"{' or '.join(engine.precisions)}"
+            )
+        if self.engine.sequence_parallel > 1 and self.task.name != "causal-lm":
+            raise ValueError(
+                f"engine.sequence_parallel {self.engine.sequence_parallel} is not available with task.name "
+                f"{self.task.name}: ranks share sequences whose tokens look back alone; leave it out"
             )
         kept = self._kept_dtype
         if kept is not None and self.model.dtype not in (None, kept):

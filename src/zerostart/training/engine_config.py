@@ -24,6 +24,7 @@ def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None)
         train.max_grad_norm,
         world_size,
         hidden_size,
+        config.engine.sequence_parallel,
     )
     return config.engine.chosen().training_config(job, own_config(config))
 

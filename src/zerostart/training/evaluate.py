@@ -38,23 +38,25 @@ def held_out_batches(
 
 
 class HeldOut:
-    """One rank's part of the held-out batches, collated once: a masked task hides the same tokens each time.
+    """One rank's share of the held-out batches, collated once: a masked task hides the same tokens each time.
 
-    Rank ``rank`` of ``world_size`` takes every ``world_size``-th batch. All ranks have the same number, for a
-    sharded forward is a collective; where they do not divide evenly a batch is repeated with weight 0.
+    Of ``count`` batches at a time a rank has that at ``place``; where ranks share sequences, a part of it.
+    All ranks have the same number, for a sharded forward is a collective; where they do not divide evenly a
+    batch is repeated with weight 0.
     """
 
-    def __init__(self, batches: Sequence[Batch], rank: int, world_size: int) -> None:
-        rounds = -(-len(batches) // world_size)
-        padded = [*batches, *[(batches[0][0], 0)] * (rounds * world_size - len(batches))]
-        self._batches = padded[rank::world_size]
+    def __init__(self, batches: Sequence[Batch], place: int, count: int) -> None:
+        rounds = -(-len(batches) // count)
+        padded = [*batches, *[(batches[0][0], 0)] * (rounds * count - len(batches))]
+        self._batches = padded[place::count]
 
     def loss(self, session: Session) -> float:
         """Mean loss a predicted token over all ranks; collective."""
         session.model.eval()
         total = weight = 0.0
         with torch.no_grad():
-            for batch, predicted in self._batches:
+            for whole, of_whole in self._batches:
+                batch, predicted = session.part(whole, of_whole)
                 loss = session.forward({key: value.to(session.device) for key, value in batch.items()})
                 total += float(loss) * predicted
                 weight += predicted

@@ -13,6 +13,7 @@ from typing import Any
 
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
+from zerostart.layout import Mesh
 from zerostart.training.config import TrainConfig
 from zerostart.training.data import Sequences, file_digests, iter_documents, split_held_out, tokenize
 from zerostart.training.engine_config import engine_config, own_config
@@ -65,7 +66,8 @@ def _held_out(config: TrainConfig, tokenizer: Any, sequences: Sequences, world: 
     # The same seed on every rank and in every run, so that the same tokens are hidden.
     collator = make_collator(config.task, tokenizer, seed=config.train.seed)
     batches = held_out_batches(sequences, collator, config.task, config.train.batch_size)
-    return HeldOut(batches, world.rank, world.size)
+    mesh = Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
+    return HeldOut(batches, *mesh.batch(world.rank))
 
 
 def _facts(config: TrainConfig, settings: Any, tokenizer: Any) -> dict[str, str]:

@@ -13,6 +13,7 @@ import torch
 import zerostart
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, PeerError
+from zerostart.layout import Mesh
 from zerostart.loading.arguments import LoadArguments, keys
 from zerostart.state.keeping import complete
 from zerostart.training.checkpoints import FOLDER, METRICS, Checkpoints, Past, begun_before, newest
@@ -64,6 +65,7 @@ def train(config: TrainConfig) -> TrainResult:
     """
     world = current_world()
     with world.phase("checking the surroundings"):
+        Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
         check_surroundings(config)
     directory = _claim_directory(config, world)
     resumed = newest(config, directory, world)
@@ -199,7 +201,8 @@ class _Run:
         session, summed = self._session, self._failures.sum_over_ranks
         parts: list[tuple[dict[str, torch.Tensor], int]] = []
         with self._failures.kept():
-            parts = [weighed(self._task, next(source)) for _ in range(self._config.accumulation)]
+            whole = [weighed(self._task, next(source)) for _ in range(self._config.accumulation)]
+            parts = [session.part(*batch) for batch in whole]
         predicted, tokens = summed(
             sum(weight for _, weight in parts),
             sum(float(batch["attention_mask"].sum()) for batch, _ in parts),

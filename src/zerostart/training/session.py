@@ -25,6 +25,7 @@ from zerostart.training.config import TrainConfig
 from zerostart.training.data import Sequences
 from zerostart.training.failures import untold
 from zerostart.training.schedule import learning_rate_schedule
+from zerostart.training.sequences import Sharing
 from zerostart.training.tasks import Collator
 
 __all__ = ["Session", "check_surroundings", "open_session"]
@@ -41,7 +42,8 @@ class Session:
     loader: Any
     options: dict[str, Any]  # further arguments of the forward
     engine: Engine  # that the model was loaded for
-    sequences_a_round: int  # in one batch on every rank
+    sequences_a_round: int  # in one batch on every rank, or on all that share one
+    sharing: Sharing | None  # of sequences that ranks share
     draws: bool  # whether making a batch draws from a generator that is no rank's own random state
     position: tuple[int, int] = (0, 0)  # the epoch, and the rounds of it that were had
 
@@ -71,9 +73,16 @@ class Session:
             next(batches)
         return batches
 
+    def part(self, batch: dict[str, torch.Tensor], predicted: int) -> tuple[dict[str, torch.Tensor], int]:
+        """What this rank computes of a whole ``batch``, and how many of its ``predicted`` tokens."""
+        return (batch, predicted) if self.sharing is None else self.sharing.part(batch, predicted)
+
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean loss of one batch, [], by the model's own loss function."""
-        loss: torch.Tensor = self.model(**batch, **self.options).loss
+        if "shift_labels" in batch:  # of a shared sequence, where no rank could make the whole mask
+            batch = {key: value for key, value in batch.items() if key != "attention_mask"}
+        with self.engine.attending():
+            loss: torch.Tensor = self.model(**batch, **self.options).loss
         return loss
 
     def accumulate(self, batch: dict[str, torch.Tensor], share: float) -> torch.Tensor:
@@ -82,13 +91,14 @@ class Session:
         ``share`` is its part (0 to 1) of the predicted tokens of the whole step, of all batches on all ranks.
         The gradients of the step come out as those of the sum of all losses times their shares.
         """
-        # Every engine averages over the ranks, and accelerate or DeepSpeed over the batches of a step: both
-        # as if all weighed alike.
-        alike = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
+        # Every engine averages over ranks, and accelerate or DeepSpeed over the batches of a step: both as if
+        # all weighed alike.
+        alike = self.engine.averaging * self.accelerator.gradient_accumulation_steps
         with self.accelerator.accumulate(self.model):
             self.engine.begin_batch(self.model, self.accelerator.sync_gradients)
             loss = self.forward(batch)
-            self.accelerator.backward(loss.float() * (share * alike))
+            with self.engine.attending():
+                self.accelerator.backward(loss.float() * (share * alike))
         return loss.detach()
 
     def clip(self, max_grad_norm: float) -> float | None:
@@ -163,7 +173,8 @@ def open_session(config: TrainConfig, model: nn.Module, sequences: Sequences, co
     """
     train, engine = config.train, record_of(model).engine
     accelerator = _accelerator(config, engine)
-    needed = train.batch_size * accelerator.num_processes
+    place, count = engine.mesh.batch(accelerator.process_index)
+    needed = train.batch_size * count
     if len(sequences) < needed:
         raise ConfigError(
             f"the data has {len(sequences)} sequences to train on; one batch on every rank takes {needed}"
@@ -182,17 +193,43 @@ def open_session(config: TrainConfig, model: nn.Module, sequences: Sequences, co
     )
     with current_world().collectives("preparing the training"), untold():
         if engine.wraps or engine.whole:
-            model, prepared, loader = accelerator.prepare(model, optimizer, loader)  # whole ones in DDP
+            model, prepared = accelerator.prepare(model, optimizer)  # whole ones in DDP
         else:
             # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
             # for a module that is sharded already it has nothing to do.
-            prepared, loader = accelerator.prepare(optimizer, loader)
+            prepared = accelerator.prepare(optimizer)
+        engine.begin_sharing(model)
+    loader = _prepared(accelerator, loader, place, count)
     # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
     scheduler = learning_rate_schedule(optimizer, train)
     if config.tracking.trackers:
         accelerator.init_trackers(config.tracking.project, config={"train": train.model_dump_json()})
     draws = getattr(collator, "generator", None) is not None
-    return Session(accelerator, model, prepared, scheduler, loader, options, engine, needed, draws)
+    sharing = None
+    if engine.mesh.sequence_parallel > 1:
+        sharing = Sharing(*engine.sequence_chunks(accelerator.process_index), train.batch_size)
+    return Session(accelerator, model, prepared, scheduler, loader, options, engine, needed, sharing, draws)
+
+
+def _prepared(accelerator: Any, loader: Any, place: int, count: int) -> Any:
+    """The ``loader`` of the batches at ``place`` of ``count`` at a time, as accelerate prepares one.
+
+    Not by ``accelerator.prepare``: it knows no ranks that see one batch, or has each draw its own.
+    """
+    from accelerate.data_loader import prepare_data_loader
+
+    options = accelerator.dataloader_config
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=count,
+        process_index=place,
+        put_on_device=accelerator.device_placement,
+        rng_types=list(accelerator.rng_types),
+        even_batches=options.even_batches,
+        use_seedable_sampler=options.use_seedable_sampler,
+        data_seed=options.data_seed,
+    )
 
 
 def _accelerator(config: TrainConfig, engine: Engine) -> Any:

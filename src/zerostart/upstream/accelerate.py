@@ -14,7 +14,18 @@ import torch.distributed as dist
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.versions import ACCELERATE
 
-__all__ = ["TOUCHED", "SHARDED", "FSDP2Plugin", "fsdp2_plugin", "is_set", "join_ranks", "remember", "require"]
+__all__ = [
+    "TOUCHED",
+    "SHARDED",
+    "FSDP2Plugin",
+    "fsdp2_plugin",
+    "is_set",
+    "join_ranks",
+    "parallelism",
+    "remember",
+    "remember_parallelism",
+    "require",
+]
 
 #: What ``fully_shard`` puts before the name of a module's class.
 SHARDED = "FSDP"
@@ -25,8 +36,8 @@ TOUCHED = (
         library=ACCELERATE,
         owner=_ACCELERATOR_STATE,
         names=("_shared_state", "is_fsdp2"),
-        attributes=("_mixed_precision",),
-        why="whether an Accelerator has an FSDP plugin, and its mixed precision",
+        attributes=("_mixed_precision", "parallelism_config"),
+        why="whether an Accelerator has an FSDP plugin or parallelism, and its mixed precision",
     ),
     Use(
         library=ACCELERATE,
@@ -132,6 +143,33 @@ def remember(arguments: Any) -> None:
     """Note ``TrainingArguments`` that ask for FSDP, for as long as they live."""
     global _arguments
     _arguments = weakref.ref(arguments)
+
+
+#: The ``TrainingArguments`` with a ``ParallelismConfig`` that were made last.
+_parallel_arguments: weakref.ref[Any] | None = None
+
+
+def parallelism() -> Any:
+    """The active ``ParallelismConfig``: an ``Accelerator``'s, ``TrainingArguments``' or the launcher's.
+
+    None if there is none. Raises what accelerate raises for one that contradicts itself.
+    """
+    from accelerate import ParallelismConfig
+    from accelerate.state import AcceleratorState
+
+    found: Any = AcceleratorState._shared_state.get("parallelism_config")
+    arguments = _parallel_arguments() if _parallel_arguments is not None else None
+    if found is None and arguments is not None:
+        found = arguments.parallelism_config
+    if found is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        found = ParallelismConfig()
+    return found
+
+
+def remember_parallelism(arguments: Any) -> None:
+    """Note ``TrainingArguments`` that have a ``ParallelismConfig``, for as long as they live."""
+    global _parallel_arguments
+    _parallel_arguments = weakref.ref(arguments)
 
 
 def is_set(name: str) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from zerostart.upstream.accelerate import SHARDED, is_set, remember, require
+from zerostart.upstream.accelerate import SHARDED, is_set, remember, remember_parallelism, require
 from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
 from zerostart.upstream.shapes import found
@@ -243,6 +243,8 @@ def _remembers_fsdp(original: Any) -> Any:
         result = original(arguments)
         if result is not None:
             remember(arguments)
+        if arguments.parallelism_config is not None:
+            remember_parallelism(arguments)
         return result
 
     return process

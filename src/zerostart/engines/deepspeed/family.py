@@ -20,6 +20,7 @@ from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.flat_memory import after_load as after_load_whole
 from zerostart.engines.memory import Held, Moment, Optimizer, Target
 from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
+from zerostart.engines.sequences import check_heads
 from zerostart.engines.shard import Shard
 from zerostart.engines.training import AccelerateSetup, TrainingJob
 from zerostart.errors import ConfigError
@@ -78,6 +79,7 @@ class DeepSpeed(Engine):
     def check(self) -> None:
         """See ``Engine``."""
         self.settings.check_stage(self.zero_stage, self.mesh.expert_parallel > 1)
+        self.settings.check_sequences(self.zero_stage, self.mesh.sequence_parallel)
 
     @classmethod
     def configured_tensors(cls, config: Mapping[str, Any]) -> int:
@@ -123,6 +125,19 @@ class DeepSpeed(Engine):
         """See ``Engine``; it is the section ``optimizer``."""
         return self.settings.optimizer
 
+    def check_sequences(self, model: nn.Module) -> None:
+        """See ``Engine``: Ulysses."""
+        check_heads(model, self.mesh.sequence_parallel)
+
+    def share_sequences(self, model: nn.Module) -> None:
+        """See ``Engine``: Ulysses itself is registered by whoever starts DeepSpeed's engine."""
+        from zerostart.upstream.deepspeed import join_group
+        from zerostart.upstream.deepspeed_ulysses import mask_sequences
+
+        if self.mesh.sequence_parallel > 1:
+            join_group()  # which Ulysses makes its groups of
+            mask_sequences(model)
+
     def given_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
         """See ``Engine``."""
         return self.settings.ep_plan, self.settings.tp_plan, None
@@ -137,7 +152,14 @@ class DeepSpeed(Engine):
 
     def accelerate(self, mixed_precision: str) -> AccelerateSetup:
         """See ``Engine``."""
-        return accelerate_setup(mixed_precision, self.config or {})
+        return accelerate_setup(mixed_precision, self.config or {}, self.mesh.sequence_parallel)
+
+    def begin_sharing(self, model: nn.Module) -> None:
+        """See ``Engine``: what is evaluated is shared, too."""
+        from zerostart.upstream.deepspeed_ulysses import evaluate_in_parts
+
+        if self.mesh.sequence_parallel > 1:
+            evaluate_in_parts()
 
     def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
         """See ``Engine``: the bucket, the states on the host, a higher stage, parameters on the host."""
@@ -251,6 +273,11 @@ class FlatBuffers(DeepSpeed):
                 f"{self.title} in this version, where each rank reads its slices; leave exchange out, or use "
                 "zero_stage=3"
             )
+
+    @property
+    def averaging(self) -> int:
+        """See ``Engine``: ranks that share sequences are one. Stage 3 counts all."""
+        return self.mesh.world_size // self.mesh.sequence_parallel
 
     def require(self) -> None:
         """See ``Engine``."""

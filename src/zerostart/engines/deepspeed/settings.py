@@ -49,9 +49,10 @@ class DeepSpeedSettings:
     ``accumulates``: dtype in which gradients are kept, None for the model's own; ``optimizer``: the one that
     the engine is to make, as ``zerostart.plan`` names it, None for none.
 
-    What goes together: ``one_dtype`` names the settings with which DeepSpeed handles trainable parameters of
-    one dtype only, ``unshared`` those at the top with which experts cannot be shared over ranks,
-    ``unreduced`` those of ``zero_optimization`` with which stage 2 does not reduce their gradients.
+    What goes together: ``sequence_parallel`` are the ranks that share sequences, ``unaveraged`` the settings
+    with which their gradients have no one mean; ``one_dtype`` names the settings with which DeepSpeed handles
+    trainable parameters of one dtype only, ``unshared`` those at the top with which experts cannot be shared
+    over ranks, ``unreduced`` those of ``zero_optimization`` with which stage 2 reduces none of theirs.
     ``ep_plan`` and ``tp_plan``, which are zerostart's, come before the model's own plans. ``tensors`` is the
     section ``tensor_parallel``, ``autotp_size`` its number of ranks, 0 where it does not say;
     ``compiles_tensors``: a compiler's pass does its collectives.
@@ -76,6 +77,8 @@ class DeepSpeedSettings:
     swap_buffers: int = SWAP_BUFFERS
     accumulates: torch.dtype | None = None
     optimizer: str | None = None
+    sequence_parallel: int = 1
+    unaveraged: tuple[str, ...] = ()
     one_dtype: tuple[str, ...] = ()
     unshared: tuple[str, ...] = ()
     unreduced: tuple[str, ...] = ()
@@ -97,7 +100,6 @@ class DeepSpeedSettings:
         zero = section_of(known, "zero_optimization")
         accumulated = section_of(known, "data_types").get("grad_accum_dtype")
         unshared = {
-            "sequence_parallel_size": number(known, "sequence_parallel_size", 1) > 1,
             "use_data_before_expert_parallelism": known.get("use_data_before_expert_parallelism") is True,
         }
         return cls(
@@ -111,6 +113,8 @@ class DeepSpeedSettings:
             fused=known.get("zero_force_ds_cpu_optimizer") is not False,
             accumulates=_DTYPES.get(str(accumulated)),
             optimizer=_optimizer(known),
+            sequence_parallel=number(known, "sequence_parallel_size", 1),
+            unaveraged=_unaveraged(known, zero),
             unshared=tuple(setting for setting, there in unshared.items() if there),
             unreduced=tuple(key for key in _REDUCING if zero.get(key, True) is False),
             ep_plan=known.get("ep_plan"),
@@ -145,6 +149,25 @@ class DeepSpeedSettings:
         if self.stage not in (None, zero_stage):
             raise EngineError(
                 f"engine_config asks for ZeRO stage {self.stage}, and the load for stage {zero_stage}"
+            )
+
+    def check_sequences(self, zero_stage: int, size: int) -> None:
+        """Raise ConfigError for a configuration with which ``size`` ranks cannot share sequences."""
+        if self.sequence_parallel not in (1, size):
+            raise ConfigError(
+                f"engine_config asks for sequence_parallel_size={self.sequence_parallel}, and the load for "
+                f"sequence_parallel={size}; pass sequence_parallel={self.sequence_parallel}"
+            )
+        if size > 1 and zero_stage == 0:
+            raise ConfigError(
+                f"sequence_parallel={size} with zero_stage=0 is not available in this version; use stage 1, "
+                "2 or 3"
+            )
+        for setting in self.unaveraged if size > 1 else ():
+            raise ConfigError(
+                f"sequence_parallel={size} with {setting} is not available in this version: DeepSpeed then "
+                "takes the mean of some gradients over all ranks, and of others over those with a batch of "
+                f"their own; leave {setting.split('=')[0]} out of engine_config, or use sequence_parallel=1"
             )
 
     def check_mesh(self, mesh: Mesh) -> None:
@@ -221,6 +244,15 @@ class DeepSpeedSettings:
             else:
                 found[name] = "cpu"
         return found
+
+
+def _unaveraged(config: Mapping[str, Any], zero: Mapping[str, Any]) -> tuple[str, ...]:
+    predivided = config.get("gradient_predivide_factor", 1.0)
+    found = {
+        f"gradient_predivide_factor={predivided}": predivided not in (1.0, "auto"),
+        "reduce_scatter=False": zero.get("reduce_scatter") is False,
+    }
+    return tuple(setting for setting, there in found.items() if there)
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:

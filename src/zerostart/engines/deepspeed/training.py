@@ -28,7 +28,7 @@ def training_config(stage: int, job: TrainingJob, given: Mapping[str, Any]) -> d
     filled: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.batch_size,
         "gradient_accumulation_steps": job.accumulation,
-        "train_batch_size": job.batch_size * job.accumulation * job.world_size,
+        "train_batch_size": job.train_batch_size,
         # Always stated: DeepSpeed clips at 1.0 when the key is absent, and 0.0 means no clipping.
         "gradient_clipping": job.max_grad_norm,
         "bf16": {"enabled": job.mixed_precision == "bf16"},
@@ -45,9 +45,12 @@ def training_config(stage: int, job: TrainingJob, given: Mapping[str, Any]) -> d
     return filled
 
 
-def accelerate_setup(mixed_precision: str, config: Mapping[str, Any]) -> AccelerateSetup:
-    """accelerate's plugin with the configuration ``config``."""
-    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+def accelerate_setup(
+    mixed_precision: str, config: Mapping[str, Any], sequence_parallel: int
+) -> AccelerateSetup:
+    """accelerate's plugin with the configuration ``config``, and Ulysses, which accelerate starts."""
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, InitProcessGroupKwargs
 
     on_cpu = not torch.accelerator.is_available()
     return AccelerateSetup(
@@ -57,6 +60,12 @@ def accelerate_setup(mixed_precision: str, config: Mapping[str, Any]) -> Acceler
             "deepspeed_plugins": DeepSpeedPlugin(
                 hf_ds_config=copy.deepcopy(dict(config)), zero3_init_flag=False
             ),
+            "parallelism_config": ParallelismConfig(
+                sp_size=sequence_parallel,
+                sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa"),
+            )
+            if sequence_parallel > 1
+            else None,
             "kwargs_handlers": [InitProcessGroupKwargs(backend=HOST_BACKEND)] if on_cpu else None,
         },
         {"ACCELERATE_USE_CPU": "false"},

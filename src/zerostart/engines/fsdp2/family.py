@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerostart.distributed.world import World
+from zerostart.distributed.world import World, default_device
 from zerostart.engines.base import Engine, ShardMaker
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.flat_memory import after_load as after_load_whole
@@ -20,6 +22,7 @@ from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.stages import begin_batch
 from zerostart.engines.memory import Held, Moment, Optimizer, Target
 from zerostart.engines.placements import DEVICE, HOST, Placements, placed_on_mesh
+from zerostart.engines.sequences import check_ring
 from zerostart.engines.shard import Shard
 from zerostart.engines.training import AccelerateSetup, TrainingJob
 from zerostart.errors import ConfigError, EngineError
@@ -80,8 +83,14 @@ class FSDP2(Engine):
         _ = self.settings
 
     def check_mesh(self) -> None:
-        """See ``Engine``."""
+        """See ``Engine``; raises ConfigError."""
         self.settings.check_mesh(self.mesh)
+        size = self.mesh.sequence_parallel
+        if size > 1 and not self.units:
+            raise ConfigError(
+                f"sequence_parallel={size} with zero_stage=0 is not available in this version; use stage 1, "
+                "2 or 3"
+            )
 
     def require(self) -> None:
         """See ``Engine``."""
@@ -92,6 +101,19 @@ class FSDP2(Engine):
         """See ``Engine``."""
         policy = self.settings.mp_policy
         return None if policy is None else policy.param_dtype
+
+    def check_sequences(self, model: nn.Module) -> None:
+        """See ``Engine``: torch's context parallelism."""
+        check_ring(model, self.mesh.sequence_parallel)
+
+    def share_sequences(self, model: nn.Module) -> None:
+        """See ``Engine``: the ring is entered by whoever calls the model."""
+        from zerostart.upstream.torch_context_parallel import require, ring_on_cpu
+
+        if self.mesh.sequence_parallel > 1:
+            require()
+            if default_device().type == "cpu":
+                ring_on_cpu(model)
 
     def given_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
         """See ``Engine``."""
@@ -185,6 +207,34 @@ class FSDP2(Engine):
 
         if isinstance(model, FSDPModule):
             begin_batch(model, self.zero_stage, last)
+
+    def begin_sharing(self, model: nn.Module) -> None:
+        """See ``Engine``: the groups of ranks that share a batch, and no masks of one rank's tokens."""
+        from zerostart.upstream.torch_context_parallel import drop_masks
+
+        if self.mesh.sequence_parallel > 1:
+            drop_masks(model)
+            _ = self._sequence_mesh
+
+    @cached_property
+    def _sequence_mesh(self) -> Any:
+        """The ranks that share this rank's batch; collective when it is made."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = (self.mesh.batch(0)[1], self.mesh.sequence_parallel)
+        return init_device_mesh(default_device().type, shape, mesh_dim_names=("batch", "cp"))["cp"]
+
+    def sequence_chunks(self, rank: int) -> tuple[tuple[int, ...], int]:
+        """See ``Engine``."""
+        from zerostart.upstream.torch_context_parallel import head_and_tail
+
+        return head_and_tail(*self.mesh.sequence(rank))
+
+    def attending(self) -> AbstractContextManager[None]:
+        """See ``Engine``."""
+        from zerostart.upstream.torch_context_parallel import ring
+
+        return contextlib.nullcontext() if self.mesh.sequence_parallel == 1 else ring(self._sequence_mesh)
 
     def moments(
         self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target

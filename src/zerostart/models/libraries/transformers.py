@@ -17,10 +17,11 @@ from torch import nn
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.errors import BuildError
 from zerostart.models.libraries import transformers_conversions as conversions
-from zerostart.models.library import Built, Construction, ModelLibrary, OwnLoading, Stored
+from zerostart.models.library import Attention, Built, Construction, ModelLibrary, OwnLoading, Stored
 from zerostart.models.tensors import state_names
 from zerostart.recipe import Coverage, Recipes, Target, assembled, symbols_of
 from zerostart.upstream import transformers as upstream
+from zerostart.upstream import transformers_attention as attention_parts
 from zerostart.upstream.transformers_quantizers import dequantizer, prepare
 
 __all__ = ["Transformers"]
@@ -158,6 +159,14 @@ class Transformers(ModelLibrary):
     def parallel_rules(self, model: nn.Module, axis: str) -> dict[str, str]:
         """As the model's configuration and class declare."""
         return upstream.parallel_rules(model, axis)
+
+    def attention(self, model: nn.Module) -> Attention:
+        """As its class and configuration say."""
+        if obstacle := attention_parts.obstacle(model):
+            return Attention(obstacle=obstacle)
+        heads, key_value_heads = attention_parts.heads(model)
+        kinds = attention_parts.kinds(model)
+        return Attention(attention_parts.implementation(model), heads, key_value_heads, kinds)
 
     def unsaved(self, model: nn.Module) -> tuple[str, ...]:
         """The model's own names."""

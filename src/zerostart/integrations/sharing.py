@@ -1,0 +1,81 @@
+"""Sequences that ranks share in an existing script, as accelerate's ``ParallelismConfig`` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from zerostart.engines import family_of
+from zerostart.errors import ConfigError
+from zerostart.loading.record import record_of
+from zerostart.models import library_of
+from zerostart.upstream.accelerate import parallelism
+
+__all__ = ["ALONE", "Sharing", "check_sharing"]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How many ranks share each sequence, and the attention implementation that accelerate is told of."""
+
+    size: int = 1
+    attention: str | None = None
+
+    @classmethod
+    def of(cls, engine: str) -> Sharing:
+        """What is active for ``engine``. Raises ConfigError for what Ulysses would refuse, or do wrong."""
+        found = parallelism()
+        if found is None:
+            return cls()
+        if not family_of(engine).wraps:
+            return cls(found.cp_size, "sdpa" if found.cp_size > 1 else None)
+        size, handler = found.sp_size, found.sp_handler
+        if size == 1:
+            return cls()
+        if handler.sp_attn_implementation is None:
+            raise ConfigError(
+                f"ParallelismConfig(sp_size={size}) names no attention implementation; pass "
+                "sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation='sdpa')"
+            )
+        length = None if handler.sp_seq_length_is_variable else handler.sp_seq_length
+        if length is not None and length % size:
+            raise ConfigError(
+                f"ParallelismConfig(sp_size={size}) does not divide sp_seq_length={length}; pad the "
+                "sequences, or use another sp_size"
+            )
+        return cls(size, handler.sp_attn_implementation)
+
+    def merged(self, asked: int) -> Sharing:
+        """With what ``enabled`` asks for. Raises ConfigError where both do, and differ."""
+        if self.size > 1 and asked not in (1, self.size):
+            raise ConfigError(
+                f"sequence_parallel={asked} is asked for, and accelerate's ParallelismConfig has {self.size} "
+                "ranks share sequences; leave sequence_parallel out"
+            )
+        return self if asked == 1 else replace(self, size=asked)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ConfigError for a model whose attention Ulysses is told otherwise of."""
+        known = library_of(model).attention(model)
+        if self.attention not in (None, known.implementation) and not known.obstacle:
+            raise ConfigError(
+                f"sp_attn_implementation={self.attention!r} of ParallelismConfig, and {type(model).__name__} "
+                f"has attn_implementation={known.implementation!r}; give both the same"
+            )
+
+
+#: Every rank has sequences of its own.
+ALONE = Sharing()
+
+
+def check_sharing(model: nn.Module) -> None:
+    """Raise ConfigError where other ranks share sequences now than the loaded ``model`` was loaded for."""
+    engine = record_of(model).engine
+    loaded, now = engine.mesh.sequence_parallel, Sharing.of(engine.name).size
+    if loaded != now:
+        raise ConfigError(
+            f"{type(model).__name__} was loaded with sequence_parallel={loaded}, and accelerate has {now} "
+            "ranks share a sequence; give the Accelerator or TrainingArguments, made before the model, "
+            f"ParallelismConfig({'sp_size' if engine.wraps else 'cp_size'}={max(loaded, now)})"
+        )

@@ -1,0 +1,181 @@
+"""Private parts of torch: its ring attention, in which keys and values travel between ranks, on the CPU too.
+
+Inside ``context_parallel`` attention is called on DTensors, and DTensor sends the accelerators' kernels of
+it to ``_templated_ring_attention``. The kernel of the CPU it does not know. It takes the same arguments and
+gives what the ring has to put together, so that it is sent to the same functions here. And the masks of one
+rank's tokens, which transformers makes, have to go: accelerate's hooks take them out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from zerostart.errors import EngineError
+from zerostart.upstream.patches import Held, note, replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.versions import ACCELERATE, TORCH
+
+__all__ = ["TOUCHED", "drop_masks", "head_and_tail", "require", "ring", "ring_on_cpu"]
+
+_RING = "torch.distributed.tensor.experimental._context_parallel._attention"
+_CPU_KERNEL = PatchPoint(
+    library=TORCH,
+    owner=_RING,
+    names=("custom_ops",),
+    why="attention on DTensors of the CPU goes around the ring as it does on accelerators",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_RING}:_enable_cp_dtensor_dispatcher",
+            has=("DTensor._op_dispatcher._custom_op_handlers = {**existing_custom_ops, **custom_ops}",),
+        ),
+        Shape(
+            f"{_RING}:_templated_ring_attention",
+            leads=("group", "seq_dim", "op", "query", "key", "value", "is_causal"),
+        ),
+        Shape(
+            f"{_RING}:_templated_ring_attention_backward",
+            leads=("group", "seq_dim", "op", "grad_out", "grad_out_name", "query", "key", "value", "out"),
+            takes=("logsumexp", "is_causal"),
+        ),
+    ),
+)
+_MASKS = PatchPoint(
+    library=ACCELERATE,
+    owner="accelerate.big_modeling",
+    names=("_attach_context_parallel_hooks",),
+    why="masks of one rank's tokens are taken out; accelerate does it where it prepares the model itself",
+    lasts=Lasts.MODEL,
+    shapes=(Shape("accelerate.big_modeling:_attach_context_parallel_hooks", leads=("model",)),),
+)
+TOUCHED = (
+    _CPU_KERNEL,
+    _MASKS,
+    Use(
+        library=TORCH,
+        owner="torch.distributed.tensor.experimental",
+        names=("context_parallel",),
+        why="the ring itself, which is experimental",
+    ),
+)
+_SEQUENCE = 2  # of [rows, heads, length, size]
+
+
+@functools.cache
+def require() -> None:
+    """Raise UnsupportedVersionError unless torch and accelerate have what is used of them."""
+    demand(TOUCHED, "Use sequence_parallel=1")
+
+
+def head_and_tail(place: int, size: int) -> tuple[tuple[int, int], int]:
+    """The chunks of a sequence that the rank at ``place`` of ``size`` has, and how many there are.
+
+    A head and a tail, so that all ranks have as much to look back at.
+    """
+    return (place, 2 * size - 1 - place), 2 * size
+
+
+@contextlib.contextmanager
+def ring(mesh: DeviceMesh) -> Iterator[None]:
+    """Inside, attention is over the sequences whose heads and tails the ranks of ``mesh`` have.
+
+    Raises EngineError where torch gives the ranks other parts.
+    """
+    from torch.distributed.tensor.experimental import context_parallel
+
+    chunks, count = head_and_tail(mesh.get_local_rank(), mesh.size())
+    parts = torch.arange(count, device=mesh.device_type)
+    with context_parallel(mesh, buffers=[parts], buffer_seq_dims=[0], no_restore_buffers={parts}):
+        if parts.tolist() != list(chunks):
+            raise EngineError(
+                f"context_parallel of torch gives this rank parts {parts.tolist()} of a sequence, and not "
+                f"{list(chunks)}; use sequence_parallel=1"
+            )
+        yield
+
+
+def drop_masks(model: nn.Module) -> None:
+    """Have attention of ``model`` look at all tokens before one, for as long as it lives."""
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+
+    _attach_context_parallel_hooks(model)
+    note(_MASKS, model)
+
+
+def ring_on_cpu(model: nn.Module) -> None:
+    """Have the ring go through the CPU's attention as well, for as long as ``model`` lives."""
+    require()
+    _held.hold(model)
+
+
+def _enter(stack: ExitStack) -> None:
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    module: Any = _attention
+    kernels: Any = torch.ops.aten
+    ours = {
+        kernels._scaled_dot_product_flash_attention_for_cpu.default: _forward,
+        kernels._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward,
+    }
+    stack.enter_context(replaced(_CPU_KERNEL, module, "custom_ops", {**module.custom_ops, **ours}))
+
+
+_held = Held(_enter)
+
+
+def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    """``op(query, key, value, dropout_p, is_causal, *, attn_mask, scale)`` around the ring."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    query, key, value, *more = args
+    dropout = more[0] if more else 0.0
+    causal = more[1] if len(more) > 1 else False
+    results = _attention._templated_ring_attention(
+        query.device_mesh.get_group(),
+        _SEQUENCE,
+        op,
+        query.to_local(),
+        key.to_local(),
+        value.to_local(),
+        is_causal=causal,
+        dropout_p=dropout,
+        **kwargs,
+    )
+    return _sharded(results, query.device_mesh)
+
+
+def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    """``op(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, ...)``."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    *tensors, dropout, causal = args
+    gradient, query, key, value, out, logsumexp = (tensor.to_local() for tensor in tensors)
+    results = _attention._templated_ring_attention_backward(
+        tensors[1].device_mesh.get_group(),
+        _SEQUENCE,
+        op,
+        gradient,
+        "grad_out",
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        causal,
+        dropout_p=dropout,
+        **kwargs,
+    )
+    return _sharded(results, tensors[1].device_mesh)
+
+
+def _sharded(results: Any, mesh: DeviceMesh) -> tuple[DTensor, ...]:
+    return tuple(DTensor.from_local(result, mesh, [Shard(_SEQUENCE)], run_check=False) for result in results)

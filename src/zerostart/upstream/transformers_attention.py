@@ -1,0 +1,102 @@
+"""Private parts of transformers: how a model attends along its sequences, by its class and configuration."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from zerostart.upstream.registry import Shape, Use, demand
+from zerostart.upstream.versions import TRANSFORMERS
+
+__all__ = ["TOUCHED", "heads", "implementation", "kinds", "obstacle", "packed_documents", "require"]
+
+_MODEL = "transformers.modeling_utils:PreTrainedModel"
+TOUCHED = (
+    Use(
+        library=TRANSFORMERS,
+        owner=_MODEL,
+        names=("_is_stateful", "_supports_attention_backend"),
+        why="whether attention goes through the library's interface, and carries no state along a sequence",
+    ),
+    Use(
+        library=TRANSFORMERS,
+        owner="transformers.configuration_utils:PreTrainedConfig",
+        names=("_attn_implementation", "get_text_config"),
+        why="the attention implementation that a model was built with",
+    ),
+    Use(
+        library=TRANSFORMERS,
+        owner="transformers.masking_utils",
+        names=("find_packed_sequence_indices",),
+        why="which document of a packed sequence a token is of, by its position",
+        shapes=(Shape("transformers.masking_utils:find_packed_sequence_indices", leads=("position_ids",)),),
+    ),
+)
+#: Layers whose tokens see each other through attention alone.
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@functools.cache
+def require() -> None:
+    """Raise UnsupportedVersionError unless everything that this file uses is there."""
+    demand(TOUCHED, "Use sequence_parallel=1")
+
+
+def implementation(model: Any) -> str:
+    """The name of the attention implementation of a model."""
+    require()
+    return str(model.config.get_text_config()._attn_implementation)
+
+
+def heads(model: Any) -> tuple[int, int]:
+    """Heads of queries, and of keys and values."""
+    config: Any = model.config.get_text_config()
+    return config.num_attention_heads, config.num_key_value_heads
+
+
+def kinds(model: Any) -> frozenset[str]:
+    """The kinds of its layers, as the library's configurations name them."""
+    config: Any = model.config.get_text_config()
+    named = getattr(config, "layer_types", None)
+    if named:
+        return frozenset(named)
+    # Models without a list of kinds slide in every layer.
+    return frozenset({_SLIDING if getattr(config, "sliding_window", None) else _FULL})
+
+
+def obstacle(model: Any) -> str:
+    """Why no ranks can share the sequences of a model, after "it has", in words; empty if they can."""
+    require()
+    config: Any = model.config.get_text_config()
+    causal = [m.is_causal for m in _modules(model) if isinstance(getattr(m, "is_causal", None), bool)]
+    others = sorted(kinds(model) - {_FULL, _SLIDING})
+    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    reasons = {
+        "an encoder beside its decoder": bool(getattr(model.config, "is_encoder_decoder", False)),
+        "layers that carry a state from token to token": bool(model._is_stateful),
+        f"layers of type {', '.join(others)}": bool(others),
+        "attention that does not go through transformers' interface": not model._supports_attention_backend,
+        "attention that looks ahead": not causal or not all(causal),
+        "latent attention, whose keys and values differ in size": hasattr(config, "kv_lora_rank"),
+        "attention sinks, one for each head": "sinks" in names,
+        "no num_key_value_heads in its configuration": not isinstance(
+            getattr(config, "num_key_value_heads", None), int
+        ),
+    }
+    return next((reason for reason, there in reasons.items() if there), "")
+
+
+def packed_documents(positions: Any) -> Any:
+    """The number of each token's document within its sequence, [rows, length]; None for one in each.
+
+    ``positions``, of that shape, begin anew with each document.
+    """
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    return find_packed_sequence_indices(positions)
+
+
+def _modules(model: nn.Module) -> list[Any]:
+    return list(model.modules())

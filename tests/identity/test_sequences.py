@@ -1,0 +1,173 @@
+"""Ranks that share sequences train as one process that sees the whole batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_parallel_deepspeed import gradients
+from test_parallel_fsdp2 import clip, whole
+
+import zerostart
+from parity import CLIP, Trace, checkpoint, differences, optimizer
+from ranks import run_ranks
+from sequences import IGNORED, ROWS, alone, loss_of, part_of, shifted, steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sequences")
+
+
+def wider(*cases: tuple[Any, ...]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "world"),
+    [
+        ("packed", 3, 2),
+        ("padded", 2, 2),
+        *wider(("packed", 1, 2), ("padded", 3, 2), ("packed", 2, 2)),
+        *wider(*((kind, stage, 4) for kind in ("packed", "padded") for stage in (2, 3))),
+    ],
+)
+def test_heads_travel(kind: str, stage: int, world: int, folder: Path) -> None:
+    path = checkpoint("qwen3", folder)
+    wanted = run_ranks(alone, 1, path, kind)[0]
+    for found in run_ranks(train, world, path, kind, stage):
+        assert differences(found, wanted) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_windows_slide(kind: str, folder: Path) -> None:
+    """A window of 4 tokens in one of two layers, within a packed document and in padded sequences."""
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    path = checkpoint("qwen3", folder, **window)
+    wanted = run_ranks(alone, 1, path, kind)[0]
+    for found in run_ranks(train, 2, path, kind, 3):
+        assert differences(found, wanted) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experts", "stage", "world"), [(2, 2, 2), (2, 3, 2), (2, 2, 4), (2, 3, 4), (4, 2, 4), (4, 3, 4)]
+)
+def test_experts_and_heads(experts: int, stage: int, world: int, folder: Path) -> None:
+    path = checkpoint("qwen3_moe", folder)
+    wanted = run_ranks(alone, 1, path, "packed")[0]
+    for found in run_ranks(train, world, path, "packed", stage, 2, experts):
+        assert differences(found, wanted) == []
+
+
+def train(path: Path, kind: str, stage: int, accumulation: int = 2, experts: int = 1) -> Trace:
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    size, rank = 2, dist.get_rank()
+    groups = dist.get_world_size() // size
+    rows = ROWS // (groups * accumulation)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+    }
+    model = zerostart.load(
+        path,
+        engine="deepspeed",
+        zero_stage=stage,
+        engine_config=config,
+        sequence_parallel=size,
+        expert_parallel=experts,
+        progress=False,
+    )
+    model.train()
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", size, rows)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=config, mpu=mpu)
+    trace = Trace()
+    for batch in steps(kind):
+        predicted = (shifted(batch["labels"]) != IGNORED).sum()
+        total = torch.zeros(())
+        for part in range(accumulation):
+            first = (rank // size * accumulation + part) * rows
+            own = part_of({k: v[first : first + rows] for k, v in batch.items()}, rank % size, size)
+            logits = engine(own["input_ids"], position_ids=own["position_ids"], use_cache=False).logits
+            loss = loss_of(logits, own["labels"]) / predicted
+            # DeepSpeed takes the mean over all ranks at stage 3, over those with a batch of their own before.
+            mean = dist.get_world_size() if stage == 3 else groups
+            engine.backward(loss * mean * accumulation)
+            total += loss.detach()
+            if part == accumulation - 1 and not trace.gradients:
+                trace.gradients = gradients(model, experts)
+            engine.step()
+        dist.all_reduce(total)
+        trace.losses.append(total.item())
+        trace.norms.append(float(engine.get_global_grad_norm()))
+    for name, value in zerostart.full_tensors(engine, rank=None):
+        assert value is not None
+        trace.weights[name] = value
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "experts"),
+    [(3, 2, 2), *wider((3, 2, 1), (1, 2, 1), (2, 4, 1), (3, 4, 1), (3, 4, 2))],
+)
+def test_keys_and_values_travel(stage: int, world: int, experts: int, folder: Path) -> None:
+    path = checkpoint("qwen3_moe" if experts > 1 else "qwen3", folder)
+    wanted = run_ranks(alone, 1, path, "padded")[0]
+    for found in run_ranks(train_in_rings, world, path, stage, 2, experts):
+        assert differences(found, wanted) == []
+
+
+def train_in_rings(path: Path, stage: int, accumulation: int, experts: int) -> Trace:
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    size, rank, world = 2, dist.get_rank(), dist.get_world_size()
+    groups = world // size
+    rows = ROWS // (groups * accumulation)
+    model = zerostart.load(
+        path,
+        engine="fsdp2",
+        zero_stage=stage,
+        sequence_parallel=size,
+        expert_parallel=experts,
+        progress=False,
+    )
+    _attach_context_parallel_hooks(model)
+    model.train()
+    mesh = init_device_mesh("cpu", (groups, size), mesh_dim_names=("dp", "cp"))["cp"]
+    optim, trace = optimizer(model), Trace()
+    for batch in steps("padded"):
+        wanted = shifted(batch["labels"])
+        predicted, total = (wanted != IGNORED).sum(), torch.zeros(())
+        for part in range(accumulation):
+            first = (rank // size * accumulation + part) * rows
+            own = [
+                tensor[first : first + rows].clone()
+                for tensor in (batch["input_ids"], batch["position_ids"], wanted)
+            ]
+            with context_parallel(mesh, buffers=own, buffer_seq_dims=[1] * 3, no_restore_buffers=set(own)):
+                logits = model(own[0], position_ids=own[1], use_cache=False).logits
+                loss = loss_of(logits, own[2]) / predicted
+                (loss * world).backward()  # fully_shard takes the mean over all ranks
+            total += loss.detach()
+        if not trace.gradients:
+            trace.gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+        dist.all_reduce(total)
+        trace.losses.append(total.item())
+        trace.norms.append(clip(model))
+        optim.step()
+        optim.zero_grad()
+    for name, value in zerostart.full_tensors(model, rank=None):
+        assert value is not None
+        trace.weights[name] = value
+    return trace

@@ -1,0 +1,83 @@
+"""Training on sequences that ranks share: packed and padded batches, and one process that sees them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from parity import CLIP, STEPS, VOCABULARY, Trace, optimizer
+
+__all__ = ["LENGTH", "ROWS", "alone", "part_of", "steps"]
+
+ROWS, LENGTH = 4, 12
+IGNORED = -100
+#: Lengths of the documents of each row.
+PACKED = ((5, 7), (12,), (3, 4, 5), (9, 3))
+PADDED = ((12,), (4,), (9,), (1,))
+
+Batch = dict[str, torch.Tensor]
+
+
+def steps(kind: str) -> Iterator[Batch]:
+    """What all ranks together see in each step: ids, positions, labels and masks, each [ROWS, LENGTH].
+
+    No token is predicted from another document; padding predicts nothing.
+    """
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(STEPS):
+        tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator)
+        labels, mask = tokens.clone(), torch.zeros_like(tokens)
+        positions = torch.arange(LENGTH).repeat(ROWS, 1)
+        for row, documents in enumerate(PACKED if kind == "packed" else PADDED):
+            start = 0
+            for length in documents:
+                labels[row, start] = IGNORED
+                mask[row, start : start + length] = 1
+                if kind == "packed":
+                    positions[row, start : start + length] = torch.arange(length)
+                start += length
+            labels[row, start:] = IGNORED
+        yield {"input_ids": tokens, "position_ids": positions, "labels": labels, "attention_mask": mask}
+
+
+def loss_of(logits: torch.Tensor, shifted: torch.Tensor) -> torch.Tensor:
+    """The sum of the losses of what is predicted."""
+    return cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+
+
+def part_of(batch: Batch, place: int, size: int) -> Batch:
+    """The part of every sequence that ``place`` of ``size`` ranks has, labels shifted before they are cut."""
+    whole = {**batch, "labels": shifted(batch["labels"])}
+    return {key: value.chunk(size, dim=1)[place] for key, value in whole.items()}
+
+
+def alone(path: Path, kind: str) -> Trace:
+    """One process on the whole batch, with nothing but transformers and torch."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path).train()
+    optim, trace = optimizer(model), Trace()
+    for batch in steps(kind):
+        # transformers masks packed documents by their positions where no mask is given.
+        mask = None if kind == "packed" else batch["attention_mask"]
+        logits = model(
+            batch["input_ids"], attention_mask=mask, position_ids=batch["position_ids"], use_cache=False
+        ).logits
+        wanted = shifted(batch["labels"])
+        loss = loss_of(logits, wanted) / (wanted != IGNORED).sum()
+        loss.backward()
+        if not trace.gradients:
+            trace.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        trace.losses.append(loss.item())
+        trace.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optim.step()
+        optim.zero_grad()
+    trace.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return trace

@@ -1,0 +1,68 @@
+"""Runs whose ranks share sequences: those of one process, whatever is packed, padded, held out or resumed."""
+
+import math
+
+import pytest
+from test_run import losses, run
+from test_run import values as running
+from test_weighing import EXACT, alone, first_step
+from test_weighing import values as weighing
+
+from ranks import run_ranks
+from zerostart.errors import ConfigError
+from zerostart.training.config import parse_config
+
+__all__ = ["running", "weighing"]
+
+SOURCE = "qwen3_even"
+ENGINES = [("deepspeed", 3, 2), ("deepspeed", 2, 2), ("fsdp2", 3, 2)]
+WIDER = [("deepspeed", 1, 2), ("deepspeed", 2, 4), ("deepspeed", 3, 4), ("fsdp2", 1, 2), ("fsdp2", 3, 4)]
+
+
+def shared(given, engine, stage, size=2):
+    return given | {"engine": {"name": engine, "zero_stage": stage, "sequence_parallel": size}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "world"), [*ENGINES, *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDER)]
+)
+def test_a_padded_step_is_that_of_one_process(engine, stage, world, checkpoints, weighing):
+    """Batches of padded sequences, one of which predicts nothing; a step of two of them on each two ranks."""
+    source = checkpoints(SOURCE)
+    given = shared(weighing(source, "causal-lm", engine, stage, 4 // world * 2), engine, stage)
+    given["train"] |= {"batch_size": 1, "accumulation": 4 // (world // 2)}
+    ranks = run_ranks(first_step, world, given, timeout=200)
+    batches = [batch for rank in ranks[::2] for batch in rank["batches"]]
+    loss, gradients = alone(source, "causal-lm", batches)
+    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
+    for rank in ranks:
+        assert rank["metrics"]["loss"] == pytest.approx(loss, rel=EXACT)
+        assert rank["metrics"]["gradient_norm"] == pytest.approx(norm, rel=EXACT)
+        wrong = sum((rank["gradients"][n].double() - gradients[n]).square().sum() for n in gradients)
+        assert math.sqrt(wrong) < EXACT * norm
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "world"), [*ENGINES, *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDER)]
+)
+def test_a_run_is_that_of_one_process(engine, stage, world, checkpoints, running):
+    """Packed sequences, with what is held out, resumed on ranks that do not share sequences."""
+    path = checkpoints(SOURCE)
+    options = {"max_grad_norm": 0.5, "weight_decay": 0.1}
+    groups = world // 2
+    straight = run_ranks(run, 1, running(path, output="one", batch_size=8, **options))[0]
+    given = running(path, output="shared", batch_size=4 // groups, accumulation=2, **options)
+    given = shared(given, engine, stage) | {"checkpoint": {"every": 3}, "resume": "auto"}
+    stopped = given | {"train": given["train"] | {"steps": 3, "schedule": "constant"}}
+    assert stopped
+    found = run_ranks(run, world, given)
+    assert losses(found[0]) == pytest.approx(losses(straight), rel=1e-5)
+    assert found[0].held_out == pytest.approx(straight.held_out, rel=1e-5)
+    assert all(one == found[0] for one in found)
+
+
+def test_only_what_looks_back_is_shared():
+    given = {"model": {"source": "x"}, "data": {"source": "x"}, "train": {"steps": 1}}
+    given |= {"output": {"directory": "x"}, "engine": {"sequence_parallel": 2}, "task": {"name": "masked-lm"}}
+    with pytest.raises(ConfigError, match=r"sequence_parallel 2 is not available with task.name masked-lm"):
+        parse_config(given)
