@@ -35,6 +35,7 @@ from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
 from zerostart.upstream.deepspeed_active import config_stage
 from zerostart.upstream.deepspeed_saving import Consolidation
 from zerostart.upstream.saving_calls import SavingCalls
+from zerostart.upstream.transformers_distributed import Noting
 
 __all__ = ["disable", "enable", "enabled"]
 
@@ -291,4 +292,4 @@ _saving = SavingCalls(
         "PartialState.wait_for_everyone": _wait_for_everyone,
     }
 )
-_overrides = (_transformers, _diffusers, _accelerate, _saving)
+_overrides = (_transformers, Noting(), _diffusers, _accelerate, _saving)

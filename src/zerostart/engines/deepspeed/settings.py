@@ -26,7 +26,7 @@ _PRECISIONS = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch
 _DTYPES = {**_PRECISIONS, "fp32": torch.float32, "float32": torch.float32, "float16": torch.float16}
 #: Names of DeepSpeed's optimizers, which are fused kernels.
 _OPTIMIZERS = {"adam": "fused_adamw", "adamw": "fused_adamw", "sgd": "sgd"}
-#: Without one of these DeepSpeed reduces no gradients of experts at stage 2.
+#: Without one of these DeepSpeed reduces no gradients of experts at stages 1 and 2.
 _REDUCING = ("contiguous_gradients", "reduce_scatter")
 _ZERO = "engine_config['zero_optimization']"
 _ALL_REDUCE = "stage3_use_all_reduce_for_fetch_params"
@@ -51,7 +51,7 @@ class DeepSpeedSettings:
 
     What goes together: ``one_dtype`` names the settings with which DeepSpeed handles trainable parameters of
     one dtype only, ``unshared`` those at the top with which experts cannot be shared over ranks,
-    ``unreduced`` those of ``zero_optimization`` with which stage 2 does not reduce their gradients.
+    ``unreduced`` those of ``zero_optimization`` with which stages 1 and 2 do not reduce their gradients.
     ``ep_plan`` and ``tp_plan``, which are zerostart's, come before the model's own plans.
     """
 
@@ -124,15 +124,21 @@ class DeepSpeedSettings:
 
         Raises ConfigError for what stages 1 and 2 do not serve.
         """
-        if parallel and zero_stage < 2:
+        if parallel and zero_stage < 1:
             raise ConfigError(
                 f"expert_parallel with zero_stage={zero_stage} is not available: DeepSpeed reduces gradients "
-                "of experts at stages 2 and 3; use one of these, or engine='fsdp2'"
+                "of experts at stages 1 to 3; use one of these, or engine='fsdp2'"
             )
         if parallel and zero_stage < 3 and self.unreduced:
             raise ConfigError(
-                f"DeepSpeed reduces gradients of experts at stage 2 with {self.unreduced[0]} alone; leave it "
-                "out of engine_config['zero_optimization'], or use zero_stage=3"
+                f"DeepSpeed reduces gradients of experts at stages 1 and 2 with {self.unreduced[0]} alone; "
+                "leave it out of engine_config['zero_optimization'], or use zero_stage=3"
+            )
+        if parallel and zero_stage == 1 and self.dtype == torch.bfloat16 and self._plain_bf16(zero_stage):
+            raise ConfigError(
+                "expert_parallel at stage 1 in bf16 with grad_accum_dtype fp32 is not available: DeepSpeed's "
+                "BF16_Optimizer, which that asks for, reduces gradients of experts of its own layers alone; "
+                "use zero_stage=2 or 3, or leave grad_accum_dtype out of engine_config['data_types']"
             )
         if self.stage not in (None, zero_stage):
             raise EngineError(
@@ -149,7 +155,6 @@ class DeepSpeedSettings:
             )
         zero = "engine_config['zero_optimization']"
         for there, setting, section in (
-            (self.offload == "nvme", "offload_param to nvme", zero),
             (self.secondary > 1, f"zero_hpz_partition_size={self.secondary}", zero),
             *((True, setting, "engine_config") for setting in self.unshared),
         ):
@@ -164,10 +169,13 @@ class DeepSpeedSettings:
                 "divisor"
             )
 
+    def _plain_bf16(self, zero_stage: int) -> bool:
+        """Whether a model in bf16 gets DeepSpeed's BF16_Optimizer."""
+        return zero_stage == 1 and self.accumulates == torch.float32 and self.optimizer_home == "none"
+
     def flat_rules(self, zero_stage: int, partitions: int) -> FlatRules:
         """How the optimizer that the configuration asks for flattens; a guess where it says too little."""
-        # BF16_Optimizer knows neither option.
-        plain = zero_stage == 1 and self.accumulates == torch.float32 and self.optimizer_home == "none"
+        plain = self._plain_bf16(zero_stage)  # It knows neither option.
         return FlatRules(
             partitions, round_robin=self.round_robin and not plain, aligned=self.aligned and not plain
         )
