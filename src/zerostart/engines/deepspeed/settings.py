@@ -40,8 +40,9 @@ class DeepSpeedSettings:
 
     Where a partition lies and how it is loaded: ``offload`` is ``none``, ``cpu`` or ``nvme``; ``secondary``
     the number of ranks of a hierarchical partition group (ZeRO++), 1 for none; ``stream_elements`` is
-    DeepSpeed's ``stage3_partition_stream_chunk_size``, in elements, 0 for unset. ``round_robin`` and
-    ``aligned`` are how flat buffers are asked to be laid out.
+    DeepSpeed's ``stage3_partition_stream_chunk_size``, in elements, 0 for unset; ``names_leaves`` whether it
+    says which modules are leaves. ``round_robin`` and ``aligned`` are how flat buffers are asked to be laid
+    out.
 
     What its engine allocates: ``bucket``, elements of the reduction bucket; ``sub_group``, elements updated
     at a time (stage 3); ``optimizer_home``, as ``offload``; ``fused``: the update runs in DeepSpeedCPUAdam,
@@ -60,6 +61,7 @@ class DeepSpeedSettings:
     offload: str = "none"
     secondary: int = 1
     stream_elements: int = 0
+    names_leaves: bool = False
     quantized_weights: bool = False
     quantized_frozen_weights: bool = False
     persistent_parameter: int = 100_000
@@ -103,6 +105,7 @@ class DeepSpeedSettings:
             aio_block_size=number(section_of(known, "aio"), "block_size", MIN_SWAP),
             round_robin=zero.get("round_robin_gradients") is True,
             aligned=zero.get("parameter_alignment") is True,
+            names_leaves="leaf_module" in zero,
             fused=known.get("zero_force_ds_cpu_optimizer") is not False,
             accumulates=_DTYPES.get(str(accumulated)),
             optimizer=_optimizer(known),
