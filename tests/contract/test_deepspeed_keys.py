@@ -138,7 +138,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tensor_parallel": {"autotp_size": 2}},
         r"autotp_size=2: deepspeed\.initialize would cut .* engine='fsdp2' with tensor_parallel=2",
     ),
-    "AutoEP": ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "AutoEP"),
+    "AutoEP": ({"expert_parallel": {"enabled": True}}, "autoep_size=1, with which no ranks share experts"),
+    "another router": (
+        {"expert_parallel": {"enabled": True, "autoep_size": 2, "top_k": 1}},
+        "top_k=1: experts run as the model itself has it",
+    ),
     "quantised": (
         {"weight_quantization": {"quantized_initialization": {"num_bits": 8}}},
         "quantized_initialization",

@@ -44,6 +44,14 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "deepspeed",
+        {
+            "expert_parallel": 2,
+            "engine_config": {"expert_parallel": {"enabled": True, "autoep_size": 4}},
+        },
+        "engine_config['expert_parallel'] has autoep_size=4; use one number for both",
+    ),
+    (
+        "deepspeed",
         {"expert_parallel": 2, "engine_config": zero(zero_hpz_partition_size=2)},
         "expert_parallel=2 with zero_hpz_partition_size=2 is not available",
     ),

@@ -116,6 +116,11 @@ class Engine(abc.ABC):
         """The ZeRO stage that a configuration itself asks for, None where it says nothing of it."""
         return None
 
+    @classmethod
+    def configured_experts(cls, config: Mapping[str, Any]) -> int:
+        """How many ranks a configuration itself has share experts; 1 where it says nothing of it."""
+        return 1
+
     @property
     def title(self) -> str:
         """This engine in words."""

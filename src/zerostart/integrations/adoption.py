@@ -133,7 +133,8 @@ class _Noting(Call):
         # It may be prepared, and saved, long after the block in which it was loaded.
         _accelerate.hold(model)
         _saving.hold(model)
-        if record_of(model).engine.wraps and self._settings.expert_parallel > 1:
+        engine = record_of(model).engine
+        if engine.wraps and engine.mesh.expert_parallel > 1:
             _consolidation.hold(model)
         return found
 

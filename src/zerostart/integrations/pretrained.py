@@ -111,7 +111,7 @@ class Call:
         found = self._run(source, built, converter, config.ignore_mismatched_sizes)
         # The configuration names the dtype that was asked for, whatever the engine trains in.
         model.config.dtype = named
-        self._asked.show(model, self._settings.expert_parallel)
+        self._asked.show(model, record_of(model).engine.mesh.expert_parallel)
         return found
 
     def _run(self, source: Any, built: Built, converter: Any, ignore_mismatched: bool) -> Findings:

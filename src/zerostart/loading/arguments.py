@@ -67,7 +67,9 @@ class EnabledArguments:
     engine_config: Mapping[str, object] | None = _argument(
         None, Option("A JSON file: DeepSpeed's configuration, or what is set for fsdp2.", "json")
     )
-    expert_parallel: int = _argument(1, Option("Ranks that share experts.", "number", least=1))
+    expert_parallel: int = _argument(
+        1, Option("Ranks that share experts.", "number", least=1), key="engine.expert_parallel"
+    )
     tensor_parallel: int = _argument(1, Option("Ranks that share a tensor.", "number", least=1))
     memory_limit: int | None = _argument(None, Option("Most staging buffers of a rank.", "size"))
     chunk_size: int | None = _argument(None, Option("Most bytes of one read.", "size"))

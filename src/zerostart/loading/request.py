@@ -32,13 +32,16 @@ class Request(LoadArguments):
         ``rank``, where given, must be one of them. Raises ConfigError or EngineError for arguments that no
         load can serve.
         """
-        engines.check_choice(self.engine, self.zero_stage)
+        family = engines.check_choice(self.engine, self.zero_stage)
         self._check()
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} must be at least 1")
         if rank is not None and not 0 <= rank < world_size:
             raise ConfigError(f"rank={rank} is not one of the {world_size} ranks")
-        mesh = Mesh(world_size, self.expert_parallel, self.tensor_parallel)
+        experts = self.expert_parallel
+        if experts == 1 and self.engine_config:
+            experts = family.configured_experts(self.engine_config)
+        mesh = Mesh(world_size, experts, self.tensor_parallel)
         return engines.resolve_engine(self.engine, self.zero_stage, self.engine_config, mesh, self.exchange)
 
     def _check(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerostart.engines.deepspeed.config_keys import check_keys
+from zerostart.engines.deepspeed.config_keys import autoep_size, check_keys
 from zerostart.engines.deepspeed.reading import device_of, number, section_of
 from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Mesh
@@ -53,7 +53,8 @@ class DeepSpeedSettings:
     What goes together: ``one_dtype`` names the settings with which DeepSpeed handles trainable parameters of
     one dtype only, ``unshared`` those at the top with which experts cannot be shared over ranks,
     ``unreduced`` those of ``zero_optimization`` with which stages 1 and 2 do not reduce their gradients.
-    ``ep_plan`` and ``tp_plan``, which are zerostart's, come before the model's own plans.
+    ``ep_plan`` and ``tp_plan``, which are zerostart's, come before the model's own plans. ``autoep_size`` is
+    the number of ranks in an enabled section ``expert_parallel``, 0 where there is none.
     """
 
     stage: int | None = None
@@ -81,6 +82,7 @@ class DeepSpeedSettings:
     unreduced: tuple[str, ...] = ()
     ep_plan: Mapping[str, str] | None = None
     tp_plan: Mapping[str, str] | None = None
+    autoep_size: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> DeepSpeedSettings:
@@ -113,6 +115,7 @@ class DeepSpeedSettings:
             unreduced=tuple(key for key in _REDUCING if zero.get(key, True) is False),
             ep_plan=known.get("ep_plan"),
             tp_plan=known.get("tp_plan"),
+            autoep_size=autoep_size(known),
             **_sizes(zero),
             **_homes(zero),
         )
@@ -155,6 +158,11 @@ class DeepSpeedSettings:
             raise ConfigError(
                 f"tensor_parallel={mesh.tensor_parallel} is not available on deepspeed in this version; "
                 "use engine='fsdp2', or tensor_parallel=1"
+            )
+        if self.autoep_size and self.autoep_size != mesh.expert_parallel:
+            raise ConfigError(
+                f"expert_parallel={mesh.expert_parallel}, and engine_config['expert_parallel'] has "
+                f"autoep_size={self.autoep_size}; use one number for both, or leave one out"
             )
         zero = "engine_config['zero_optimization']"
         for there, setting, section in (
