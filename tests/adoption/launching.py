@@ -63,14 +63,15 @@ def launch(
     paths: Sequence[Path] = (),
     environment: Mapping[str, str] | None = None,
     timeout: float = 240,
+    processes: int = 2,
 ) -> str:
-    """Run ``script`` on two ranks in ``folder``; returns its output. Raises AssertionError if it fails."""
+    """Run ``script`` on local ranks in ``folder``; returns its output. Raises AssertionError if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "script.py").write_text(script)
     root = Path(__file__).parents[2] / "src"
     given = os.environ.get("PYTHONPATH")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"]
+    command += ["--num_processes", str(processes), "--mixed_precision", "no", "--main_process_port", "0"]
     process = subprocess.Popen(
         [*command, str(folder / "script.py"), *arguments],
         cwd=folder,

@@ -126,7 +126,6 @@ def test_subfolder_key_mapping_and_attention(checkpoints: TinyCheckpoints, tmp_p
 
 REFUSED = {
     "device_map": {"": 0},
-    "tp_plan": "auto",
     "gguf_file": "weights.gguf",
     "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
 }

@@ -138,7 +138,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tensor_parallel": {"autotp_size": 3}},
         "tensor_parallel=3 does not divide the 2 ranks",
     ),
-    "AutoEP": ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "AutoEP"),
+    "AutoEP": ({"expert_parallel": {"enabled": True}}, "autoep_size=1, with which no ranks share experts"),
+    "another router": (
+        {"expert_parallel": {"enabled": True, "autoep_size": 2, "top_k": 1}},
+        "top_k=1: experts run as the model itself has it",
+    ),
     "quantised": (
         {"weight_quantization": {"quantized_initialization": {"num_bits": 8}}},
         "quantized_initialization",

@@ -23,7 +23,16 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("deepspeed", {"tensor_parallel": 2}, "DeepSpeed does not cut Qwen3MoeForCausalLM over ranks"),
     ("fsdp2", {"tensor_parallel": 2}, "does not divide the 3 of num_attention_heads"),
     ("fsdp2", {"expert_parallel": 2, "tensor_parallel": 2}, "does not divide the 3 of num_attention_heads"),
-    ("deepspeed", {"expert_parallel": 2, "zero_stage": 1}, "expert_parallel with zero_stage=1 is not"),
+    ("deepspeed", {"expert_parallel": 2, "zero_stage": 0}, "expert_parallel with zero_stage=0 is not"),
+    (
+        "deepspeed",
+        {
+            "expert_parallel": 2,
+            "zero_stage": 1,
+            "engine_config": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        },
+        "BF16_Optimizer, which that asks for, reduces gradients of experts of its own layers alone",
+    ),
     (
         "deepspeed",
         {
@@ -31,12 +40,15 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
             "zero_stage": 2,
             "engine_config": {"zero_optimization": {"stage": 2, "reduce_scatter": False}},
         },
-        "experts at stage 2 with reduce_scatter alone",
+        "experts at stages 1 and 2 with reduce_scatter alone",
     ),
     (
         "deepspeed",
-        {"expert_parallel": 2, "engine_config": zero(offload_param={"device": "nvme", "nvme_path": "."})},
-        "expert_parallel=2 with offload_param to nvme is not available",
+        {
+            "expert_parallel": 2,
+            "engine_config": {"expert_parallel": {"enabled": True, "autoep_size": 4}},
+        },
+        "engine_config['expert_parallel'] has autoep_size=4; use one number for both",
     ),
     (
         "deepspeed",

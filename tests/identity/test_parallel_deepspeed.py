@@ -72,6 +72,21 @@ def test_at_stage_2(kind: str, experts: int, world: int, accumulation: int, fold
         assert differences(found, wanted) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "world", "accumulation"),
+    [
+        ("gpt_oss", 2, 2),
+        *(pytest.param(kind, 4, 1, marks=pytest.mark.slow) for kind in MODELS),
+        *(pytest.param(kind, 2, 2, marks=pytest.mark.slow) for kind in MODELS if kind != "gpt_oss"),
+    ],
+)
+def test_at_stage_1(kind: str, world: int, accumulation: int, folder: Path) -> None:
+    path = checkpoint(kind, folder)
+    wanted = run_ranks(alone, 1, path)[0]
+    for found in run_ranks(train, world, path, accumulation, 2, 1):
+        assert differences(found, wanted) == []
+
+
 def train(path: Path, accumulation: int, experts: int, stage: int = 3) -> Trace:
     import deepspeed
 

@@ -124,6 +124,11 @@ class Engine(abc.ABC):
         """How many ranks a configuration itself has share tensors; 1 where it says nothing of it."""
         return 1
 
+    @classmethod
+    def configured_experts(cls, config: Mapping[str, Any]) -> int:
+        """How many ranks a configuration itself has share experts; 1 where it says nothing of it."""
+        return 1
+
     @property
     def title(self) -> str:
         """This engine in words."""

@@ -37,6 +37,7 @@ from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
 from zerostart.upstream.deepspeed_active import config_stage
 from zerostart.upstream.deepspeed_saving import Consolidation
 from zerostart.upstream.saving_calls import SavingCalls
+from zerostart.upstream.transformers_distributed import Noting
 
 __all__ = ["disable", "enable", "enabled"]
 
@@ -136,7 +137,8 @@ class _Noting(Call):
         # It may be prepared, and saved, long after the block in which it was loaded.
         _accelerate.hold(model)
         _saving.hold(model)
-        if record_of(model).engine.wraps and self._settings.expert_parallel > 1:
+        engine = record_of(model).engine
+        if engine.wraps and engine.mesh.expert_parallel > 1:
             _consolidation.hold(model)
         return found
 
@@ -298,4 +300,4 @@ _saving = SavingCalls(
         "PartialState.wait_for_everyone": _wait_for_everyone,
     }
 )
-_overrides = (_transformers, _diffusers, _accelerate, _saving)
+_overrides = (_transformers, Noting(), _diffusers, _accelerate, _saving)

@@ -11,6 +11,7 @@ import torch
 
 from zerostart.checkpoint.source import Files
 from zerostart.errors import ConfigError
+from zerostart.integrations.asked import Asked
 from zerostart.integrations.pretrained import Call
 from zerostart.models import Built, library_of
 from zerostart.upstream.served import Findings
@@ -31,6 +32,10 @@ class DiffusionCall(Call):
         "use_flashpack": "the weights are read from safetensors and torch files",
         "quantization_config": "weights are sharded as they train, and quantised ones are not trained",
     }
+
+    def _take(self) -> Asked:
+        """diffusers has no such arguments."""
+        return Asked()
 
     def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[Any]]:
         """Buffers are computed in the default dtype, which diffusers sets to the one asked for."""

@@ -14,6 +14,7 @@ from zerostart.checkpoint.source import Files
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.active import Active
+from zerostart.integrations.asked import Asked, take
 from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.record import record_of
 from zerostart.loading.request import Request
@@ -21,17 +22,13 @@ from zerostart.loading.run import run
 from zerostart.models import Built, library_of
 from zerostart.models.operator_log import OperatorLog
 from zerostart.upstream.served import Findings
-from zerostart.upstream.transformers_quantizers import dequantizer
+from zerostart.upstream.transformers_quantizers import dequantise, dequantizer
 
 __all__ = ["Call"]
 
 #: Arguments of transformers' ``from_pretrained`` that a sharded load cannot honour, and why.
 REFUSED: Mapping[str, str] = {
     "device_map": "the ranks share the model out by themselves",
-    "distributed_config": "the mesh is the engine's; use expert_parallel= and tensor_parallel= of enabled()",
-    "tp_plan": "use tensor_parallel= of enabled()",
-    "tp_size": "use tensor_parallel= of enabled()",
-    "device_mesh": "the mesh is the engine's; use expert_parallel= and tensor_parallel= of enabled()",
     "gguf_file": "its conversions calculate on whole tensors; convert it to safetensors first",
     "max_memory": "it belongs to device_map",
     "offload_folder": "it belongs to device_map",
@@ -46,14 +43,19 @@ class Call:
     refused: Mapping[str, str] = REFUSED
 
     def __init__(self, settings: EnabledArguments, active: Active, arguments: Mapping[str, Any]) -> None:
-        self._settings = settings
         self._active = active
         self.arguments = dict(arguments)
+        self._asked = self._take()
+        self._settings = self._asked.over(settings)
         if _names_the_host(self.arguments.get("device_map")):
             del self.arguments["device_map"]
         self._log = OperatorLog()
         self._dtype = torch.get_default_dtype()
         self.model: Any = None
+
+    def _take(self) -> Asked:
+        """The parallel axes that the call asks for, no longer among its arguments."""
+        return take(self.arguments, current_world().size)
 
     @property
     def setup(self) -> str:
@@ -72,8 +74,8 @@ class Call:
         if quantization is not None and not _dequantises(quantization):
             raise ConfigError(
                 "from_pretrained(quantization_config=...) is not available under zerostart.enabled(): "
-                "weights are sharded as they train, and quantised ones are not trained. Leave it out, or set "
-                "its dequantize=True for a checkpoint that is quantised"
+                "weights are sharded as they train, and quantised ones are not trained. Leave it out: a "
+                "checkpoint that is quantised is dequantised on the way"
             )
 
     def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[Any]]:
@@ -99,6 +101,7 @@ class Call:
             )
         self._active.sharing.check(model)
         quantizer = self._quantizer(config)
+        self._asked.plan(model)
         named = model.config.dtype
         source = (
             state_dict if state_dict is not None else Files(tuple(files or ()), model.config.name_or_path)
@@ -109,6 +112,7 @@ class Call:
         found = self._run(source, built, converter, config.ignore_mismatched_sizes)
         # The configuration names the dtype that was asked for, whatever the engine trains in.
         model.config.dtype = named
+        self._asked.show(model, record_of(model).engine.mesh.expert_parallel)
         return found
 
     def _run(self, source: Any, built: Built, converter: Any, ignore_mismatched: bool) -> Findings:
@@ -148,18 +152,19 @@ class Call:
                 raise own from own.__cause__
             raise
 
+    def dequantising(self, config: Any) -> None:
+        """Have a quantised checkpoint of that configuration dequantised, though nobody has asked for it.
+
+        Raises BuildError for a method that transformers cannot dequantise while it loads.
+        """
+        dequantise(config)
+
     def _quantizer(self, config: Any) -> Any:
         """zerostart's own dequantisation, in the place of transformers' for the same checkpoint."""
         if config.hf_quantizer is None:
             return None
         quantization = config.hf_quantizer.quantization_config
         name = config.pretrained_model_name_or_path
-        if not _dequantises(quantization):
-            raise ConfigError(
-                f"{name} is quantised ({quantization.quant_method}), and quantised weights are not trained; "
-                "pass from_pretrained(quantization_config=...) with dequantize=True, or use zerostart.load, "
-                "which dequantises"
-            )
         if self.arguments.get("key_mapping"):
             raise ConfigError("key_mapping with a quantised checkpoint is not available; use zerostart.load")
         return dequantizer(quantization.to_dict(), str(name))

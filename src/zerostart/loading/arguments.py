@@ -67,7 +67,9 @@ class EnabledArguments:
     engine_config: Mapping[str, object] | None = _argument(
         None, Option("A JSON file: DeepSpeed's configuration, or what is set for fsdp2.", "json")
     )
-    expert_parallel: int = _argument(1, Option("Ranks that share experts.", "number", least=1))
+    expert_parallel: int = _argument(
+        1, Option("Ranks that share experts.", "number", least=1), key="engine.expert_parallel"
+    )
     tensor_parallel: int = _argument(1, Option("Ranks that share a tensor.", "number", least=1))
     sequence_parallel: int = _argument(
         1, Option("Ranks that share each sequence.", "number", least=1), key="engine.sequence_parallel"

@@ -38,7 +38,8 @@ class Report:
     """What one rank's load did.
 
     Names are state-dict names of the unsharded model. ``computed`` are those that a conversion calculated,
-    ``computed_whole`` those of them that needed whole tensors, which no memory limit bounds.
+    ``computed_whole`` those of them that needed whole tensors, which no memory limit bounds;
+    ``dequantised`` is the method with which the checkpoint is quantised, for they were dequantised then.
     ``phases`` are seconds (``plan, build, read, total``);
     ``read_bytes`` were read by this rank, for others too, and ``exchanged_bytes`` came from other ranks;
     peaks are bytes above the level before the load, the final shards included, host memory anonymous.
@@ -55,6 +56,7 @@ class Report:
     initialised_whole: tuple[str, ...] = ()
     computed: tuple[str, ...] = ()
     computed_whole: tuple[str, ...] = ()
+    dequantised: str = ""
     phases: dict[str, float] = field(default_factory=dict)
     read_bytes: int = 0
     planned_bytes: int = 0
@@ -80,6 +82,8 @@ class Report:
             + (f", {_size(self.peak_device_bytes)} on the device" if self.peak_device_bytes else ""),
         ]
         lines += [f"  whole parameters {self.tier}"] if self.tier is not None else []
+        if self.dequantised:
+            lines += [f"  dequantised from {self.dequantised} while the weights were read, to be trained"]
         for kind in (
             "missing",
             "unexpected",

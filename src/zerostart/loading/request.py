@@ -38,10 +38,11 @@ class Request(LoadArguments):
             raise ConfigError(f"world_size={world_size} must be at least 1")
         if rank is not None and not 0 <= rank < world_size:
             raise ConfigError(f"rank={rank} is not one of the {world_size} ranks")
-        tensors = self.tensor_parallel
-        if tensors == 1 and self.engine_config:
-            tensors = family.configured_tensors(self.engine_config)
-        mesh = Mesh(world_size, self.expert_parallel, tensors, self.sequence_parallel)
+        tensors, experts = self.tensor_parallel, self.expert_parallel
+        if self.engine_config:
+            tensors = family.configured_tensors(self.engine_config) if tensors == 1 else tensors
+            experts = family.configured_experts(self.engine_config) if experts == 1 else experts
+        mesh = Mesh(world_size, experts, tensors, self.sequence_parallel)
         return engines.resolve_engine(self.engine, self.zero_stage, self.engine_config, mesh, self.exchange)
 
     def _check(self) -> None:

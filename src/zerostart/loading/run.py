@@ -154,7 +154,7 @@ class _Load:
         known.engine.offer_masters(known.built.model, rounded, masters)
 
     def _report(self, known: Prepared, moved: TransferStats, meter: PeakMeter) -> Report:
-        origins, coverage = known.origins, known.coverage
+        origins, coverage, built = known.origins, known.coverage, known.built
         whole = (n for n, p in origins.parameters.items() if isinstance(p, Program) and p.whole)
         return Report(
             missing=coverage.missing,
@@ -166,6 +166,7 @@ class _Load:
             converted=known.recipes.converted,
             computed=known.recipes.computed,
             computed_whole=known.recipes.computed_whole,
+            dequantised="" if built.quantizer is None else built.library.quantisation(built.quantizer),
             phases=self.clock.stop(),
             read_bytes=moved.read,
             planned_bytes=moved.planned,

@@ -136,6 +136,10 @@ class ModelLibrary(ABC):
         """What dequantises the weights in ``root``, the model made ready for it; None if they need none."""
         return None
 
+    def quantisation(self, quantizer: Any) -> str:
+        """The name of the method with which the weights that ``quantizer`` dequantises are quantised."""
+        return ""
+
     def dtype_plan(self, model: nn.Module, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
         """Patterns of parameters that a model loaded in ``dtype`` keeps in another, and which."""
         return []

@@ -107,12 +107,14 @@ class EngineConfig(_Section):
     sizes, clipping, stage and precision are filled in and ``auto`` means just that; for FSDP2,
     ``reshard_after_forward``, ``replicate`` (the number of replicas) and ``wrap`` (names of the module
     classes to shard as units). ``zero_stage`` 0 keeps the model whole on every rank: with ``fsdp2`` that is
-    DistributedDataParallel. ``sequence_parallel`` ranks share each sequence, and see one batch. An engine
-    that another package has registered is known by its name, too.
+    DistributedDataParallel. ``expert_parallel`` ranks share the experts of a mixture, each with batches of
+    its own; ``sequence_parallel`` ranks share each sequence, and see one batch. An engine that another
+    package has registered is known by its name, too.
     """
 
     name: str = LoadArguments.engine
     zero_stage: int = LoadArguments.zero_stage
+    expert_parallel: Positive = LoadArguments.expert_parallel
     sequence_parallel: Positive = LoadArguments.sequence_parallel
     config: dict[str, Any] | str = Field(default_factory=dict)
 

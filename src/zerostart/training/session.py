@@ -111,7 +111,7 @@ class Session:
             # DeepSpeed has clipped and stepped in the backward; accelerate knows that, and asks it.
             norm = self.accelerator.clip_grad_norm_(parameters, max_grad_norm)
         else:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            norm = _total_norm([p.grad for p in parameters if p.grad is not None])
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         return None if norm is None else float(norm)
@@ -230,6 +230,19 @@ def _prepared(accelerator: Any, loader: Any, place: int, count: int) -> Any:
         use_seedable_sampler=options.use_seedable_sampler,
         data_seed=options.data_seed,
     )
+
+
+def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all gradients, [], which may lie on several meshes (experts on their own)."""
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(
+            gradient
+        )
+    norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(whole))
+    return total
 
 
 def _accelerator(config: TrainConfig, engine: Engine) -> Any:

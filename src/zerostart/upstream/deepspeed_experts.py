@@ -85,6 +85,7 @@ class ExpertGroups:
         from deepspeed.utils import groups
 
         private: Any = groups
+        self.size = expert_parallel
         self.name = f"ep_size_{expert_parallel}"
         if self.name not in private._get_expert_parallel_group_dict():
             private._create_expert_and_data_parallel(expert_parallel)

@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed: experts of its ZeRO stage 2, for modules that are not DeepSpeed's own.
+"""Private parts of DeepSpeed: experts of its ZeRO stages 1 and 2, for modules that are not DeepSpeed's own.
 
 A parameter with ``allreduce=False`` and a ``group_name`` is an expert to DeepSpeed
 (``moe.utils.is_moe_param``): its gradient is summed over the ranks that hold the same experts, divided by all
@@ -9,8 +9,9 @@ do otherwise:
 
 - ``_configure_optimizer``: the engine has experts for as long as it makes the optimizer, and gets one whose
   groups are of experts or of others alone (``deepspeed_split_groups``);
-- ``save_checkpoint`` and ``save_16bit_model``, which would write the experts of one rank as if they were
-  all: refused.
+- ``module_state_dict``, of which ``save_checkpoint`` and ``save_16bit_model`` write what they save, and
+  which has the experts of one rank as if they were all: refused. (``save_checkpoint`` under
+  ``zerostart.enable()`` is ``zerostart.save_state``, and does not come here.)
 """
 
 from __future__ import annotations
@@ -76,9 +77,13 @@ _MARKS = PatchPoint(
 _SAVING = PatchPoint(
     library=DEEPSPEED,
     owner=_ENGINE,
-    names=("save_checkpoint", "save_16bit_model"),
-    why="they would write the experts of one rank as if they were all: refused",
+    names=("module_state_dict",),
+    why="it has the experts of one rank as if they were all, and would be saved so: refused",
     lasts=Lasts.MODEL,
+    shapes=(
+        Shape(f"{_ENGINE}._save_checkpoint", has=("X = self.module_state_dict(...)",)),
+        Shape(f"{_ENGINE}.save_16bit_model", has=("X = self.module_state_dict(...)",)),
+    ),
 )
 TOUCHED = (_CONFIGURE, _MARKS, _SAVING)
 
@@ -116,9 +121,9 @@ def _enter(stack: ExitStack) -> None:
             self.has_moe_layers = False
 
     stack.enter_context(replaced(_CONFIGURE, DeepSpeedEngine, "_configure_optimizer", configure_optimizer))
-    for name in _SAVING.names:
-        new = _refusing(getattr(DeepSpeedEngine, name))
-        stack.enter_context(replaced(_SAVING, DeepSpeedEngine, name, new))
+    stack.enter_context(
+        replaced(_SAVING, DeepSpeedEngine, "module_state_dict", _refusing(DeepSpeedEngine.module_state_dict))
+    )
 
 
 _held = Held(_enter)
@@ -138,12 +143,13 @@ def _split(client: Any, parameters: Any) -> tuple[Any, Any]:
 
 def _refusing(original: Any) -> Any:
     @functools.wraps(original)
-    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _ours(self.module.parameters()):
             raise EngineError(
-                f"{original.__name__} would save the experts of one rank as if they were all, at ZeRO stage "
-                "2 with expert_parallel; use zerostart.full_tensors(engine), or zero_stage=3"
+                "DeepSpeed would save the experts of one rank as if they were all, with expert_parallel at "
+                "ZeRO stages 1 and 2; use zerostart.save_state(path, engine) or zerostart.save(engine, path)"
+                ", or call zerostart.enable() first, with which engine.save_checkpoint does that"
             )
         return original(self, *args, **kwargs)
 
-    return save
+    return module_state_dict

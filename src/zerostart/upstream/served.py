@@ -30,6 +30,10 @@ class Served(Protocol):
         """The dtype to build in, and a context for building; ``dtype`` is the one that the call has found."""
         ...
 
+    def dequantising(self, config: Any) -> None:
+        """Have a quantised checkpoint of the configuration ``config`` dequantised; others are left alone."""
+        ...
+
     def load(self, model: Any, files: list[str] | None, state_dict: Any, config: Any) -> Findings:
         """Give ``model`` (on meta) its weights; collective."""
         ...

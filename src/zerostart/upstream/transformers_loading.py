@@ -5,6 +5,7 @@ the model, and afterwards sees to the generation configuration, kernels and adap
 is. Replaced while an ``Override`` is open, and only for calls that its ``choose`` wants served:
 
 - ``get_init_context``: without ``zero.Init`` of a DeepSpeed configuration, and with a log of what is built;
+- ``get_hf_quantizer``: a checkpoint that is quantised is to be dequantised;
 - ``_load_pretrained_model``: which reads and converts the weights;
 - ``_finalize_model_loading``: which initialises what is missing and ties; only its report is left.
 """
@@ -84,6 +85,17 @@ _NO_ZERO3 = PatchPoint(
         ),
     ),
 )
+_QUANTIZER = PatchPoint(
+    library=TRANSFORMERS,
+    owner="transformers.modeling_utils",
+    names=("get_hf_quantizer",),
+    why="a quantised checkpoint is dequantised, before modules become those of quantised weights",
+    lasts=Lasts.BLOCK,
+    shapes=(
+        Shape("transformers.quantizers.auto:get_hf_quantizer", leads=("config", "quantization_config")),
+        Shape(f"{_MODEL}.from_pretrained", has=("X, config, Y = get_hf_quantizer(...)",)),
+    ),
+)
 _LOADING = PatchPoint(
     library=TRANSFORMERS,
     owner=_MODEL,
@@ -131,6 +143,7 @@ TOUCHED = (
     _ENTRY,
     _BUILDING,
     _NO_ZERO3,
+    _QUANTIZER,
     _LOADING,
     _FINALIZING,
     _RESIZING,
@@ -194,9 +207,9 @@ class Override(Held):
 
     def _enter(self, stack: ExitStack) -> None:
         require()
-        import transformers
+        from transformers import modeling_utils
 
-        model: Any = transformers.PreTrainedModel
+        model: Any = modeling_utils.PreTrainedModel
         seams = {
             _ENTRY: self._from_pretrained,
             _BUILDING: _get_init_context,
@@ -206,6 +219,9 @@ class Override(Held):
         for point, make in seams.items():
             (name,) = point.names
             stack.enter_context(replaced(point, model, name, make(vars(model)[name].__func__)))
+        (name,) = _QUANTIZER.names
+        made = _get_hf_quantizer(modeling_utils.get_hf_quantizer)
+        stack.enter_context(replaced(_QUANTIZER, modeling_utils, name, made))
 
     def _from_pretrained(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -242,6 +258,17 @@ def _get_init_context(original: Any) -> Any:
         return [*contexts, modeling_utils.set_zero3_state(), context]
 
     return classmethod(get_init_context)
+
+
+def _get_hf_quantizer(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+        served = current_call()
+        if served is not None and served.model is None and quantization_config is None:
+            served.dequantising(config)
+        return original(config, quantization_config, *args, **kwargs)
+
+    return get_hf_quantizer
 
 
 def _load_pretrained_model(original: Any) -> Any:

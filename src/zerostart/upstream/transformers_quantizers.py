@@ -12,7 +12,7 @@ from zerostart.upstream.patches import note
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.versions import TRANSFORMERS
 
-__all__ = ["TOUCHED", "dequantizer", "prepare"]
+__all__ = ["TOUCHED", "dequantise", "dequantizer", "method_of", "prepare"]
 
 _BLOCKS = PatchPoint(
     library=TRANSFORMERS,
@@ -78,6 +78,30 @@ def dequantizer(quantization: Mapping[str, Any], source: str) -> Any:
     if block is not None:
         _mend_blocks(quantizer, tuple(block))
     return quantizer
+
+
+def dequantise(config: Any) -> None:
+    """Have the library dequantise, while it loads, what a model's configuration says is quantised, if any.
+
+    Raises BuildError for a method with which it cannot.
+    """
+    text = config.get_text_config(decoder=True)
+    owner = next((c for c in (config, text) if getattr(c, "quantization_config", None) is not None), None)
+    if owner is None:
+        return
+    stored = owner.quantization_config
+    described = stored if isinstance(stored, Mapping) else stored.to_dict()
+    dequantizer(described, str(config.name_or_path or type(config).__name__))
+    if isinstance(stored, dict):
+        stored["dequantize"] = True
+    else:
+        stored.dequantize = True
+
+
+def method_of(quantizer: Any) -> str:
+    """The name of the method with which the weights that ``quantizer`` is for are quantised."""
+    method = quantizer.quantization_config.quant_method
+    return str(getattr(method, "value", method))
 
 
 def _dequantising(conversions: Iterable[Any]) -> list[Any]:

@@ -9,10 +9,10 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from zerostart.engines.deepspeed.reading import section_of
+from zerostart.engines.deepspeed.reading import number, section_of
 from zerostart.errors import ConfigError, EngineError
 
-__all__ = ["REMOVED", "TOP_LEVEL", "check_keys"]
+__all__ = ["REMOVED", "ROUTING", "TOP_LEVEL", "autoep_size", "check_keys"]
 
 #: What DeepSpeed 0.19.8 reads at the top, and ``ep_plan`` and ``tp_plan``, which are zerostart's.
 TOP_LEVEL = frozenset(
@@ -90,6 +90,21 @@ REMOVED = frozenset(
     }
 )
 
+#: What of ``expert_parallel`` says how tokens are routed, or experts cut further, and its defaults.
+ROUTING: Mapping[str, Any] = {
+    "expert_activation": None,
+    "expert_tensor_parallel_size": 1,
+    "load_balance_coeff": None,
+    "num_expert_groups": None,
+    "num_limited_groups": None,
+    "route_norm": None,
+    "route_scale": 1.0,
+    "routed_scaling_factor": "auto",
+    "score_apply": "auto",
+    "score_func": "auto",
+    "top_k": "auto",
+}
+
 #: How alike an unknown key and a known one are, at least, where one is a slip of the other.
 _ALIKE = 0.85
 
@@ -109,17 +124,35 @@ def check_keys(config: Mapping[str, Any]) -> None:
                     f"engine_config has {key!r}, which DeepSpeed does not know and would pass over in "
                     f"silence; did you mean {near[0]!r}?"
                 )
-    if section_of(config, "expert_parallel").get("enabled") is True:
-        raise ConfigError(
-            "engine_config['expert_parallel'] asks for DeepSpeed's AutoEP, which replaces the experts of a "
-            "model that is loaded whole; leave it out, and pass expert_parallel= to zerostart"
-        )
     if section_of(config, "weight_quantization").get("quantized_initialization"):
         raise ConfigError(
             "engine_config['weight_quantization'] has quantized_initialization, which would keep weights in "
             "other bits than the checkpoint holds; leave it out"
         )
     _refuse_removed(section_of(config, "zero_optimization"))
+
+
+def autoep_size(config: Mapping[str, Any]) -> int:
+    """The ranks that share experts by the section ``expert_parallel``; 0 where it is not enabled.
+
+    Raises ConfigError for what would have experts run otherwise than the model itself does.
+    """
+    section = section_of(config, "expert_parallel")
+    if section.get("enabled") is not True:
+        return 0
+    where = "engine_config['expert_parallel']"
+    for key, default in ROUTING.items():
+        if section.get(key, default) != default:
+            raise ConfigError(
+                f"{where} has {key}={section[key]!r}: experts run as the model itself has it; leave it out"
+            )
+    size = number(section, "autoep_size", 1)
+    if size < 2:
+        raise ConfigError(
+            f"{where} is enabled with autoep_size={size}, with which no ranks share experts; leave the "
+            "section out, or give it a number of ranks"
+        )
+    return size
 
 
 def _refuse_removed(zero: Mapping[str, Any]) -> None:

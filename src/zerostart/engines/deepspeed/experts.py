@@ -19,6 +19,7 @@ from zerostart.engines.flat_buffers import held_layouts
 from zerostart.engines.names import loaded_names
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, Parallelism, flat_partition, replicated
+from zerostart.upstream.deepspeed_autoep import note_shared
 from zerostart.upstream.deepspeed_experts import ExpertGroups, mark_expert, require_groups
 from zerostart.upstream.deepspeed_flat_experts import mark_flat_expert
 
@@ -57,6 +58,7 @@ def _cut(
             here = sections[parallelism.mesh.expert(rank)[0]]
             local = _local(module._parameters[leaf], here.shape)
             mark(local)
+            note_shared(local, groups.size)
             module._parameters[leaf] = local
         exchange_tokens(module, groups.experts, counts)
 

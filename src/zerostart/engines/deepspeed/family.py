@@ -65,6 +65,11 @@ class DeepSpeed(Engine):
         return DeepSpeedSettings.of(config).stage
 
     @classmethod
+    def configured_experts(cls, config: Mapping[str, Any]) -> int:
+        """See ``Engine``; it is ``autoep_size`` of an enabled section ``expert_parallel``."""
+        return DeepSpeedSettings.of(config).autoep_size or 1
+
+    @classmethod
     def found(cls, model: nn.Module, world: World) -> dict[str, Shard]:
         """See ``Engine``: ZeRO-3 partitions; the other stages keep parameters whole."""
         from zerostart.engines.deepspeed.partitioning import current_shards

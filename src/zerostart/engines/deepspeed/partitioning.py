@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import World
+from zerostart.engines.deepspeed.leaves import expert_leaves
 from zerostart.engines.deepspeed.masters import check_mixture
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.placements import Placements
@@ -25,6 +26,7 @@ from zerostart.errors import EngineError
 from zerostart.layout import Layout, flat_partition
 from zerostart.transfer import Arena
 from zerostart.upstream import deepspeed as upstream
+from zerostart.upstream.deepspeed_leaves import mark_leaves
 from zerostart.upstream.deepspeed_tensor_engine import restore_hooks
 from zerostart.upstream.extensions import load_operations
 
@@ -108,6 +110,8 @@ class PartitionMaker:
             at = functools.partial(self._placements.layout, name)
             shards.append(Shard(name, layout, partition, at))
         replace_everywhere(model, {id(parameters[name]): parameter for name, parameter, *_ in placed})
+        if self._world.size > 1 and not self._settings.names_leaves:
+            mark_leaves(expert_leaves(model))
         return shards
 
     def finish(self, model: nn.Module) -> int:

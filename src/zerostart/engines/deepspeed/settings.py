@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerostart.engines.deepspeed.config_keys import check_keys
+from zerostart.engines.deepspeed.config_keys import autoep_size, check_keys
 from zerostart.engines.deepspeed.reading import device_of, number, section_of
 from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Mesh
@@ -26,7 +26,7 @@ _PRECISIONS = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch
 _DTYPES = {**_PRECISIONS, "fp32": torch.float32, "float32": torch.float32, "float16": torch.float16}
 #: Names of DeepSpeed's optimizers, which are fused kernels.
 _OPTIMIZERS = {"adam": "fused_adamw", "adamw": "fused_adamw", "sgd": "sgd"}
-#: Without one of these DeepSpeed reduces no gradients of experts at stage 2.
+#: Without one of these DeepSpeed reduces no gradients of experts at stages 1 and 2.
 _REDUCING = ("contiguous_gradients", "reduce_scatter")
 _ZERO = "engine_config['zero_optimization']"
 _ALL_REDUCE = "stage3_use_all_reduce_for_fetch_params"
@@ -40,8 +40,9 @@ class DeepSpeedSettings:
 
     Where a partition lies and how it is loaded: ``offload`` is ``none``, ``cpu`` or ``nvme``; ``secondary``
     the number of ranks of a hierarchical partition group (ZeRO++), 1 for none; ``stream_elements`` is
-    DeepSpeed's ``stage3_partition_stream_chunk_size``, in elements, 0 for unset. ``round_robin`` and
-    ``aligned`` are how flat buffers are asked to be laid out.
+    DeepSpeed's ``stage3_partition_stream_chunk_size``, in elements, 0 for unset; ``names_leaves`` whether it
+    says which modules are leaves. ``round_robin`` and ``aligned`` are how flat buffers are asked to be laid
+    out.
 
     What its engine allocates: ``bucket``, elements of the reduction bucket; ``sub_group``, elements updated
     at a time (stage 3); ``optimizer_home``, as ``offload``; ``fused``: the update runs in DeepSpeedCPUAdam,
@@ -52,10 +53,11 @@ class DeepSpeedSettings:
     What goes together: ``sequence_parallel`` are the ranks that share sequences, ``unaveraged`` the settings
     with which their gradients have no one mean; ``one_dtype`` names the settings with which DeepSpeed handles
     trainable parameters of one dtype only, ``unshared`` those at the top with which experts cannot be shared
-    over ranks, ``unreduced`` those of ``zero_optimization`` with which stage 2 reduces none of theirs.
-    ``ep_plan`` and ``tp_plan``, which are zerostart's, come before the model's own plans. ``tensors`` is the
-    section ``tensor_parallel``, ``autotp_size`` its number of ranks, 0 where it does not say;
-    ``compiles_tensors``: a compiler's pass does its collectives.
+    over ranks, ``unreduced`` those of ``zero_optimization`` with which stages 1 and 2 do not reduce their
+    gradients. ``ep_plan`` and ``tp_plan``, which are zerostart's, come before the model's own plans.
+    ``tensors`` is the section ``tensor_parallel``, ``autotp_size`` its number of ranks, ``autoep_size`` that
+    of an enabled section ``expert_parallel``, 0 where they do not say; ``compiles_tensors``: a compiler's
+    pass does the collectives of tensors.
     """
 
     stage: int | None = None
@@ -63,6 +65,7 @@ class DeepSpeedSettings:
     offload: str = "none"
     secondary: int = 1
     stream_elements: int = 0
+    names_leaves: bool = False
     quantized_weights: bool = False
     quantized_frozen_weights: bool = False
     persistent_parameter: int = 100_000
@@ -87,6 +90,7 @@ class DeepSpeedSettings:
     tensors: Mapping[str, Any] = field(default_factory=dict)
     autotp_size: int = 0
     compiles_tensors: bool = False
+    autoep_size: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> DeepSpeedSettings:
@@ -110,6 +114,7 @@ class DeepSpeedSettings:
             aio_block_size=number(section_of(known, "aio"), "block_size", MIN_SWAP),
             round_robin=zero.get("round_robin_gradients") is True,
             aligned=zero.get("parameter_alignment") is True,
+            names_leaves="leaf_module" in zero,
             fused=known.get("zero_force_ds_cpu_optimizer") is not False,
             accumulates=_DTYPES.get(str(accumulated)),
             optimizer=_optimizer(known),
@@ -122,6 +127,7 @@ class DeepSpeedSettings:
             tensors=(tensors := section_of(known, "tensor_parallel")),
             autotp_size=number(tensors, "autotp_size", 0),
             compiles_tensors="autotp" in (section_of(known, "compile").get("passes") or ()),
+            autoep_size=autoep_size(known),
             **_sizes(zero),
             **_homes(zero),
         )
@@ -136,15 +142,21 @@ class DeepSpeedSettings:
 
         Raises ConfigError for what stages 1 and 2 do not serve.
         """
-        if parallel and zero_stage < 2:
+        if parallel and zero_stage < 1:
             raise ConfigError(
                 f"expert_parallel with zero_stage={zero_stage} is not available: DeepSpeed reduces gradients "
-                "of experts at stages 2 and 3; use one of these, or engine='fsdp2'"
+                "of experts at stages 1 to 3; use one of these, or engine='fsdp2'"
             )
         if parallel and zero_stage < 3 and self.unreduced:
             raise ConfigError(
-                f"DeepSpeed reduces gradients of experts at stage 2 with {self.unreduced[0]} alone; leave it "
-                "out of engine_config['zero_optimization'], or use zero_stage=3"
+                f"DeepSpeed reduces gradients of experts at stages 1 and 2 with {self.unreduced[0]} alone; "
+                "leave it out of engine_config['zero_optimization'], or use zero_stage=3"
+            )
+        if parallel and zero_stage == 1 and self.dtype == torch.bfloat16 and self._plain_bf16(zero_stage):
+            raise ConfigError(
+                "expert_parallel at stage 1 in bf16 with grad_accum_dtype fp32 is not available: DeepSpeed's "
+                "BF16_Optimizer, which that asks for, reduces gradients of experts of its own layers alone; "
+                "use zero_stage=2 or 3, or leave grad_accum_dtype out of engine_config['data_types']"
             )
         if self.stage not in (None, zero_stage):
             raise EngineError(
@@ -174,12 +186,18 @@ class DeepSpeedSettings:
         """Raise ConfigError for a mesh that cannot be trained, or not with these settings."""
         world_size = mesh.world_size
         self._check_tensors(mesh)
-        for there, setting, section in (
-            (self.offload == "nvme", "offload_param to nvme", _ZERO),
-            (self.secondary > 1, f"zero_hpz_partition_size={self.secondary}", _ZERO),
-            *((True, setting, "engine_config") for setting in self.unshared),
+        if self.autoep_size and self.autoep_size != mesh.expert_parallel:
+            raise ConfigError(
+                f"expert_parallel={mesh.expert_parallel}, and engine_config['expert_parallel'] has "
+                f"autoep_size={self.autoep_size}; use one number for both, or leave one out"
+            )
+        both = ("expert_parallel", "tensor_parallel")
+        for axes, there, setting, section in (
+            (("tensor_parallel",), self.offload == "nvme", "offload_param to nvme", _ZERO),
+            (both, self.secondary > 1, f"zero_hpz_partition_size={self.secondary}", _ZERO),
+            *((both, True, setting, "engine_config") for setting in self.unshared),
         ):
-            for shared in ("expert_parallel", "tensor_parallel"):
+            for shared in axes:
                 if there and getattr(mesh, shared) > 1:
                     raise ConfigError(
                         f"{shared}={getattr(mesh, shared)} with {setting} is not available in this "
@@ -216,10 +234,13 @@ class DeepSpeedSettings:
                 "in this version; use other passes, or leave it out"
             )
 
+    def _plain_bf16(self, zero_stage: int) -> bool:
+        """Whether a model in bf16 gets DeepSpeed's BF16_Optimizer."""
+        return zero_stage == 1 and self.accumulates == torch.float32 and self.optimizer_home == "none"
+
     def flat_rules(self, zero_stage: int, partitions: int) -> FlatRules:
         """How the optimizer that the configuration asks for flattens; a guess where it says too little."""
-        # BF16_Optimizer knows neither option.
-        plain = zero_stage == 1 and self.accumulates == torch.float32 and self.optimizer_home == "none"
+        plain = self._plain_bf16(zero_stage)  # It knows neither option.
         return FlatRules(
             partitions, round_robin=self.round_robin and not plain, aligned=self.aligned and not plain
         )

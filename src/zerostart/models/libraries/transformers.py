@@ -22,7 +22,7 @@ from zerostart.models.tensors import state_names
 from zerostart.recipe import Coverage, Recipes, Target, assembled, symbols_of
 from zerostart.upstream import transformers as upstream
 from zerostart.upstream import transformers_attention as attention_parts
-from zerostart.upstream.transformers_quantizers import dequantizer, prepare
+from zerostart.upstream.transformers_quantizers import dequantizer, method_of, prepare
 
 __all__ = ["Transformers"]
 
@@ -83,6 +83,10 @@ class Transformers(ModelLibrary):
         quantizer = dequantizer(quantization, root)
         prepare(quantizer, model, dtype or torch.get_default_dtype())
         return quantizer
+
+    def quantisation(self, quantizer: Any) -> str:
+        """As its configuration calls it."""
+        return method_of(quantizer)
 
     def dtype_plan(self, model: nn.Module, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
         """What the model keeps in another dtype."""

@@ -1,0 +1,159 @@
+"""Private parts of transformers: what its ``DistributedConfig`` asks for, and where a model shows its plans.
+
+The flag ``enable_expert_parallel`` alone asks for experts over all ranks; some releases resolve it, when the
+object is made, to one rank and forget it. So it is noted while ``Noting`` is open.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from zerostart.errors import ConfigError
+from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.versions import TRANSFORMERS
+
+__all__ = ["TOUCHED", "AxesAsked", "Noting", "axes_asked", "override_plans", "show_experts"]
+
+_CONFIG = "transformers.distributed.configuration_utils:DistributedConfig"
+_MODEL = "transformers.modeling_utils:PreTrainedModel"
+_ATTRIBUTE = "_zerostart_experts_alone"
+_FLAG = PatchPoint(
+    library=TRANSFORMERS,
+    owner=_CONFIG,
+    names=("__post_init__",),
+    why="enable_expert_parallel without a size is noted, which the object itself may forget",
+    lasts=Lasts.BLOCK,
+    shapes=(
+        Shape(
+            _CONFIG,
+            takes=("tp_size", "tp_plan", "enable_expert_parallel", "fsdp_size", "pp_size"),
+        ),
+    ),
+)
+TOUCHED = (
+    _FLAG,
+    Use(
+        library=TRANSFORMERS,
+        owner=_CONFIG,
+        names=("from_dict",),
+        why="what a call of from_pretrained asks for",
+    ),
+    PatchPoint(
+        library=TRANSFORMERS,
+        owner=_MODEL,
+        writes=("_ep_plan", "_tp_plan", "has_ep"),
+        why="plans given in the call, where the model shows its plans; whether its experts are shared out",
+        lasts=Lasts.MODEL,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class AxesAsked:
+    """What a ``DistributedConfig`` asks for, in the words of its newest release.
+
+    ``experts`` and ``tensors`` are numbers of ranks, ``experts`` None for the flag alone, which leaves the
+    number open. Plans are rules over the model's own; None for these alone. ``unserved`` are the names of
+    other settings that are not at their defaults.
+    """
+
+    experts: int | None
+    tensors: int
+    expert_plan: Mapping[str, str] | None
+    tensor_plan: Mapping[str, str] | None
+    data: int
+    replicas: int
+    stages: int
+    unserved: tuple[str, ...]
+
+    @property
+    def nothing(self) -> bool:
+        """Whether no axis has more than one rank."""
+        return (self.experts, self.tensors, self.data, self.replicas, self.stages) == (1, 1, 1, 1, 1)
+
+
+class Noting(Held):
+    """Notes the flag in each ``DistributedConfig`` that is made while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__(_enter)
+
+
+def _enter(stack: ExitStack) -> None:
+    demand(TOUCHED, "zerostart.enabled() cannot translate distributed_config; use zerostart.load")
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    (name,) = _FLAG.names
+    original = DistributedConfig.__post_init__
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        sizes = (self.tp_size, self.tp_plan, getattr(self, "ep_size", None))
+        alone = bool(self.enable_expert_parallel) and sizes == (None, None, None)
+        original(self)
+        if alone:
+            setattr(self, _ATTRIBUTE, True)
+
+    stack.enter_context(replaced(_FLAG, DistributedConfig, name, post_init))
+
+
+def axes_asked(config: Any) -> AxesAsked:
+    """What ``config``, a ``DistributedConfig`` or a dict of its fields, asks for."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    made: Any = DistributedConfig.from_dict(config) if isinstance(config, Mapping) else config
+    tensors, plan = made.tp_size or 1, made.tp_plan
+    sized = hasattr(made, "ep_size")
+    experts = made.ep_size or 1 if sized else (tensors if made.enable_expert_parallel else 1)
+    if getattr(made, _ATTRIBUTE, False):
+        experts = None
+    elif made.enable_expert_parallel and not sized:
+        plan = {}  # Releases without a size of its own have the experts' plan in the place of the tensors'.
+    given = plan if isinstance(plan, Mapping) else None
+    others = {"fsdp_plan": None, "fsdp_cpu_offload": False, "fsdp_mixed_precision": False}
+    unserved = [name for name, default in others.items() if getattr(made, name, default) != default]
+    if getattr(made, "ep_implementation", "auto") not in ("auto", "all_to_all"):
+        unserved.append("ep_implementation")
+    return AxesAsked(
+        experts,
+        # An empty plan applies no rule, however many ranks there are for it.
+        1 if given is not None and not given else tensors,
+        getattr(made, "ep_plan", None),
+        given or None,
+        made.fsdp_size or 1,
+        getattr(made, "dp_replicate_size", None) or 1,
+        made.pp_size or 1,
+        tuple(unserved),
+    )
+
+
+def override_plans(model: Any, experts: Mapping[str, str] | None, tensors: Mapping[str, str] | None) -> None:
+    """Put rules over those of ``model``, on meta. Raises ConfigError for one that names nothing there."""
+    if experts is not None:
+        model._ep_plan = _merged(model, "ep_plan", model._ep_plan, experts)
+    if tensors is not None:
+        model._tp_plan = _merged(model, "tp_plan", model._tp_plan, tensors)
+
+
+def _merged(model: Any, what: str, own: Mapping[str, str] | None, rules: Mapping[str, str]) -> dict[str, str]:
+    declared = dict(own or {})
+    named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    known = {*declared, *named, *(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in named)}
+    unknown = sorted(rules.keys() - known)
+    if unknown:
+        raise ConfigError(
+            f"{what} of the distributed_config names {unknown[0]}, which {type(model).__name__} does not "
+            "have; leave it out"
+        )
+    return {**declared, **rules}
+
+
+def show_experts(model: Any) -> None:
+    """Have ``model`` say that its experts are shared out, as releases that know ``has_ep`` do."""
+    model.has_ep = True
