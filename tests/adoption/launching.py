@@ -63,8 +63,12 @@ def launch(
     paths: Sequence[Path] = (),
     environment: Mapping[str, str] | None = None,
     timeout: float = 240,
+    module: str | None = None,
 ) -> str:
-    """Run ``script`` on two ranks in ``folder``; returns its output. Raises AssertionError if it fails."""
+    """Run ``script`` on two ranks in ``folder``; returns its output. Raises AssertionError if it fails.
+
+    With ``module`` that is what is launched, and the script its first argument.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "script.py").write_text(script)
     root = Path(__file__).parents[2] / "src"
@@ -72,7 +76,7 @@ def launch(
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"]
     process = subprocess.Popen(
-        [*command, str(folder / "script.py"), *arguments],
+        [*command, *(("-m", module) if module else ()), str(folder / "script.py"), *arguments],
         cwd=folder,
         env={
             **os.environ,

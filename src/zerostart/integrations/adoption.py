@@ -20,9 +20,10 @@ from zerostart import engines
 from zerostart.distributed.world import current_world
 from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
-from zerostart.integrations import meeting, saving, states, trainer
+from zerostart.integrations import meeting, notices, saving, states, trainer
 from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.diffusion import DiffusionCall
+from zerostart.integrations.notices import Notice
 from zerostart.integrations.pretrained import Call
 from zerostart.integrations.resizing import resize_token_embeddings
 from zerostart.loading.arguments import EnabledArguments
@@ -132,6 +133,9 @@ class _Noting(Call):
         # It may be prepared, and saved, long after the block in which it was loaded.
         _accelerate.hold(model)
         _saving.hold(model)
+        made = record_of(model).report
+        how = f"loaded in shards: {self.setup} on {made.world_size} ranks, in {made.phases['total']:.1f} s"
+        notices.tell(Notice(type(model).__name__, how))
         if record_of(model).engine.wraps and self._settings.expert_parallel > 1:
             _consolidation.hold(model)
         return found
@@ -255,6 +259,7 @@ def _refuse_whole(model: nn.Module, engine: str) -> None:
 
 def _left(model: nn.Module) -> None:
     """Note a model that transformers loaded by itself while ranks were there to share it."""
+    notices.tell(Notice(type(model).__name__, None))
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         _whole.add(model)
         _accelerate.hold(model)
