@@ -35,6 +35,7 @@ from zerostart.upstream import transformers_loading as loading_parts
 from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
 from zerostart.upstream.deepspeed_active import config_stage
 from zerostart.upstream.deepspeed_saving import Consolidation
+from zerostart.upstream.deepspeed_stage3 import watch
 from zerostart.upstream.saving_calls import SavingCalls
 
 __all__ = ["disable", "enable", "enabled"]
@@ -296,4 +297,4 @@ _saving = SavingCalls(
         "PartialState.wait_for_everyone": _wait_for_everyone,
     }
 )
-_overrides = (_transformers, _diffusers, _accelerate, _saving)
+_overrides = (_transformers, _diffusers, _accelerate, _saving, watch)

@@ -29,12 +29,14 @@ import torch
 from zerostart.errors import EngineError
 from zerostart.upstream import deepspeed_start as starting
 from zerostart.upstream.deepspeed import partition_available, require
+from zerostart.upstream.deepspeed_edits import check_step, watching
+from zerostart.upstream.deepspeed_edits import note as note_edits
 from zerostart.upstream.deepspeed_masters import follow, tell_changed
 from zerostart.upstream.patches import Held, Ticket, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["TOUCHED", "Arrange", "Mark", "Reader", "mark", "require_stage3"]
+__all__ = ["TOUCHED", "Arrange", "Mark", "Reader", "called", "mark", "require_stage3", "watch"]
 
 #: Fills 1-D fp32 tensors with this rank's shares of parameters, by name. Collective, in the same order.
 Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
@@ -72,8 +74,10 @@ _SUBCLASS = PatchPoint(
         "initialize_optimizer_states",
         "create_reduce_and_remove_grad_hooks",
         "offload_states",
+        "step",
     ),
     attributes=(
+        "dp_process_group",
         "dtype",
         "fp16_groups",
         "fp16_partitioned_groups",
@@ -137,6 +141,7 @@ class Mark:
     reader: Reader | None
     arrange: Arrange | None
     ticket: Ticket
+    watched: Ticket
 
 
 @functools.cache
@@ -152,7 +157,18 @@ def require_stage3() -> Any:
 def mark(parameter: torch.Tensor, name: str, reader: Reader | None, arrange: Arrange | None = None) -> None:
     """Have the optimizer that gets ``parameter`` take it by the rules of this module, while it lives."""
     require_stage3()
-    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange, _held.ticket()))
+    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange, _held.ticket(), watch.ticket()))
+    note_edits((parameter,))
+
+
+def called(parameter: Any) -> str:
+    """The name of a marked parameter, or what DeepSpeed calls another one."""
+    found = _mark_of(parameter)
+    return f"parameter {parameter.ds_id} of shape {list(parameter.ds_shape)}" if found is None else found.name
+
+
+#: Held while a marked parameter lives, or by others.
+watch = watching(called)
 
 
 def _enter(stack: ExitStack) -> None:
@@ -194,6 +210,7 @@ class _Overrides:
     params_in_nvme_and_cpu: bool
     swap_optimizer: bool
     zenflow: bool
+    dp_process_group: Any
     fp16_groups: list[list[Any]]
     fp16_partitioned_groups: list[list[Any]]
     fp16_partitioned_groups_flat: list[torch.Tensor | None]
@@ -292,6 +309,11 @@ class _Overrides:
                 self._optimizer_states_and_gradient_swap_in(number)
                 self._read_masters([number])
                 self._optimizer_states_and_gradient_swap_out(number)
+
+    def step(self, closure: Any = None) -> Any:
+        trained = [parameter for group in self.fp16_groups for parameter in group]
+        check_step(trained, self.dp_process_group, called)
+        return super().step(closure)  # type: ignore[misc]
 
     def create_reduce_and_remove_grad_hooks(self) -> None:
         trained = [p for group in self.fp16_groups for p in group if _mark_of(p) is not None]
