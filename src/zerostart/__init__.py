@@ -199,7 +199,8 @@ def plan(
 def report(model: nn.Module) -> Report:
     """What the load of ``model`` (or of the model inside an engine's wrapper) did on this rank.
 
-    Raises ConfigError for a model that was not loaded here.
+    Of a module that was put together out of several loads it is what they did together: names with their
+    prefixes, and seconds, bytes and peaks summed up. Raises ConfigError for a model that was not loaded here.
 
     Example:
         >>> import torch, zerostart
@@ -210,9 +211,9 @@ def report(model: nn.Module) -> Report:
         >>> found.missing, found.read_bytes
         (('bias',), 24)
     """
-    from zerostart.loading.record import record_of
+    from zerostart.loading.parts import report_of
 
-    return record_of(model).report
+    return report_of(model)
 
 
 def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -64,8 +64,12 @@ def launch(
     environment: Mapping[str, str] | None = None,
     timeout: float = 240,
     processes: int = 2,
+    module: str | None = None,
 ) -> str:
-    """Run ``script`` on local ranks in ``folder``; returns its output. Raises AssertionError if it fails."""
+    """Run ``script`` on local ranks in ``folder``; returns its output. Raises AssertionError if it fails.
+
+    With ``module`` that is what is launched, and the script its first argument.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "script.py").write_text(script)
     root = Path(__file__).parents[2] / "src"
@@ -73,7 +77,7 @@ def launch(
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--num_processes", str(processes), "--mixed_precision", "no", "--main_process_port", "0"]
     process = subprocess.Popen(
-        [*command, str(folder / "script.py"), *arguments],
+        [*command, *(("-m", module) if module else ()), str(folder / "script.py"), *arguments],
         cwd=folder,
         env={
             **os.environ,

@@ -1,4 +1,4 @@
-"""Our example scripts under ``accelerate launch`` train with the added line as without it."""
+"""Our example scripts under ``accelerate launch`` train with the added line, and by ``run``, as without."""
 
 from __future__ import annotations
 
@@ -30,17 +30,22 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 
 
-def run(script: str, config: str, folder: Path, ours: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def run(script: str, config: str, folder: Path, by: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """``by`` the added line, by ``zerostart run`` of the script without it, or as ``stock``."""
     text = (EXAMPLES / f"causal_lm_{script}.py").read_text()
-    out = folder / script / config / ("ours" if ours else "stock")
+    plain = removed(text)
+    text = {"line": text, "run": plain, "stock": added(plain, REHEARSAL)}[by]
+    module = "zerostart" if by == "run" else None
+    out = folder / script / config / by
     common = ["--model", str(folder / "model"), "--text", str(folder / "text.txt"), "--block", "12"]
     if script == "accelerate":
         own = ["--out", str(out), "--steps", "3", "--learning-rate", "1e-2"]
     else:
         own = ["--output_dir", str(out), "--max_steps", "3", "--learning_rate", "1e-2", "--report_to", "none"]
         own += ["--logging_steps", "1", "--per_device_train_batch_size", "2"]
-    output = launch(text if ours else added(removed(text), REHEARSAL), out, CONFIGS[config], [*common, *own])
-    assert (ANNOUNCED in output) == ours
+    output = launch(text, out, CONFIGS[config], [*common, *own], module=module)
+    assert (ANNOUNCED in output) == (by != "stock")
+    assert output.count("zerostart run: Qwen3ForCausalLM loaded in shards") == int(by == "run")
     if script == "accelerate":
         return losses_of(output), weights(out)
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
@@ -62,9 +67,13 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_with_and_without_the_line(script: str, config: str, folder: Path) -> None:
-    losses, found = run(script, config, folder, True)
-    expected_losses, expected = run(script, config, folder, False)
+    losses, found = run(script, config, folder, "line")
+    expected_losses, expected = run(script, config, folder, "stock")
+    started_losses, started = run(script, config, folder, "run")
     assert len(losses) == 3
+    assert started_losses == losses
+    assert started.keys() == found.keys()
+    assert [name for name in started if not torch.equal(started[name], found[name])] == []
     # Gathered, tied weights are tied no more, and the Trainer's stock route may save both; ours saves one.
     for name in expected.keys() - found.keys():
         assert torch.equal(expected.pop(name), expected["model.embed_tokens.weight"]), name

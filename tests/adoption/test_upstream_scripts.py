@@ -1,4 +1,4 @@
-"""Example scripts of transformers, accelerate and TRL, unmodified but for the one added line.
+"""Example scripts of transformers, accelerate and TRL, unmodified but for the added line, or by ``run``.
 
 They are run from checkouts that the environment names; nothing of them is kept here:
 
@@ -152,7 +152,7 @@ def metadata(checkout: Path, out: Path) -> Path:
 
 
 def run(
-    script: Script, config: str, data: Path, out: Path, line: str
+    script: Script, config: str, data: Path, out: Path, line: str, module: str | None = None
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     checkout = Path(os.environ[f"ZEROSTART_{script.checkout}"])
     text = (checkout / script.path).read_text()
@@ -161,10 +161,11 @@ def run(
     if script.checkout == "TRL":
         paths += [checkout, metadata(checkout, out)]
     if not script.trainer:
-        line = f"import zerostart_recorder; {line}"
+        line = f"import zerostart_recorder; {line}".removesuffix("; ")
     record = {"ZEROSTART_RECORD": str(out / "record")}
-    output = launch(added(text, line), out, CONFIGS[config], arguments, paths, record, 280)
-    assert (ANNOUNCED in output) == (LINE in line)
+    text = added(text, line) if line else text
+    output = launch(text, out, CONFIGS[config], arguments, paths, record, 280, module)
+    assert (ANNOUNCED in output) == (LINE in line or module is not None)
     if script.trainer:
         states = sorted((out / "out").glob("**/trainer_state.json"))
         log = json.loads(states[-1].read_text())["log_history"]
@@ -175,22 +176,27 @@ def run(
     return [*losses[0], *losses[1]], torch.load(out / "record" / "state.pt")
 
 
+#: The added line, and what is launched: the script itself, or ``zerostart run`` of it.
+BY = {"line": (LINE, None), "run": ("", "zerostart")}
+
+
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_with_and_without_the_line(name: str, config: str, data: Path, tmp_path: Path) -> None:
-    script = SCRIPTS[name]
+def test_with_and_without_the_line(name: str, config: str, by: str, data: Path, tmp_path: Path) -> None:
+    script, (line, module) = SCRIPTS[name], BY[by]
     if f"ZEROSTART_{script.checkout}" not in os.environ:
         pytest.skip(f"ZEROSTART_{script.checkout} names no checkout")
     if config == "fsdp2" and name in FSDP2_STOPS:
         with pytest.raises(AssertionError, match=FSDP2_STOPS[name]):
             run(script, config, data, tmp_path / "stock", REHEARSAL)
-        losses, found = run(script, config, data, tmp_path / "ours", LINE)
+        losses, found = run(script, config, data, tmp_path / "ours", line, module)
         assert len(losses) >= 3
         saved = load_file(tmp_path / "ours" / "out" / "model.safetensors")
         assert all(torch.equal(tensor, found[key]) for key, tensor in saved.items())
         return
-    losses, found = run(script, config, data, tmp_path / "ours", LINE)
+    losses, found = run(script, config, data, tmp_path / "ours", line, module)
     expected_losses, expected = run(script, config, data, tmp_path / "stock", REHEARSAL)
     assert len(losses) >= 3
     assert found.keys() == expected.keys()

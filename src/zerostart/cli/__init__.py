@@ -17,11 +17,12 @@ from typing import Annotated, Any
 
 import typer
 
+from zerostart.cli import run
 from zerostart.errors import ZerostartError
 
 __all__ = ["main"]
 
-_COMMANDS = ("inspect", "plan", "load", "train", "export", "synth", "verify", "diff", "env")
+_COMMANDS = ("inspect", "plan", "load", "train", "run", "export", "synth", "verify", "diff", "env")
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -42,8 +43,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     app.callback()(_global_options)
     for name in _COMMANDS:
         module = importlib.import_module(f"zerostart.cli.{name}")
-        app.command(name)(_guarded(module.command))
-    app(None if argv is None else list(argv))
+        app.command(name, context_settings=getattr(module, "CONTEXT", None))(_guarded(module.command))
+    try:
+        app(None if argv is None else list(argv))
+    except SystemExit as done:
+        ended = done
+    # A script of ``zerostart run`` ends the process itself, and has no frame of the command line below it.
+    for script in run.pending:
+        script.run()
+    raise ended
 
 
 def _show_version(value: bool) -> None:

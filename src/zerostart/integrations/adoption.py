@@ -21,9 +21,10 @@ from zerostart import engines
 from zerostart.distributed.world import current_world
 from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
-from zerostart.integrations import meeting, saving, states, trainer
+from zerostart.integrations import meeting, notices, saving, states, trainer
 from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.diffusion import DiffusionCall
+from zerostart.integrations.notices import Notice
 from zerostart.integrations.pretrained import Call
 from zerostart.integrations.resizing import resize_token_embeddings
 from zerostart.integrations.sharing import Sharing, check_sharing
@@ -36,6 +37,7 @@ from zerostart.upstream import transformers_loading as loading_parts
 from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
 from zerostart.upstream.deepspeed_active import config_stage
 from zerostart.upstream.deepspeed_saving import Consolidation
+from zerostart.upstream.deepspeed_stage3 import watch
 from zerostart.upstream.saving_calls import SavingCalls
 from zerostart.upstream.transformers_distributed import Noting
 
@@ -137,8 +139,11 @@ class _Noting(Call):
         # It may be prepared, and saved, long after the block in which it was loaded.
         _accelerate.hold(model)
         _saving.hold(model)
-        engine = record_of(model).engine
-        if engine.wraps and engine.mesh.expert_parallel > 1:
+        record = record_of(model)
+        made = record.report
+        how = f"loaded in shards: {self.setup} on {made.world_size} ranks, in {made.phases['total']:.1f} s"
+        notices.tell(Notice(type(model).__name__, how))
+        if record.engine.wraps and record.engine.mesh.expert_parallel > 1:
             _consolidation.hold(model)
         return found
 
@@ -264,6 +269,7 @@ def _refuse_whole(model: nn.Module, engine: str) -> None:
 
 def _left(model: nn.Module) -> None:
     """Note a model that transformers loaded by itself while ranks were there to share it."""
+    notices.tell(Notice(type(model).__name__, None))
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         _whole.add(model)
         _accelerate.hold(model)
@@ -300,4 +306,4 @@ _saving = SavingCalls(
         "PartialState.wait_for_everyone": _wait_for_everyone,
     }
 )
-_overrides = (_transformers, Noting(), _diffusers, _accelerate, _saving)
+_overrides = (_transformers, Noting(), _diffusers, _accelerate, _saving, watch)

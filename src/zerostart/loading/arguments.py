@@ -62,8 +62,13 @@ def _argument(
 class EnabledArguments:
     """The arguments of ``zerostart.enabled``, as documented there."""
 
-    engine: str | None = None
-    zero_stage: int | None = None
+    engine: str | None = _argument(
+        None, Option("deepspeed or fsdp2; default: what the script is set up for.")
+    )
+    zero_stage: int | None = _argument(
+        None,
+        Option("With --engine, 3 shards parameters, 0 to 2 leave them whole.", "number", least=0, most=3),
+    )
     engine_config: Mapping[str, object] | None = _argument(
         None, Option("A JSON file: DeepSpeed's configuration, or what is set for fsdp2.", "json")
     )

@@ -24,12 +24,14 @@ __all__ = ["Destinations"]
 class Destinations:
     """Where everything of a model goes on one rank, and where it comes from.
 
-    ``shards`` are the parameters', in the engine's storage; ``buffers`` those that the checkpoint has.
+    ``shards`` are the parameters', in the engine's storage; ``buffers`` those that the checkpoint has, and
+    ``drawn`` those that are drawn with the parameters.
     """
 
     origins: Origins
     shards: list[Shard]
     buffers: dict[str, tuple[Recipe, torch.Tensor]]
+    drawn: list[tuple[Program, torch.Tensor]]
 
     @staticmethod
     def of(model: nn.Module, origins: Origins, shards: list[Shard], device: torch.device) -> Destinations:
@@ -47,7 +49,9 @@ class Destinations:
                 if recipe is not None:
                     placed[name] = (recipe, moved[id(buffer)])
             models.replace_tensor(model, name, moved[id(buffer)])
-        return Destinations(origins, shards, placed)
+        named = dict(model.named_buffers())
+        drawn = [(program, named[name].view(-1)) for name, program in origins.drawn.items()]
+        return Destinations(origins, shards, placed, drawn)
 
     def wanted(self) -> list[tuple[Recipe, Layout, Destination]]:
         """Recipe, layout and destination of everything that is read, in the order of ``storages``."""
@@ -83,14 +87,17 @@ class Destinations:
         like it.
         """
         parameters = self.origins.parameters
-        programs = [(s, p) for s in self.shards if isinstance(p := parameters[s.name], Program)]
+        programs = [
+            (p, s.layout, s.storage) for s in self.shards if isinstance(p := parameters[s.name], Program)
+        ]
+        programs += [(p, replicated((buffer.numel(),)), buffer) for p, buffer in self.drawn]
         if not programs:
             return
         own = torch.get_rng_state()
         shared = world.broadcast_object(torch.get_rng_state, "sharing the random stream")
         torch.set_rng_state(shared)
         try:
-            models.fill_missing([(p, s.layout, s.storage) for s, p in programs], self.origins.start)
+            models.fill_missing(programs, self.origins.start)
         finally:
             if not torch.equal(own, shared):
                 torch.set_rng_state(own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -13,16 +13,17 @@ from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import World
 from zerostart.engines import Engine
-from zerostart.layout import Parallelism
 from zerostart.loading.collection import uncollected
 from zerostart.loading.equality import equal_in
+from zerostart.loading.prepared import Prepared
 from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
-from zerostart.loading.source import check_model, described, open_source
-from zerostart.models import Aliases, Built, Origins
-from zerostart.recipe import Coverage, Recipes, Target, main_dtype, torch_dtype
+from zerostart.loading.source import check_model, described, source_or_none
+from zerostart.loading.starting import start
+from zerostart.models import Aliases, Built
+from zerostart.recipe import Recipes, Target, main_dtype, torch_dtype
 
-__all__ = ["Prepared", "prepare", "undisturbed"]
+__all__ = ["prepare", "undisturbed"]
 
 
 @contextlib.contextmanager
@@ -32,20 +33,6 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """All that is known of a load before anything is sharded; the same on every rank."""
-
-    engine: Engine
-    catalog: Catalog
-    built: Built
-    aliases: Aliases
-    parallelism: Parallelism
-    recipes: Recipes
-    coverage: Coverage
-    origins: Origins
-
-
 def prepare(
     request: Request,
     engine: Engine,
@@ -53,14 +40,18 @@ def prepare(
     clock: Clock,
     strict: bool,
     importing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    taking: bool = False,
 ) -> Prepared:
     """The start of a load for ``engine``; collective over ``world``, which is one process in a plan.
 
-    Libraries that the model needs are imported inside ``importing()``. Raises CoverageError where ``strict``
-    and a name is missing or too much, and every error that can be told before weights are read.
+    Libraries that the model needs are imported inside ``importing()``. A module with values, where there is
+    no source, is emptied if ``taking``, and else an error. Raises CoverageError where ``strict`` and a name
+    is missing or too much, and every error that can be told before weights are read.
     """
     with clock.phase("plan"):
-        catalog = open_source(request.source, world, request.model)
+        catalog = source_or_none(request.source, world, request.model)
+    if catalog is None:
+        return start(request, engine, world, clock, importing, taking)
     with clock.phase("build"), world.phase("building the model"):
         check_model(request.model, request.source, catalog)
         with importing():

@@ -5,7 +5,9 @@ A rehearsal is the same way with another end: one process plays a rank, and noth
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -17,7 +19,8 @@ from zerostart.engines import Engine, Placements, Residence, Shard, ShardMaker
 from zerostart.errors import ConfigError
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.masters import masters_of
-from zerostart.loading.preparation import Prepared, prepare, undisturbed
+from zerostart.loading.preparation import prepare, undisturbed
+from zerostart.loading.prepared import Prepared
 from zerostart.loading.record import LoadRecord, keep
 from zerostart.loading.report import Clock, Report
 from zerostart.loading.request import Request
@@ -76,8 +79,10 @@ class _Load:
             with PeakMeter(default_device()) as meter:
                 with clock.phase("build"), world.phase("arguments"):
                     engine = self._engine(meter)
-                known = prepare(request, engine, world, clock, request.strict, meter.paused)
-                placements, shards, destinations, maker, residence = self._shard(known)
+                taking = not self.played
+                known = prepare(request, engine, world, clock, request.strict, meter.paused, taking)
+                with _kept_on_failure(known):
+                    placements, shards, destinations, maker, residence = self._shard(known)
                 tuning = request.tuning(engine, known.catalog, maker.device, bool(known.recipes.computed))
                 moved = self._fill(known, destinations, tuning)
                 if not self.played:
@@ -86,7 +91,8 @@ class _Load:
                         _keep_aliases(known)
                         known.engine.share_sequences(known.built.model)
                         self._offer_masters(known, destinations, tuning)
-                        _finish(request, known)
+                        if known.stored:
+                            _finish(request, known)
             report = replace(self._report(known, moved, meter), tier=residence)
             record = self._record(known, placements, report)
             keep(known.built.model, record)
@@ -136,7 +142,12 @@ class _Load:
                     plan = join(known.catalog, wanted, PlanOptions(strategy.chunk_size))
         with clock.phase("read"), world.phase("reading"):
             shown = request.progress and world.rank == 0
-            moved = destinations.read(plan, tuning, strategy, shown, world)
+            if known.values is None:
+                moved = destinations.read(plan, tuning, strategy, shown, world)
+            else:
+                moved = known.values.through(
+                    plan, lambda part: destinations.read(part, tuning, strategy, False, world)
+                )
             if world.rank == 0:
                 check_unchanged(known.catalog)  # those that it has not opened, too
         with clock.phase("read"), world.phase("initialising"):
@@ -147,7 +158,7 @@ class _Load:
         """Leave with the parameters what an engine needs to make fp32 masters of what is stored."""
         rounded: list[str] = []
         masters = None
-        if self.request.fp32_masters:
+        if self.request.fp32_masters and known.stored:
             rounded, masters = masters_of(
                 known.catalog, known.origins.parameters, destinations.shards, tuning
             )
@@ -183,8 +194,19 @@ class _Load:
         catalog = known.catalog
         catalog = replace(catalog, storage=catalog.storage.kept())
         read = {n: r for n, r in known.origins.parameters.items() if isinstance(r, Recipe)}
-        recipes = {**read, **known.origins.buffers}
+        recipes = {**read, **known.origins.buffers} if known.stored else {}
         return LoadRecord(catalog, recipes, known.engine, known.parallelism, placements, report)
+
+
+@contextlib.contextmanager
+def _kept_on_failure(known: Prepared) -> Iterator[None]:
+    """What fails inside leaves a module that exists with its values."""
+    try:
+        yield
+    except BaseException:
+        if known.values is not None:
+            known.values.give_back()
+        raise
 
 
 def _gathered(moved: TransferStats, nbytes: int) -> TransferStats:

@@ -18,11 +18,19 @@ from zerostart.distributed.machine import files_view
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 
-__all__ = ["check_model", "described", "open_source"]
+__all__ = ["check_model", "described", "open_source", "source_or_none"]
 
 
 def open_source(source: Any, world: World, model: Any = None) -> Catalog:
-    """The catalog of ``source``; collective.
+    """``source_or_none``, where there must be a source. Raises ConfigError on every rank if there is none."""
+    catalog = source_or_none(source, world, model)
+    if catalog is None:
+        raise ConfigError("source is None on every rank; pass a path, a hub id or a mapping of tensors")
+    return catalog
+
+
+def source_or_none(source: Any, world: World, model: Any = None) -> Catalog | None:
+    """The catalog of ``source``, None where every rank passes None; collective.
 
     A path or hub id is the same on every rank, and rank 0 parses the headers for all; of a pipeline it is the
     component of the class of ``model``; a catalog is one that all ranks have. A mapping of tensors is held by
@@ -32,7 +40,10 @@ def open_source(source: Any, world: World, model: Any = None) -> Catalog:
         views = world.all_gather_object(files_view(), "arguments")
         return _as_seen_here(source, views, world)
     told = world.all_gather_object((_kind(source), files_view()), "arguments")
-    holders = _holders([kind for kind, _ in told])
+    kinds = [kind for kind, _ in told]
+    if set(kinds) == {"None"}:
+        return None
+    holders = _holders(kinds)
     if not holders:
         catalog = world.broadcast_object(
             lambda: open_catalog(source, _classes(model)), "reading the checkpoint's headers"
@@ -114,8 +125,6 @@ def _holders(kinds: Sequence[str]) -> tuple[int, ...]:
                 f"source is a {kind} (rank {rank}), and neither a path, a hub id nor a mapping of tensors"
             )
     found = set(kinds)
-    if found == {"None"}:
-        raise ConfigError("source is None on every rank; pass a path, a hub id or a mapping of tensors")
     if "path" in found and len(found) > 1:
         raise ConfigError(
             f"source is {', '.join(kinds)} on ranks 0 to {len(kinds) - 1}; pass a path on every rank, or a "

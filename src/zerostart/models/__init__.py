@@ -2,7 +2,9 @@
 
 from zerostart.models.aliases import Alias, Aliases
 from zerostart.models.build import ModelLike, build, from_config, require
-from zerostart.models.dtypes import let_cast, set_dtypes
+from zerostart.models.dtypes import cast_parameters, let_cast, set_dtypes
+from zerostart.models.existing import Taken, existing_origins, existing_recipes, has_values, named_tensors
+from zerostart.models.fresh import build_fresh, fresh_origins, import_model
 from zerostart.models.initialise import Program, fill_missing
 from zerostart.models.library import (
     Attention,
@@ -13,6 +15,7 @@ from zerostart.models.library import (
     OwnLoading,
     Stored,
 )
+from zerostart.models.operator_log import OperatorLog
 from zerostart.models.origins import Origins, resolve_origins, tie_names
 from zerostart.models.registry import library_in, library_of, model_library_names, register_model_library
 from zerostart.models.tensors import replace_tensor, state_names
@@ -26,17 +29,27 @@ __all__ = [
     "Converter",
     "ModelLibrary",
     "ModelLike",
+    "OperatorLog",
     "Origins",
     "OwnLoading",
     "Program",
     "Stored",
+    "Taken",
     "build",
+    "build_fresh",
+    "cast_parameters",
+    "existing_origins",
+    "existing_recipes",
     "fill_missing",
+    "fresh_origins",
     "from_config",
+    "has_values",
+    "import_model",
     "let_cast",
     "library_in",
     "library_of",
     "model_library_names",
+    "named_tensors",
     "register_model_library",
     "replace_tensor",
     "require",

@@ -16,7 +16,7 @@ from zerostart.models.operator_log import OperatorLog
 from zerostart.models.registry import library_in, library_of
 from zerostart.upstream.transformers import without_weights
 
-__all__ = ["ModelLike", "build", "from_config", "require"]
+__all__ = ["ModelLike", "build", "explained", "from_config", "require"]
 
 
 ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | Built | None
@@ -65,7 +65,7 @@ def _configured(kind: type[nn.Module] | None, stored: Stored) -> Built:
     """From the configuration beside the weights."""
     library = library_in(stored.root) if kind is None else library_of(kind)
     how, log = library.construction(kind, stored), OperatorLog()
-    with without_weights(how.building), log, _explained(how.name):
+    with without_weights(how.building), log, explained(how.name):
         made = how.make()
     return Built(made, log, how.dtype, True, library)
 
@@ -74,7 +74,7 @@ def _called(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> 
     """A class, or a callable that builds the model."""
     name, log = getattr(make, "__name__", repr(make)), OperatorLog()
     loader: Any = make
-    with without_weights(torch.get_default_dtype()), log, _explained(name):
+    with without_weights(torch.get_default_dtype()), log, explained(name):
         made = loader()
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model={name} gave a {type(made).__name__}, and not a torch.nn.Module")
@@ -95,8 +95,8 @@ def _given(model: nn.Module, stored: Stored) -> Built:
 
 
 @contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Say what went wrong when a constructor cannot run without data."""
+def explained(name: str) -> Iterator[None]:
+    """Say what went wrong when a constructor cannot run without data. Raises BuildError."""
     try:
         yield
     except (BuildError, ConfigError):

@@ -10,7 +10,7 @@ from torch import nn
 from zerostart.models.library import Built
 from zerostart.models.tensors import recast, replace_tensor, state_names
 
-__all__ = ["let_cast", "set_dtypes"]
+__all__ = ["cast_parameters", "let_cast", "set_dtypes"]
 
 
 def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
@@ -33,6 +33,16 @@ def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
         if id(tensor) not in changed:
             changed[id(tensor)] = recast(tensor, want)
         replace_tensor(model, name, changed[id(tensor)])
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give every floating parameter, on meta, the dtype that an engine would cast all of them to."""
+    changed: dict[int, torch.Tensor] = {}
+    for name, old in list(model.named_parameters(remove_duplicate=False)):
+        if old.dtype.is_floating_point and old.dtype != dtype:
+            if id(old) not in changed:
+                changed[id(old)] = recast(old, dtype)
+            replace_tensor(model, name, changed[id(old)])
 
 
 def let_cast(

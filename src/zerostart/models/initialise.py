@@ -10,7 +10,8 @@ rank draws the whole stream and keeps its own share, so all world sizes agree wi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from zerostart.models.operator_log import Op, OperatorLog
 __all__ = ["CHUNK", "Program", "fill_missing", "program_of"]
 
 aten = torch.ops.aten
+#: States of torch's generator, by the places of calls in the log.
+States = Mapping[int, torch.Tensor]
 #: Elements made at a time; a multiple of the generator's block of 16.
 CHUNK = 1 << 20
 _BLOCK = 16
@@ -74,17 +77,20 @@ class Program:
         """Whether the full tensor has to be made on every rank."""
         return self.steps is None
 
-    def fill(self, layout: Layout, storage: torch.Tensor) -> None:
-        """Write this rank's share into ``storage`` (1-D, ``layout.numel`` elements) and zero its padding."""
+    def fill(self, layout: Layout, storage: torch.Tensor, states: States | None = None) -> None:
+        """Write this rank's share into ``storage`` (1-D, ``layout.numel`` elements) and zero its padding.
+
+        ``states`` are those of the generator before each of ``draws``; None: it is there for the first one.
+        """
         if layout.owned < layout.numel:
             storage[layout.owned :].zero_()
-        for start, values in self._chunks():
+        for start, values in self._chunks(states):
             _keep(values, start, layout, storage)
 
-    def _chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def _chunks(self, states: States | None) -> Iterator[tuple[int, torch.Tensor]]:
         """Consecutive runs of the row-major order, as ``(first element, values on the CPU)``."""
-        if self.steps is None:
-            (value,) = self.log.values([self.meta], torch.device("cpu"))
+        if self.steps is None or states is not None:
+            (value,) = self.log.values([self.meta], torch.device("cpu"), states)
             yield 0, value.detach().contiguous().reshape(-1)
             return
         total = self.meta.numel()
@@ -105,23 +111,45 @@ def fill_missing(missing: Sequence[tuple[Program, Layout, torch.Tensor]], start:
     away, is drawn too, since that moves the generator on. Draws before it, in constructors, happen on meta in
     transformers and leave the generator alone: what has only such comes last. Without ``start`` there is
     no initialiser but the constructors.
+
+    A program with several draws, between which others may lie, and those that share one, run when all has
+    been drawn, from what the generator was before each.
     """
     if not missing:
         return
-    used = {at for program, _, _ in missing for at in program.draws}
-    calls: list[tuple[tuple[bool, int], Callable[[], None]]] = []
-    for program, layout, storage in missing:
-        first = program.draws[0] if program.draws else 0
-        calls.append(((first < (start or 0), first), functools.partial(program.fill, layout, storage)))
+    count = Counter(at for program, _, _ in missing for at in program.draws)
+    postponed = {
+        id(program)
+        for program, _, _ in missing
+        if len(program.draws) > 1 or any(count[at] > 1 for at in program.draws)
+    }
+    later = [entry for entry in missing if id(entry[0]) in postponed]
+    kept = {at for program, _, _ in later for at in program.draws}
+    states: dict[int, torch.Tensor] = {}
+    log = missing[0][0].log
+    calls: dict[int, Callable[[], None]] = {at: functools.partial(_note, log, at, states) for at in kept}
     if start is not None:
-        others = enumerate(missing[0][0].log.ops[start:], start)
-        calls += [
-            ((False, at), functools.partial(_discard, op))
-            for at, op in others
-            if op.random and at not in used
-        ]
-    for _, call in sorted(calls, key=lambda entry: entry[0]):
-        call()
+        drawn = (at for at, op in enumerate(log.ops[start:], start) if op.random and at not in kept)
+        calls |= {at: functools.partial(_discard, log.ops[at]) for at in drawn}
+    for program, layout, storage in missing:
+        if id(program) not in postponed:
+            fill = functools.partial(program.fill, layout, storage)
+            if program.draws:
+                calls[program.draws[0]] = fill
+            else:
+                fill()
+    for at in sorted(calls, key=lambda at: (at < (start or 0), at)):
+        calls[at]()
+    end = torch.get_rng_state()
+    for program, layout, storage in later:
+        program.fill(layout, storage, states)
+    torch.set_rng_state(end)
+
+
+def _note(log: OperatorLog, at: int, states: dict[int, torch.Tensor]) -> None:
+    """Keep what the generator is before a draw."""
+    states[at] = torch.get_rng_state()
+    _discard(log.ops[at])
 
 
 def program_of(meta: torch.Tensor, log: OperatorLog) -> Program | None:
@@ -144,7 +172,7 @@ def program_of(meta: torch.Tensor, log: OperatorLog) -> Program | None:
 
 def _discard(op: Op) -> None:
     """Draw what ``op`` drew, chunk by chunk where that is the same, and forget it."""
-    if op.func in _RANDOM:
+    if op.func in _RANDOM and op.args[0].is_contiguous():
         for count in _counts(op.args[0].numel()):
             op.func(torch.empty(count, dtype=op.args[0].dtype, device="cpu"), *op.args[1:], **op.kwargs)
         return
@@ -155,7 +183,8 @@ def _discard(op: Op) -> None:
 def _stand_in(value: Any) -> Any:
     """A tensor of any values on the CPU for one on meta: how much is drawn depends on its shape alone."""
     if isinstance(value, torch.Tensor) and value.device.type == "meta":
-        return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
+        # What torch draws for elements that lie apart differs from what it draws for a run.
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu").zero_()
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 

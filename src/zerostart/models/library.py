@@ -128,6 +128,15 @@ class ModelLibrary(ABC):
             f"{self.name} does not build from a configuration; pass model= with a callable that builds it"
         )
 
+    def of_configuration(
+        self, config: object, dtype: torch.dtype | None
+    ) -> tuple[Callable[[], nn.Module], torch.dtype | None] | None:
+        """What builds a model, initialised, of ``config`` alone, in ``dtype``; and the dtype that it names.
+
+        None for what is no configuration of this library. Raises BuildError for one that names no class.
+        """
+        return None
+
     def whole_dtype(self, model: nn.Module, stored: Stored, given: bool) -> torch.dtype | None:
         """``Built.dtype`` of a model that the caller's callable has made, or (``given``) the caller."""
         return stored.asked

@@ -199,15 +199,23 @@ class OperatorLog(TorchDispatchMode):
                 self.ops.append(Op(func, kept_args, kept_kwargs, tree_map(_snapshot, result)))
         return result
 
-    def values(self, wanted: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    def values(
+        self,
+        wanted: Sequence[torch.Tensor],
+        device: torch.device,
+        states: Mapping[int, torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
         """The real values of meta tensors, by running what leads to them on ``device``.
 
-        Raises BuildError for a tensor that nothing in the log makes.
+        ``states`` has what torch's generator is to be before calls, by their places. Raises BuildError for a
+        tensor that nothing in the log makes.
         """
         steps, settled = self._leading_to(wanted)
         replay = _Replay(device)
         replay.allocate(settled)
-        for _, op in steps:
+        for at, op in steps:
+            if states is not None and at in states:
+                torch.set_rng_state(states[at])
             replay.run(op)
         return [replay.real(t) for t in wanted]
 

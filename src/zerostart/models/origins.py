@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from zerostart.models.tensors import (
 )
 from zerostart.recipe import Coverage, Recipe, Recipes, SymbolicTensor
 
-__all__ = ["Origins", "resolve_origins", "tie_names"]
+__all__ = ["Origins", "fill_plain_tensors", "keep_dtypes", "program_for", "resolve_origins", "tie_names"]
 
 #: Tells whether two state-dict names hold equal bytes in the checkpoint; the same answer on every rank.
 Equal = Callable[[Recipe, Recipe], bool]
@@ -38,13 +38,15 @@ class Origins:
 
     ``parameters`` is in the order of ``named_parameters``; ``buffers`` are those that the checkpoint
     supplies; the others already have their values, on the CPU. ``start`` is the place in the log where the
-    model's own initialiser begins, None where it has none.
+    model's own initialiser begins, None where it has none. ``drawn`` are buffers whose random values are
+    drawn in their turn among those of the parameters.
     """
 
     parameters: dict[str, Recipe | Program]
     buffers: dict[str, Recipe]
     initialised: tuple[str, ...]
     start: int | None = None
+    drawn: dict[str, Program] = field(default_factory=dict)
 
 
 def tie_names(built: Built, recipes: Recipes, equal: Equal) -> Coverage:
@@ -81,7 +83,7 @@ def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins
     value cannot be had.
     """
     model = built.model
-    _keep_dtypes(model, recipes)
+    keep_dtypes(model, recipes)
     sources: dict[int, Recipe] = {}
     for name, tensor, _ in state_names(model):
         if name in recipes.by_name:
@@ -97,9 +99,9 @@ def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins
     parameters: dict[str, Recipe | Program] = {}
     for name, parameter in model.named_parameters():
         recipe = sources.get(id(parameter))
-        parameters[name] = recipe if recipe is not None else _program(built, name, parameter)
+        parameters[name] = recipe if recipe is not None else program_for(built, name, parameter)
     aliases.follow(model)
-    _fill_plain_tensors(built, aliases)
+    fill_plain_tensors(built, aliases)
     filled = {id(dict(model.named_buffers())[name]) for name in loaded_buffers}
     initialised = (
         *missing,
@@ -108,7 +110,7 @@ def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins
     return Origins(parameters, loaded_buffers, initialised, start)
 
 
-def _keep_dtypes(model: nn.Module, recipes: Recipes) -> None:
+def keep_dtypes(model: nn.Module, recipes: Recipes) -> None:
     """Give loaded parameters the dtype that the model keeps them in; transformers leaves missing ones."""
     casts: dict[int, torch.Tensor] = {}
     for name, tensor, buffer in list(state_names(model)):
@@ -194,21 +196,27 @@ def _aliases_aside(built: Built) -> Iterator[None]:
             replace_tensor(model, name, parameter)
 
 
-def _program(built: Built, name: str, parameter: nn.Parameter) -> Program:
+def program_for(built: Built, name: str, parameter: nn.Parameter) -> Program:
+    """How a parameter without a recipe gets its values. Raises BuildError, with the name, if nothing says."""
     if not parameter.numel():
         return Program(parameter, built.log, ())
     program = program_of(parameter, built.log)
     if program is None:
         owner = type(owner_of(built.model, name)[0]).__name__
         raise BuildError(
-            f"{name} is missing from the checkpoint and cannot be initialised: {owner} has no initialiser "
+            f"{name} has no value in a checkpoint and cannot be initialised: {owner} has no initialiser "
             "that sets it. Pass model= as a class or a callable, or supply the tensor"
         )
     return program
 
 
-def _fill_plain_tensors(built: Built, aliases: Aliases) -> None:
-    """Tensors on meta that are registered nowhere get the value that the constructor computed."""
+def fill_plain_tensors(
+    built: Built, aliases: Aliases, check: Callable[[str, torch.Tensor], None] = lambda path, tensor: None
+) -> None:
+    """Tensors on meta that are registered nowhere get the value that the constructor computed.
+
+    ``check`` is asked of each, by its path. Raises BuildError, with the names, for values that are lost.
+    """
     others = aliases.without_values()
     found = [(slot, slot.get()) for slot in tensor_slots(built.model)]
     taken = [slot.path for slot, t in found if isinstance(t, SymbolicTensor)]
@@ -225,6 +233,8 @@ def _fill_plain_tensors(built: Built, aliases: Aliases) -> None:
             f"the values of {len(lost)} tensor attributes are lost on the meta device: {', '.join(lost[:8])}"
             ". Pass model= as a class or a callable, so that they can be computed"
         )
+    for slot, t in waiting:
+        check(slot.path, t)
     values = built.log.values([t for _, t in waiting], torch.device("cpu"))
     made = {id(t): value for (_, t), value in zip(waiting, values, strict=True)}
     for slot, t in waiting:

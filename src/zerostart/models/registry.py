@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
+import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
 from zerostart.models.library import ModelLibrary
 
-__all__ = ["library_in", "library_of", "model_library_names", "register_model_library"]
+__all__ = ["library_in", "library_of", "maker_of", "model_library_names", "register_model_library"]
 
 #: Entry points of other packages: a name, and the subclass of ``ModelLibrary``.
 GROUP = "zerostart.model_libraries"
@@ -55,6 +58,22 @@ def library_of(model: nn.Module | type) -> ModelLibrary:
 def library_in(root: str | None) -> ModelLibrary:
     """The library that the configuration in the directory ``root`` is of. Raises as ``library_of`` does."""
     return next(library for library in _libraries() if library.describes(root))
+
+
+def maker_of(model: Any, dtype: torch.dtype | None) -> tuple[Callable[[], nn.Module], torch.dtype | None]:
+    """What builds a model of a configuration, and the dtype that this names; a class or callable as it is.
+
+    Raises ConfigError for anything else, and as ``library_of`` does.
+    """
+    for library in _libraries():
+        if (found := library.of_configuration(model, dtype)) is not None:
+            return found
+    if not callable(model):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, and without a source it must be a configuration, a class or "
+            "a callable that builds a module, or a module"
+        )
+    return model, None
 
 
 def _libraries() -> tuple[ModelLibrary, ...]:

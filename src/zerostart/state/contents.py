@@ -16,7 +16,8 @@ from torch import nn
 
 from zerostart import geometry
 from zerostart.distributed.world import World
-from zerostart.engines import Shard, first_rank_shard, found_shards, plain_name, with_whole
+from zerostart.engines import Shard, first_rank_shard, plain_name, with_whole
+from zerostart.loading.parts import live_shards
 from zerostart.loading.record import LoadRecord
 from zerostart.models import ModelLibrary, library_of, state_names
 from zerostart.recipe import Recipe, SymbolicTensor, Target, one_thread, spelling
@@ -64,8 +65,7 @@ def held_tensors(
 
     In the order of the state dict. Raises EngineError for what is no one tensor, or lies as nobody knows.
     """
-    shards = record.shards(model) if record is not None else found_shards(model, world)
-    shards = with_whole(model, shards, world)
+    shards = with_whole(model, live_shards(model, world), world)
     recipes = record.recipes if record is not None else {}
     followers = set(library_of(model).ties(model))
     chosen: dict[int, str] = {}

@@ -15,7 +15,7 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name
 from zerostart.errors import ConfigError
 from zerostart.layout import Layout, replicated
-from zerostart.loading.record import loaded_model, record_of
+from zerostart.loading.parts import live_shards, whole_of_parts
 from zerostart.state.full_tensors import MESSAGE, carried, whole_tensor
 from zerostart.upstream.deepspeed_editing import (
     Master,
@@ -34,15 +34,14 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 @contextlib.contextmanager
 def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator[torch.Tensor]:
     """See ``zerostart.gathered``; raises ConfigError as it says there."""
-    inner = loaded_model(model)
-    record = record_of(inner)
+    inner = whole_of_parts(model)
     world = current_world()
     if modifier_rank is not None and not 0 <= modifier_rank < world.size:
         raise ConfigError(f"modifier_rank={modifier_rank} is not one of the {world.size} ranks")
     change = f"changing {name} with modifier_rank={modifier_rank}"
     with world.phase(change):
         # Before anything is looked up: this leaves no gathered copy in the place of a parameter.
-        shards = record.shards(inner)
+        shards = live_shards(inner, world)
         given = _current_name(inner, name)
         parameter = inner.get_parameter(given)
         if modifier_rank is not None:

@@ -13,7 +13,7 @@ from zerostart.distributed.world import current_world, default_device
 from zerostart.engines import Shard, plain_name
 from zerostart.errors import ConfigError
 from zerostart.layout import Layout
-from zerostart.loading.record import LoadRecord, loaded_model, record_of
+from zerostart.loading.parts import live_shards, loaded_parts, whole_of_parts
 from zerostart.models import state_names
 
 __all__ = ["MESSAGE", "carried", "full_tensors", "whole_tensor"]
@@ -24,23 +24,21 @@ MESSAGE = 1 << 22
 
 def full_tensors(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
     """See ``zerostart.full_tensors``; raises ConfigError when called, and not at the first step."""
-    inner = loaded_model(model)
-    record = record_of(inner)
+    inner = whole_of_parts(model)
     size = current_world().size
     if rank is not None and not 0 <= rank < size:
         raise ConfigError(f"rank={rank} is not one of the {size} ranks")
-    return _walk(inner, record, rank)
+    return _walk(inner, rank)
 
 
-def _walk(
-    model: nn.Module, record: LoadRecord, rank: int | None
-) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _walk(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
     world = current_world()
     with world.phase(f"giving whole tensors to {_receiver(rank)}"):
-        shards = record.shards(model)
+        shards = live_shards(model, world)
+        known = {prefix + name for prefix, _, record in loaded_parts(model) for name in record.recipes}
         for name, tensor, _ in state_names(model):
             shard = shards.get(name)
-            plain = name if name in record.recipes else plain_name(name)
+            plain = name if name in known else plain_name(name)
             if shard is not None and shard.held == (world.rank, world.size):
                 # Every rank has the same share: all of it.
                 tensor, shard = shard.storage.view(shard.layout.shape), None

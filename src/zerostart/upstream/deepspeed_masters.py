@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["follow", "tell_changed"]
+from zerostart.upstream.deepspeed import partition_available
+from zerostart.upstream.registry import Use
+from zerostart.upstream.versions import DEEPSPEED
+
+__all__ = ["TOUCHED", "follow", "follow_partition", "tell_changed"]
 
 logger = logging.getLogger("zerostart")
+
+TOUCHED = (
+    Use(
+        library=DEEPSPEED,
+        owner="deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper",
+        names=("swap_in", "remove_partition_and_release_buffers"),
+        why="a partition on NVMe is compared with its master in one of the swap buffers",
+    ),
+)
 
 #: Elements that are compared at a time: some MiB of temporary memory.
 _CHUNK = 1 << 20
@@ -41,3 +55,14 @@ def tell_changed(names: Sequence[str]) -> None:
             ", ".join(names[:3]),
             ", ..." if len(names) > 3 else "",
         )
+
+
+def follow_partition(master: torch.Tensor, parameter: Any) -> bool:
+    """``follow`` for the partition of ``parameter``, which may be on NVMe."""
+    swapped = not partition_available(parameter.ds_tensor)
+    if swapped:
+        parameter.nvme_swapper.swap_in([parameter], async_op=False)
+    found = follow(master, parameter.ds_tensor.data)
+    if swapped:
+        parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
+    return found

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,18 +29,24 @@ import torch
 
 from zerostart.errors import EngineError
 from zerostart.upstream import deepspeed_start as starting
-from zerostart.upstream.deepspeed import partition_available, require
-from zerostart.upstream.deepspeed_masters import follow, tell_changed
+from zerostart.upstream.deepspeed import require
+from zerostart.upstream.deepspeed_edits import check_step, watching
+from zerostart.upstream.deepspeed_edits import note as note_edits
+from zerostart.upstream.deepspeed_masters import TOUCHED as MASTERS
+from zerostart.upstream.deepspeed_masters import follow_partition, tell_changed
 from zerostart.upstream.patches import Held, Ticket, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["TOUCHED", "Arrange", "Mark", "Reader", "mark", "require_stage3"]
+__all__ = ["TOUCHED", "Arrange", "Mark", "Reader", "called", "mark", "require_stage3", "watch"]
 
 #: Fills 1-D fp32 tensors with this rank's shares of parameters, by name. Collective, in the same order.
 Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 #: Brings the partitions of groups next to each other, in their buffer; others that may lie there come along.
 Arrange = Callable[[Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], None]
+
+#: The dtype of parameters, and the load that they are of.
+Buffer = tuple[torch.dtype, object]
 
 _ATTRIBUTE = "_zerostart_mark"
 _OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
@@ -72,8 +79,10 @@ _SUBCLASS = PatchPoint(
         "initialize_optimizer_states",
         "create_reduce_and_remove_grad_hooks",
         "offload_states",
+        "step",
     ),
     attributes=(
+        "dp_process_group",
         "dtype",
         "fp16_groups",
         "fp16_partitioned_groups",
@@ -119,40 +128,54 @@ TOUCHED = (
         ),
         why="masters on NVMe are read a sub-group at a time, between these two",
     ),
-    Use(
-        library=DEEPSPEED,
-        owner="deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper",
-        names=("swap_in", "remove_partition_and_release_buffers"),
-        why="a partition on NVMe is compared with its master in one of the swap buffers",
-    ),
 )
 
 
 @dataclass(frozen=True)
 class Mark:
     """What a parameter tells the optimizer: its name, how its master is read, None if it is not, and how
-    partitions are brought into the optimizer's order where they lie, None if they are not."""
+    partitions are brought into the optimizer's order where they lie, None if they are not. Parameters of one
+    ``load`` lie in the same buffers."""
 
     name: str
     reader: Reader | None
     arrange: Arrange | None
     ticket: Ticket
+    watched: Ticket
+    load: object = None
 
 
 @functools.cache
 def require_stage3() -> Any:
     """The class of the ZeRO-3 optimizer; raises UnsupportedVersionError if it is not as we know it."""
     require()
-    demand(TOUCHED)
+    demand((*TOUCHED, *MASTERS))
     from deepspeed.runtime.zero import stage3
 
     return stage3.DeepSpeedZeroOptimizer_Stage3
 
 
-def mark(parameter: torch.Tensor, name: str, reader: Reader | None, arrange: Arrange | None = None) -> None:
+def mark(
+    parameter: torch.Tensor,
+    name: str,
+    reader: Reader | None,
+    arrange: Arrange | None = None,
+    load: object = None,
+) -> None:
     """Have the optimizer that gets ``parameter`` take it by the rules of this module, while it lives."""
     require_stage3()
-    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange, _held.ticket()))
+    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange, _held.ticket(), watch.ticket(), load))
+    note_edits((parameter,))
+
+
+def called(parameter: Any) -> str:
+    """The name of a marked parameter, or what DeepSpeed calls another one."""
+    found = _mark_of(parameter)
+    return f"parameter {parameter.ds_id} of shape {list(parameter.ds_shape)}" if found is None else found.name
+
+
+#: Held while a marked parameter lives, or by others.
+watch = watching(called)
 
 
 def _enter(stack: ExitStack) -> None:
@@ -167,7 +190,7 @@ def _enter(stack: ExitStack) -> None:
             base: Any = type(self)
             self.__class__ = _subclass(base)
             note(_SUBCLASS, self)
-            groups = self.split_by_dtype(groups)
+            groups = self.split_by_buffer(groups)
             self.arrange_partitions(groups)
         return groups
 
@@ -188,12 +211,14 @@ class _Overrides:
 
     # What is used of the optimizer.
     dtype: torch.dtype
+    main_buffer: Buffer
     module: torch.nn.Module
     offload_param: bool
     offload_optimizer: bool
     params_in_nvme_and_cpu: bool
     swap_optimizer: bool
     zenflow: bool
+    dp_process_group: Any
     fp16_groups: list[list[Any]]
     fp16_partitioned_groups: list[list[Any]]
     fp16_partitioned_groups_flat: list[torch.Tensor | None]
@@ -206,53 +231,61 @@ class _Overrides:
     _optimizer_states_and_gradient_swap_in: Callable[[int], None]
     _optimizer_states_and_gradient_swap_out: Callable[[int], None]
 
-    def split_by_dtype(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Groups of one dtype each; the dtype with most elements becomes the optimizer's own."""
-        elements: dict[torch.dtype, int] = {}
+    def split_by_buffer(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Groups of one dtype and one load each; the dtype with most elements becomes the optimizer's own."""
+        elements: Counter[Buffer] = Counter()
         split = []
         for group in groups:
-            by_dtype: dict[torch.dtype, list[Any]] = {}
+            by_buffer: dict[Buffer, list[Any]] = {}
             for parameter in group["params"]:
-                by_dtype.setdefault(parameter.dtype, []).append(parameter)
-                elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.ds_numel
-            split += [{**group, "params": params} for params in by_dtype.values()]
+                by_buffer.setdefault(_buffer_of(parameter), []).append(parameter)
+                elements[_buffer_of(parameter)] += parameter.ds_numel
+            split += [{**group, "params": params} for params in by_buffer.values()]
+        by_dtype: Counter[torch.dtype] = Counter()
+        for (dtype, _), count in elements.items():
+            by_dtype[dtype] += count
         # Stock takes the first parameter's; it decides on loss scaling and on the buffers of offloading.
-        self.dtype = max(elements, key=lambda dtype: elements[dtype])
+        self.dtype = max(by_dtype, key=lambda dtype: by_dtype[dtype])
+        self.main_buffer = max((b for b in elements if b[0] == self.dtype), key=lambda b: elements[b])
         return split
 
     def arrange_partitions(self, groups: list[dict[str, Any]]) -> None:
-        """Bring what is trained into the order of ``groups``, in the buffer of the load."""
-        marks = [_mark_of(p) for group in groups for p in group["params"]]
-        arrange = next((m.arrange for m in marks if m is not None and m.arrange is not None), None)
-        if arrange is None or self.params_in_nvme_and_cpu or not starting.known():
+        """Bring what is trained into the order of ``groups``, in the buffers of its loads."""
+        if self.params_in_nvme_and_cpu or not starting.known():
             return
-        parts = [[p.ds_tensor for p in group["params"]] for group in groups]
-        parts.sort(key=lambda part: part[0].dtype != self.dtype)  # Those of one buffer without a gap.
-        largest = max((partition for part in parts for partition in part), key=torch.Tensor.numel)
-        if starting.takes(largest, self.offload_param):
-            every: Any = self.module.parameters()
-            arrange(parts, [p.ds_tensor for p in every if hasattr(p, "ds_tensor")])
+        every: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_tensor")]
+        for load in dict.fromkeys(_buffer_of(group["params"][0])[1] for group in groups):
+            own = [group["params"] for group in groups if _buffer_of(group["params"][0])[1] == load]
+            marks = [_mark_of(p) for params in own for p in params]
+            arrange = next((m.arrange for m in marks if m is not None and m.arrange is not None), None)
+            if arrange is None:
+                continue
+            own.sort(key=lambda params: params[0].dtype != self.dtype)  # Those of one buffer without a gap.
+            parts = [[p.ds_tensor for p in params] for params in own]
+            largest = max((partition for part in parts for partition in part), key=torch.Tensor.numel)
+            if starting.takes(largest, self.offload_param):
+                arrange(parts, [p.ds_tensor for p in every if _buffer_of(p)[1] == load])
 
     def _create_fp16_partitions_with_defragmentation(self, groups: Any) -> None:
         with starting.defragmenting() if starting.known() else contextlib.nullcontext():
             super()._create_fp16_partitions_with_defragmentation(groups)  # type: ignore[misc]
 
-    def _of_other_dtype(self) -> bool:
-        return any(group[0].dtype != self.dtype for group in self.fp16_groups)
+    def _of_other_buffers(self) -> bool:
+        return any(_buffer_of(group[0]) != self.main_buffer for group in self.fp16_groups)
 
     def _get_parameter_partitions(self) -> list[torch.Tensor]:
         """The partitions that share one buffer."""
-        return [p.ds_tensor for group in self.fp16_groups for p in group if p.dtype == self.dtype]
+        return [p.ds_tensor for g in self.fp16_groups for p in g if _buffer_of(p) == self.main_buffer]
 
     def _set_fp16_partitioned_groups_flat(self) -> None:
         offset = 0
         for group in self.fp16_groups:
             numel = sum(p.partition_numel() for p in group)
-            if group[0].dtype == self.dtype:
+            if _buffer_of(group[0]) == self.main_buffer:
                 self.fp16_partitioned_groups_flat.append(self.lp_param_buffer.narrow(0, offset, numel))
                 offset += numel
             else:
-                self.fp16_partitioned_groups_flat.append(_flattened([p.ds_tensor for p in group]))
+                self.fp16_partitioned_groups_flat.append(starting.flattened([p.ds_tensor for p in group]))
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         if not self.params_in_nvme_and_cpu and starting.known():
@@ -270,9 +303,9 @@ class _Overrides:
                 self.param_groups_fp16_flat_cpu_memory[number] = other
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        if self._of_other_dtype():
+        if self._of_other_buffers():
             raise EngineError(
-                "offload_states() moves ZeRO-3 parameters of one dtype, and this model mixes them"
+                "offload_states() moves ZeRO-3 parameters of one dtype and one load; this model mixes them"
             )
         super().offload_states(*args, **kwargs)  # type: ignore[misc]
 
@@ -292,6 +325,11 @@ class _Overrides:
                 self._optimizer_states_and_gradient_swap_in(number)
                 self._read_masters([number])
                 self._optimizer_states_and_gradient_swap_out(number)
+
+    def step(self, closure: Any = None) -> Any:
+        trained = [parameter for group in self.fp16_groups for parameter in group]
+        check_step(trained, self.dp_process_group, called)
+        return super().step(closure)  # type: ignore[misc]
 
     def create_reduce_and_remove_grad_hooks(self) -> None:
         trained = [p for group in self.fp16_groups for p in group if _mark_of(p) is not None]
@@ -323,37 +361,19 @@ class _Overrides:
         for parameter, _ in pairs:
             # Read once: what is behind the reader can go.
             setattr(parameter, _ATTRIBUTE, replace(getattr(parameter, _ATTRIBUTE), reader=None))
-        changed = [_name(parameter) for parameter, share in pairs if _follow(share, parameter)]
+        changed = [_name(parameter) for parameter, share in pairs if follow_partition(share, parameter)]
         tell_changed(changed)
-
-
-def _follow(master: torch.Tensor, parameter: Any) -> bool:
-    """``follow`` for the partition of ``parameter``, which may be on NVMe."""
-    swapped = not partition_available(parameter.ds_tensor)
-    if swapped:
-        parameter.nvme_swapper.swap_in([parameter], async_op=False)
-    found = follow(master, parameter.ds_tensor.data)
-    if swapped:
-        parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
-    return found
-
-
-def _flattened(partitions: list[torch.Tensor]) -> torch.Tensor:
-    """One buffer of the partitions, which become views of it."""
-    found = starting.joined(partitions)
-    if found is not None:
-        return found
-    flat = torch.cat([partition.data for partition in partitions])
-    offset = 0
-    for partition in partitions:
-        partition.data = flat.narrow(0, offset, partition.numel())
-        offset += partition.numel()
-    return flat
 
 
 def _mark_of(parameter: Any) -> Mark | None:
     found: Mark | None = getattr(parameter, _ATTRIBUTE, None)
     return found
+
+
+def _buffer_of(parameter: Any) -> Buffer:
+    """What parameters of one flat buffer have in common; those of nobody's load are in one."""
+    found = _mark_of(parameter)
+    return parameter.dtype, None if found is None else found.load
 
 
 def _reader(parameter: Any) -> Reader | None:

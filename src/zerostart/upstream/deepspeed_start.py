@@ -29,7 +29,17 @@ from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit
 from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["TOUCHED", "Converted", "Unread", "defragmenting", "joined", "known", "takes", "ungathered"]
+__all__ = [
+    "TOUCHED",
+    "Converted",
+    "Unread",
+    "defragmenting",
+    "flattened",
+    "joined",
+    "known",
+    "takes",
+    "ungathered",
+]
 
 logger = logging.getLogger("zerostart")
 
@@ -161,6 +171,19 @@ def joined(partitions: Sequence[torch.Tensor]) -> torch.Tensor | None:
         place += partition.numel()
     numel = place - first.storage_offset()
     return first.detach().as_strided((numel,), (1,), first.storage_offset())
+
+
+def flattened(partitions: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One buffer of the partitions, which become views of it."""
+    found = joined(partitions)
+    if found is not None:
+        return found
+    flat = torch.cat([partition.data for partition in partitions])
+    offset = 0
+    for partition in partitions:
+        partition.data = flat.narrow(0, offset, partition.numel())
+        offset += partition.numel()
+    return flat
 
 
 @contextlib.contextmanager

@@ -40,5 +40,6 @@ def check_mixture(parameters: Mapping[str, nn.Parameter], settings: DeepSpeedSet
 
 def mark_parameters(model: nn.Module, rounded: Collection[str], reader: Reader | None) -> None:
     """Mark all parameters, those named ``rounded`` with what reads their masters."""
+    load = object()
     for name, parameter in model.named_parameters():
-        mark(parameter, name, reader if name in rounded else None, arrange)
+        mark(parameter, name, reader if name in rounded else None, arrange, load)

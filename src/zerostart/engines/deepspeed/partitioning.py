@@ -26,7 +26,9 @@ from zerostart.errors import EngineError
 from zerostart.layout import Layout, flat_partition
 from zerostart.transfer import Arena
 from zerostart.upstream import deepspeed as upstream
+from zerostart.upstream.deepspeed_edits import check_outside
 from zerostart.upstream.deepspeed_leaves import mark_leaves
+from zerostart.upstream.deepspeed_stage3 import called
 from zerostart.upstream.deepspeed_tensor_engine import restore_hooks
 from zerostart.upstream.extensions import load_operations
 
@@ -168,7 +170,11 @@ def holders_of(ranks: Sequence[int], world_size: int) -> tuple[int, int]:
 
 
 def current_shards(model: nn.Module) -> dict[str, Shard]:
-    """The ZeRO-3 partitions of ``model`` as they are now."""
+    """The ZeRO-3 partitions of ``model`` as they are now.
+
+    Raises ConfigError for parameters that were changed in place outside of what gathers them.
+    """
+    check_outside(model.parameters(), called)
     shards = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         state = upstream.partition_of(parameter)

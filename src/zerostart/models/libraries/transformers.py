@@ -22,6 +22,7 @@ from zerostart.models.tensors import state_names
 from zerostart.recipe import Coverage, Recipes, Target, assembled, symbols_of
 from zerostart.upstream import transformers as upstream
 from zerostart.upstream import transformers_attention as attention_parts
+from zerostart.upstream import transformers_fresh as fresh
 from zerostart.upstream.transformers_quantizers import dequantizer, method_of, prepare
 
 __all__ = ["Transformers"]
@@ -55,6 +56,16 @@ class Transformers(ModelLibrary):
         dtype = stored.asked or _named_dtype(getattr(config, "dtype", None)) or stored.first
         chosen = dtype or torch.get_default_dtype()
         return Construction(made.__name__, lambda: made(_with_dtype(config, chosen)), chosen, chosen)
+
+    def of_configuration(
+        self, config: object, dtype: torch.dtype | None
+    ) -> tuple[Callable[[], nn.Module], torch.dtype | None] | None:
+        """As ``from_config`` of the class that it names first, or of the base model of its type."""
+        if not fresh.is_configuration(config):
+            return None
+        own = copy.deepcopy(config)
+        made, named = _class_of(own), dtype or _named_dtype(getattr(own, "dtype", None))
+        return functools.partial(made, own if named is None else _with_dtype(own, named)), named
 
     def whole_dtype(self, model: nn.Module, stored: Stored, given: bool) -> torch.dtype | None:
         """As ``construction``; the configuration is the file's for a model that the caller has built.
@@ -211,17 +222,24 @@ def _configured(root: str | None, kind: type[nn.Module] | None) -> tuple[type[nn
         raise BuildError(f"{root}/config.json names no model that transformers knows: {error}") from error
     # The model is built as if it were not quantised, since it is dequantised on the way.
     config.__dict__.pop("quantization_config", None)
-    if kind is not None:
-        return kind, config
+    return (_class_of(config, f"{root}/config.json") if kind is None else kind), config
+
+
+def _class_of(config: Any, called: str = "the configuration") -> type[nn.Module]:
+    """The class that a configuration names; raises BuildError for one that transformers does not have."""
+    import transformers
+
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
         if isinstance(found, type):
-            return found, config
+            return found
     mapping = transformers.MODEL_MAPPING
     if type(config) in mapping:
-        return mapping[type(config)], config
+        found = mapping[type(config)]
+        assert isinstance(found, type), "a mapping of classes"
+        return found
     raise BuildError(
-        f"{root}/config.json names the architecture {config.architectures}, which transformers "
+        f"{called} names the architecture {config.architectures}, which transformers "
         f"{transformers.__version__} does not have; pass model= with the class or a callable that builds it"
     )
 

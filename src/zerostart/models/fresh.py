@@ -1,0 +1,103 @@
+"""Models that have no checkpoint: what their own initialisation does, as programs to be run in shards.
+
+The whole construction runs on meta under the log, with everything that it draws: so the programs give what
+the unsharded model has after the same ``torch.manual_seed``, and leave the generator as it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.errors import BuildError, ConfigError
+from zerostart.models.aliases import Aliases
+from zerostart.models.build import explained
+from zerostart.models.initialise import Program, program_of
+from zerostart.models.library import Built
+from zerostart.models.operator_log import OperatorLog
+from zerostart.models.origins import Origins, fill_plain_tensors, program_for, resolve_origins
+from zerostart.models.registry import library_of, maker_of
+from zerostart.models.tensors import replace_tensor, state_names
+from zerostart.recipe import Coverage, Recipes
+from zerostart.upstream.transformers_fresh import initialising
+
+__all__ = ["build_fresh", "fresh_origins", "import_model"]
+
+
+def import_model(model: Any) -> None:
+    """Import what building ``model`` needs, as far as that is known. Raises as ``build_fresh`` does."""
+    if not isinstance(model, nn.Module):
+        maker_of(model, None)
+
+
+def build_fresh(model: Any, asked: torch.dtype | None, dtype: torch.dtype | None) -> Built:
+    """Build ``model``, a configuration, class or callable, as it initialises itself; or a module on meta.
+
+    ``asked`` is torch's default dtype meanwhile, None: the configuration's, else as it is. ``dtype`` is in
+    the end that of the model as a whole, None: as built. Raises BuildError or ConfigError.
+    """
+    if isinstance(model, nn.Module):
+        return Built(model, OperatorLog(), dtype, False, library_of(model))
+    make, own = maker_of(model, asked)
+    name, log, state = getattr(make, "__name__", repr(make)), OperatorLog(), torch.get_rng_state()
+    with initialising(asked or own or torch.get_default_dtype()), log, explained(name):
+        made = make()
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"model={name} gave a {type(made).__name__}, and not a torch.nn.Module")
+    if not torch.equal(state, torch.get_rng_state()):
+        torch.set_rng_state(state)
+        raise BuildError(
+            f"{name} draws random numbers on the CPU by name while it is built, when no weight is there yet: "
+            "they would not be the unsharded model's. Let it draw on torch's default device, or build the "
+            "module yourself and pass it"
+        )
+    return Built(made, log, dtype, True, library_of(made))
+
+
+def fresh_origins(built: Built, aliases: Aliases) -> Origins:
+    """A program for each parameter, and for each buffer with a random value; other values are computed.
+
+    Raises BuildError, with the names, for what nothing gives a value.
+    """
+    model = built.model
+    if not built.logged:
+        return resolve_origins(built, Recipes({}, Coverage()), aliases)
+    drawn: dict[str, Program] = {}
+    real: dict[int, torch.Tensor] = {}
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        if id(buffer) not in real:
+            real[id(buffer)] = _value(built, name, buffer, drawn)
+        replace_tensor(model, name, real[id(buffer)])
+    parameters = {name: program_for(built, name, p) for name, p in model.named_parameters()}
+    aliases.follow(model)
+    fill_plain_tensors(built, aliases, _refuse_draws(built))
+    names = tuple(name for name, _, _ in state_names(model))
+    return Origins(dict(parameters), {}, names, 0, drawn)
+
+
+def _value(built: Built, name: str, buffer: torch.Tensor, drawn: dict[str, Program]) -> torch.Tensor:
+    """A buffer off meta: empty where it has a program, which is added to ``drawn``."""
+    if buffer.device.type != "meta":
+        return buffer
+    if built.log.draws(buffer):
+        program = program_of(buffer, built.log)
+        assert program is not None, "what draws gives values"
+        drawn[name] = program
+    elif any(built.log.writers(buffer)):
+        (value,) = built.log.values([buffer], torch.device("cpu"))
+        return value
+    return torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
+
+
+def _refuse_draws(built: Built) -> Callable[[str, torch.Tensor], None]:
+    def check(path: str, tensor: torch.Tensor) -> None:
+        if built.log.draws(tensor):
+            raise BuildError(
+                f"{path} is a random tensor that is registered nowhere, which a start without a checkpoint "
+                "cannot draw in its turn; register it as a buffer"
+            )
+
+    return check

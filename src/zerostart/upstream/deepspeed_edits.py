@@ -1,0 +1,196 @@
+"""Private parts of DeepSpeed: ZeRO-3 parameters that are changed in place where the change would be lost.
+
+A partitioned parameter is an empty placeholder: what is written into it outside of ``GatheredParameters``
+goes nowhere. Inside, a change counts on ``modifier_rank`` alone; without one, and on another rank, it is
+dropped when the parameter is partitioned again. DeepSpeed looks for the second kind if
+``enable_sanity_checks`` is set, by version counters, which a change through ``.data`` leaves alone.
+
+While it is watched, a parameter is looked at when it has been gathered and before it is partitioned again:
+its version counter, its memory and the sum of its words. The version counter of a placeholder tells of
+changes outside; DeepSpeed itself puts other memory into a parameter, and never counts it up.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerostart.errors import ConfigError
+from zerostart.upstream.on_import import when_imported
+from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit
+from zerostart.upstream.versions import DEEPSPEED
+
+__all__ = ["TOUCHED", "check_outside", "check_step", "note", "watching"]
+
+_GATHERED = "deepspeed.runtime.zero.partition_parameters:GatheredParameters"
+_WATCH = PatchPoint(
+    library=DEEPSPEED,
+    owner=_GATHERED,
+    names=("__enter__", "_exit"),
+    why="parameters are looked at before and after: a change that would be lost is an error that names them",
+    lasts=Lasts.MODEL,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(f"{_GATHERED}.__enter__", has=("self.params[0].all_gather(param_list=self.params)",)),
+        Shape(
+            f"{_GATHERED}._exit",
+            has=("self._partition_params(self._params_to_partition(), has_been_updated=False)",),
+        ),
+    ),
+)
+_NOTED = PatchPoint(
+    library=DEEPSPEED,
+    owner=_GATHERED,
+    writes=("_zerostart_before",),
+    why="what the gathered parameters were",
+    lasts=Lasts.CALL,
+)
+TOUCHED = (_WATCH, _NOTED)
+_VERSION = "_zerostart_version"
+#: Integers as wide as an element.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_REMEDY = (
+    "Change it on one rank inside zerostart.gathered(model, name, modifier_rank=...) or "
+    "deepspeed.zero.GatheredParameters(parameter, modifier_rank=...)"
+)
+
+
+def note(parameters: Iterable[Any]) -> None:
+    """Take what the ZeRO-3 ``parameters`` are now for unchanged."""
+    for parameter in parameters:
+        # With its identity: attributes may go from one parameter to another.
+        setattr(parameter, _VERSION, (id(parameter), parameter._version))
+
+
+def _lost(parameters: Iterable[Any]) -> list[Any]:
+    """Those of the ``parameters`` that were changed in place since they were noted."""
+    noted = ((p, getattr(p, _VERSION, (0, 0))) for p in parameters)
+    return [p for p, (which, version) in noted if which == id(p) and version != p._version]
+
+
+def check_outside(parameters: Iterable[Any], call: Callable[[Any], str]) -> None:
+    """Raise ConfigError for parameters that were changed outside; ``call`` says what one is called.
+
+    Told once: they count as unchanged then, which is what their partitions are.
+    """
+    changed = _lost(parameters)
+    note(changed)
+    _raise_outside([call(parameter) for parameter in changed])
+
+
+def check_step(parameters: Iterable[Any], group: Any, call: Callable[[Any], str]) -> None:
+    """``check_outside`` before a step, the same on all ranks of a process group; collective."""
+    changed = _lost(parameters)
+    note(changed)
+    names = [call(parameter) for parameter in changed]
+    if (size := dist.get_world_size(group)) > 1:
+        device = torch.accelerator.current_accelerator() if "nccl" in str(dist.get_backend(group)) else None
+        found = torch.tensor(len(names), device=device or "cpu")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        if not found:
+            return
+        told: list[list[str]] = [[] for _ in range(size)]
+        dist.all_gather_object(told, names, group=group)
+        names = list(dict.fromkeys(name for theirs in told for name in theirs))
+    _raise_outside(names)
+
+
+def _raise_outside(names: Sequence[str]) -> None:
+    if names:
+        raise ConfigError(
+            f"{_listed(names)} changed in place while partitioned (ZeRO-3): the change is lost, and the "
+            f"partitions are as they were. {_REMEDY}"
+        )
+
+
+def watching(call: Callable[[Any], str]) -> Held:
+    """What watches ``GatheredParameters`` while it is held, of whoever's parameters.
+
+    ``call`` says what a parameter is called.
+    """
+
+    def enter(stack: ExitStack) -> None:
+        later = stack.enter_context(ExitStack())
+        module, _, _ = _GATHERED.partition(":")
+        stack.callback(when_imported(module, functools.partial(_imported, later, call)))
+
+    return Held(enter)
+
+
+def _imported(stack: ExitStack, call: Callable[[Any], str], module: ModuleType) -> None:
+    if misfit(TOUCHED):
+        return
+    gathered: Any = module.__dict__["GatheredParameters"]
+    enter, leave = gathered.__enter__, gathered._exit
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        result = enter(self)
+        if self.enabled:
+            outside = {id(p) for p in _lost(self.params)}
+            self._zerostart_before = [(_print(p), id(p) in outside) for p in self.params]
+        return result
+
+    @functools.wraps(leave)
+    def exit_(self: Any, *exc: Any) -> Any:
+        before = getattr(self, "_zerostart_before", None)
+        if before is None or (exc and exc[0] is not None):
+            return leave(self, *exc)
+        wrong = _judged(self, before)
+        result = leave(self, *exc)
+        note(self.params)
+        for parameters, why in wrong:
+            if parameters:
+                names = [call(parameter) for parameter in parameters]
+                raise ConfigError(f"{_listed(names)} changed {why}. {_REMEDY}")
+        return result
+
+    stack.enter_context(replaced(_WATCH, gathered, "__enter__", entered))
+    stack.enter_context(replaced(_WATCH, gathered, "_exit", exit_))
+
+
+def _judged(context: Any, before: Sequence[tuple[Any, bool]]) -> list[tuple[list[Any], str]]:
+    """Parameters whose change is lost, by how it came about, the same on all ranks; collective."""
+    rank = dist.get_rank()
+    rows = []
+    for parameter, (was, outside) in zip(context.params, before, strict=True):
+        source = context.src_rank_by_group.get(id(parameter.ds_process_group))
+        changed = _print(parameter) != was
+        rows.append([changed and source is None, changed and source not in (None, rank), False, outside])
+        rows[-1][2] = changed and source == rank
+    flags = torch.tensor(rows, dtype=torch.int32, device=context.params[0].data.device)
+    if dist.get_world_size(context.params[0].ds_process_group) > 1:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=context.params[0].ds_process_group)
+    inside, other, outside_ = list[Any](), list[Any](), list[Any]()
+    for parameter, (nobody, elsewhere, here, before_) in zip(context.params, flags.tolist(), strict=True):
+        if nobody:
+            inside.append(parameter)
+        # Where the modifier has changed it too, its values count: ranks may well have done the same.
+        if elsewhere and not here:
+            other.append(parameter)
+        if before_:
+            outside_.append(parameter)
+    return [
+        (inside, "inside GatheredParameters without modifier_rank: the change is lost"),
+        (other, "inside GatheredParameters on a rank that is not modifier_rank, and not there: it is lost"),
+        (outside_, "in place while partitioned (ZeRO-3): the change is lost"),
+    ]
+
+
+def _print(parameter: Any) -> tuple[int, int, int]:
+    """What tells that a gathered parameter has other contents."""
+    data = parameter.data
+    words = data.reshape(-1).view(_WORDS.get(data.itemsize, torch.int64))
+    return data.data_ptr(), parameter._version, int(words.sum(dtype=torch.int64))
+
+
+def _listed(names: Sequence[str], shown: int = 5) -> str:
+    rest = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + rest + (" was" if len(names) == 1 else " were")

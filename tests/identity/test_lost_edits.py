@@ -1,0 +1,133 @@
+"""ZeRO-3 parameters that are changed in place where the change would be lost: an error that names them.
+
+On partitions of a load as on those of DeepSpeed's own ``zero.Init``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerostart
+from ranks import run_ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+
+
+@contextmanager
+def refused(*parts: str) -> Iterator[None]:
+    with pytest.raises(zerostart.ZerostartError) as caught:
+        yield
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def values(parameter: nn.Parameter) -> torch.Tensor:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameter):
+        return parameter.detach().clone()
+
+
+def change_inside(model: nn.Module, called: Callable[[str], str]) -> None:
+    """Each way to lose a change inside, and those that count."""
+    import deepspeed
+
+    weight, rank = model[1].weight, dist.get_rank()
+    name, before = called("1.weight"), values(weight)
+    assert torch.equal(before, made()[1].weight)
+    for change in (
+        lambda: weight.data.mul_(2),
+        lambda: nn.init.zeros_(weight),
+        lambda: weight.data[0, 1].add_(1),
+    ):
+        with (
+            refused(name, "without modifier_rank"),
+            deepspeed.zero.GatheredParameters([weight, model[0].bias]),
+        ):
+            if rank == 1:
+                change()
+        with (
+            refused(name, "not modifier_rank"),
+            deepspeed.zero.GatheredParameters(weight, modifier_rank=0),
+        ):
+            if rank == 1:
+                change()
+        assert torch.equal(values(weight), before)
+    with deepspeed.zero.GatheredParameters(weight, modifier_rank=1):
+        if rank == 1:
+            weight.data.add_(1)
+    assert torch.equal(values(weight), before + 1)
+    # All ranks do the same, as transformers does for new tokens: rank 0's values count.
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        weight.data.sub_(1 + rank)
+    assert torch.equal(values(weight), before + 1 - 1)
+
+
+def change_ours() -> None:
+    import deepspeed
+
+    model = zerostart.load(None, model=made(), progress=False)
+    change_inside(model, lambda name: name)
+    # A placeholder has no elements to change, and torch does not mind.
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with refused("0.weight was changed in place while partitioned"):
+        list(zerostart.full_tensors(model))
+    found = dict(zerostart.full_tensors(model, rank=None))
+    assert all(torch.allclose(found[name], p) for name, p in made().named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    for turn in range(3):
+        engine.backward(engine(torch.ones(2, 5)).sum())
+        if turn == 1:
+            with torch.no_grad():
+                if dist.get_rank() == 1:
+                    model[1].bias.fill_(0)
+            with refused("1.bias was changed in place while partitioned"):
+                engine.step()
+        engine.step()
+    with refused("1.weight", "is lost"), deepspeed.zero.GatheredParameters(model[1].weight):
+        model[1].weight.data.zero_()
+
+
+def change_deepspeeds_own() -> None:
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=CONFIG):
+        model = made()
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        for own, other in zip(model.parameters(), made().parameters(), strict=True):
+            own.data.copy_(other)
+    with zerostart.enabled():
+        change_inside(model, lambda name: f"of shape {list(made().get_parameter(name).shape)}")
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        with refused("of shape [7, 5] was changed in place while partitioned"):
+            values(model[0].weight)
+    # As DeepSpeed has it, where nothing of zerostart is in force.
+    with deepspeed.zero.GatheredParameters(model[1].weight):
+        model[1].weight.data.zero_()
+
+
+def change_both() -> None:
+    change_deepspeeds_own()
+    change_ours()
+
+
+def test_changes_that_would_be_lost_are_errors() -> None:
+    run_ranks(change_both, 2)
