@@ -205,6 +205,12 @@ class Engine(abc.ABC):
     def keep_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:  # noqa: B027
         """Let places that hold parameters beside their modules follow what the engine puts into these."""
 
+    def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:  # noqa: B027
+        """Have calls of the model's modules mean what its code says, whatever the engine's hooks do to them.
+
+        ``entries`` are methods of the model beside its forward by which it is run.
+        """
+
     def offer_masters(  # noqa: B027
         self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None
     ) -> None:
