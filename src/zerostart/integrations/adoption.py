@@ -11,7 +11,7 @@ import functools
 import os
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
 from zerostart.integrations import meeting, saving, states, trainer
 from zerostart.integrations.active import Active, find_active, fsdp2_config
+from zerostart.integrations.diffsynth import DiffSynthCall, keys_of_torch_file
 from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.pretrained import Call
 from zerostart.integrations.resizing import resize_token_embeddings
@@ -29,6 +30,7 @@ from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.record import loaded_models, record_of
 from zerostart.state.full_tensors import full_tensors
 from zerostart.upstream import accelerate_preparing as accelerate_parts
+from zerostart.upstream import diffsynth_loading as diffsynth_parts
 from zerostart.upstream import diffusers_loading as diffusers_parts
 from zerostart.upstream import transformers_loading as loading_parts
 from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
@@ -40,6 +42,8 @@ __all__ = ["disable", "enable", "enabled"]
 
 #: Settings of FSDP2 that the parameters of a model have, and which cannot be left to the engine's default.
 POLICIES = ("mp_policy", "offload_policy")
+#: The kind of call that serves one library's loading.
+Chosen = TypeVar("Chosen", bound=Call)
 #: Settings that are in force, the innermost last.
 _stack: list[EnabledArguments] = []
 #: Models that every rank read whole while zerostart was enabled, for no sharding was set up then.
@@ -91,7 +95,7 @@ def _check(settings: EnabledArguments) -> None:
             raise ConfigError(f"{name} is given, but no engine; name it: enabled(engine=..., {name}=...)")
 
 
-def _choose(served: type[Call], kind: type, arguments: dict[str, Any]) -> Call | None:
+def _choose(served: type[Chosen], kind: type, arguments: dict[str, Any]) -> Chosen | None:
     """What serves a call of ``kind.from_pretrained``, of the class ``served``; None: the library itself."""
     settings = _stack[-1]
     active = _resolved(settings, kind)
@@ -124,14 +128,18 @@ def _resolved(settings: EnabledArguments, kind: type) -> Active | None:
     return found if settings.zero_stage is None else found.at(settings.zero_stage)
 
 
+def _hold(model: nn.Module) -> None:
+    """Serve a loaded model's later calls: it may be prepared, and saved, long after its block."""
+    _accelerate.hold(model)
+    _saving.hold(model)
+
+
 class _Noting(Call):
     """A call that leaves a note of what the model was loaded for."""
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
-        # It may be prepared, and saved, long after the block in which it was loaded.
-        _accelerate.hold(model)
-        _saving.hold(model)
+        _hold(model)
         if record_of(model).engine.wraps and self._settings.expert_parallel > 1:
             _consolidation.hold(model)
         return found
@@ -145,6 +153,15 @@ class _Watched(_Noting):
         if record_of(model).engine.units:
             loading_parts.resize_by(model, functools.partial(resize_token_embeddings, model))
         return found
+
+
+class _WatchedDiffSynth(DiffSynthCall):
+    """Of DiffSynth."""
+
+    def made(self) -> Any:
+        model = super().made()
+        _hold(model)
+        return model
 
 
 class _WatchedDiffusion(_Noting, DiffusionCall):
@@ -260,6 +277,11 @@ def _left(model: nn.Module) -> None:
         _accelerate.hold(model)
 
 
+def _keys_of(path: str) -> dict[str, Any] | None:
+    """Names and shapes in a torch file that DiffSynth looks at, where what follows is a sharded load."""
+    return None if _resolved(_stack[-1], nn.Module) is None else keys_of_torch_file(path)
+
+
 def _wait_for_everyone(original: Any, **call: Any) -> Any:
     """``wait_for_everyone`` of accelerate, which ranks that wait for others at another place look at."""
     meeting.waiting()
@@ -268,6 +290,7 @@ def _wait_for_everyone(original: Any, **call: Any) -> Any:
 
 _transformers = loading_parts.Override(functools.partial(_choose, _Watched), _left)
 _diffusers = diffusers_parts.Override(functools.partial(_choose, _WatchedDiffusion), _left)
+_diffsynth = diffsynth_parts.Override(functools.partial(_choose, _WatchedDiffSynth), _left, _keys_of)
 _accelerate = accelerate_parts.Override(_sharded, _partitioned, _whole_of_flat)
 _consolidation = Consolidation(_whole_state)
 _saving = SavingCalls(
@@ -291,4 +314,4 @@ _saving = SavingCalls(
         "PartialState.wait_for_everyone": _wait_for_everyone,
     }
 )
-_overrides = (_transformers, _diffusers, _accelerate, _saving)
+_overrides = (_transformers, _diffusers, _diffsynth, _accelerate, _saving)

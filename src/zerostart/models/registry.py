@@ -15,12 +15,12 @@ __all__ = ["library_in", "library_of", "model_library_names", "register_model_li
 
 #: Entry points of other packages: a name, and the subclass of ``ModelLibrary``.
 GROUP = "zerostart.model_libraries"
-#: Names, and where the class is. Each is asked in turn, so transformers and plain take what nobody before
-#: has taken: a configuration, and a class.
+#: Names, and where the class is. Each is asked in turn, so the last two take what nobody else has taken:
+#: a configuration, and a class.
 _OWN = {
+    "diffsynth": ("zerostart.models.libraries.diffsynth", "DiffSynth"),
     "diffusers": ("zerostart.models.libraries.diffusers", "Diffusers"),
     "transformers": ("zerostart.models.libraries.transformers", "Transformers"),
-    "diffsynth": ("zerostart.models.libraries.diffsynth", "DiffSynth"),
     "plain": ("zerostart.models.libraries.plain", "Plain"),
 }
 _registered: dict[str, ModelLibrary] = {}

@@ -10,11 +10,11 @@ from zerostart.models.libraries.plain import Plain
 
 __all__ = ["DiffSynth"]
 
-PACKAGE = "diffsynth.models."
+PACKAGE = "diffsynth."
 
 
 class DiffSynth(Plain):
-    """DiffSynth's own classes; those that derive from transformers' are of transformers."""
+    """DiffSynth's own classes, those that derive from transformers' too: all load a state dict."""
 
     name = "diffsynth"
 
