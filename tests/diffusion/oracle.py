@@ -1,4 +1,8 @@
-"""DiffSynth-Studio, where it is installed or lies under ``build/diffsynth`` (``make build/diffsynth``)."""
+"""DiffSynth-Studio, where it is installed or lies under ``build/diffsynth`` (``make build/diffsynth``).
+
+It is imported by ranks alone, which end with their test: what it needs beside it (torchvision) changes what
+transformers imports.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-__all__ = ["available", "import_diffsynth", "needs_diffsynth"]
+__all__ = ["import_diffsynth", "needs_diffsynth"]
 
 _BESIDE = Path(__file__).parents[2] / "build" / "diffsynth"
 #: What torchvision's Python parts register implementations for, beside a torch that cannot load its library.
@@ -32,22 +36,20 @@ _OPERATORS = [
 _declared: list[torch.library.Library] = []
 
 
-def available() -> bool:
-    """Whether it can be imported."""
-    if _BESIDE.is_dir() and str(_BESIDE) not in sys.path:
-        sys.path.append(str(_BESIDE))
-    return importlib.util.find_spec("diffsynth") is not None
+def _available() -> bool:
+    return (_BESIDE / "diffsynth").is_dir() or importlib.util.find_spec("diffsynth") is not None
 
 
 needs_diffsynth = pytest.mark.skipif(
-    not available(), reason="DiffSynth-Studio is not here: make build/diffsynth"
+    not _available(), reason="DiffSynth-Studio is not here: make build/diffsynth"
 )
 
 
 @functools.cache
 def import_diffsynth() -> None:
     """Import it in this process, with the parts of torchvision that it wants."""
-    assert available()
+    if _BESIDE.is_dir():
+        sys.path.append(str(_BESIDE))
     # A torchvision that is built for accelerators cannot load its operators beside a torch for the CPU.
     if not torch.version.cuda:
         library = torch.library.Library("torchvision", "DEF")
