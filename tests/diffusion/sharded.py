@@ -10,7 +10,18 @@ from torch import nn
 
 import zerostart
 
-__all__ = ["ENGINES", "differing", "fill", "full_gradients", "load", "on_one_thread", "started"]
+__all__ = [
+    "ENGINES",
+    "ZERO3",
+    "differing",
+    "fill",
+    "gradients_of",
+    "kept",
+    "load",
+    "off",
+    "on_one_thread",
+    "started",
+]
 
 ENGINES = ("deepspeed", "fsdp2")
 #: Nothing stays gathered, however small.
@@ -51,27 +62,59 @@ def started(engine: str, model: nn.Module, trained: bool = False) -> tuple[nn.Mo
     return model, None
 
 
-def full_gradients(model: nn.Module, made: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradients of ``loss``, whole, on every rank."""
+def gradients_of(model: nn.Module, result: Any, made: Any = None) -> dict[str, torch.Tensor]:
+    """The gradients of a loss of the tensors in ``result``, whole, on every rank."""
+    loss = sum(part.float().square().mean() for part in tensors_in(result) if part.requires_grad)
+    assert isinstance(loss, torch.Tensor)
     if made is None:
         loss.backward()
     else:
         made.backward(loss)
-    found = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if made is not None:
-            from deepspeed.utils import safe_get_full_grad
-
-            gradient = safe_get_full_grad(parameter)
-        else:
-            gradient = None if parameter.grad is None else parameter.grad.full_tensor()
-        if gradient is not None:
-            found[name] = gradient.clone()
+    found = {n: whole_gradient(p, made) for n, p in model.named_parameters() if p.requires_grad}
     if made is not None:
         made.step()
-    return found
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+def whole_gradient(parameter: Any, made: Any) -> torch.Tensor | None:
+    """The gradient of a parameter, wherever its shares are."""
+    if made is not None:
+        from deepspeed.utils import safe_get_full_grad
+
+        gradient = safe_get_full_grad(parameter)
+    else:
+        gradient = parameter.grad
+        if hasattr(gradient, "full_tensor"):
+            gradient = gradient.full_tensor()
+    return None if gradient is None else gradient.clone()
+
+
+def off(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], bound: float = 1e-5) -> list[str]:
+    """Gradients that are there once only, or off by more than ``bound`` of the largest element."""
+    lines = [f"{name} has one gradient" for name in found.keys() ^ wanted.keys()]
+    for name in found.keys() & wanted.keys():
+        size = wanted[name].float().abs().max().item()
+        worst = (found[name].float() - wanted[name].float()).abs().max().item()
+        if not worst <= bound * size:
+            lines.append(f"the gradient of {name} is off by {worst:.1e} of {size:.1e}")
+    return lines
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in a nest of lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+def kept(value: Any) -> Any:
+    """A copy of a result, with what is compared of it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: kept(part) for key, part in value.items() if part is not None}
+    return [kept(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def differing(found: Any, wanted: Any) -> list[str]:
