@@ -70,7 +70,7 @@ def test_nothing_heavy_is_imported(arguments: tuple[str, ...]) -> None:
     if not arguments:
         lines = done.stdout.splitlines()
         assert max(map(len, lines)) <= 80
-        assert len(lines) <= 50
+        assert len(lines) <= 55
         text = " ".join(done.stdout.split())
         assert f"torch {importlib.metadata.version('torch')} >=2.11,<2.14" in text
         assert "transformers zerostart.enabled() PreTrainedModel (4 names)" in text
@@ -104,7 +104,8 @@ def test_check_compares_the_libraries(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = document(capsys, "--check")
-    assert {patch["misfit"] for patch in found["patches"]} == {""}
+    for patch in found["patches"]:
+        assert patch["misfit"] == ("" if found["installed"][patch["library"]] else None)
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     assert found["devices"]["usable"] == accelerators
     monkeypatch.setattr(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor: tensor)

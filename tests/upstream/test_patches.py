@@ -120,7 +120,7 @@ def originals() -> dict[tuple[str, str], Any]:
         (point.owner, name): vars(found(point.owner)).get(name)
         for points in touched().values()
         for point in points
-        if isinstance(point, PatchPoint)
+        if isinstance(point, PatchPoint) and point.library.installed()
         for name in point.names
     }
 

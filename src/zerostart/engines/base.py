@@ -228,6 +228,12 @@ class Engine(abc.ABC):
     def share_sequences(self, model: nn.Module) -> None:  # noqa: B027
         """Prepare a loaded ``model`` for sequences that ranks share."""
 
+    def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:  # noqa: B027
+        """Have calls of the model's modules mean what its code says, whatever the engine's hooks do to them.
+
+        ``entries`` are methods of the model beside its forward by which it is run.
+        """
+
     def offer_masters(  # noqa: B027
         self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None
     ) -> None:

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
 from zerostart.integrations import meeting, notices, saving, states, trainer
 from zerostart.integrations.active import Active, find_active, fsdp2_config
+from zerostart.integrations.diffsynth import DiffSynthCall, keys_of_torch_file
 from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.notices import Notice
 from zerostart.integrations.pretrained import Call
@@ -32,6 +33,7 @@ from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.record import loaded_models, record_of
 from zerostart.state.full_tensors import full_tensors
 from zerostart.upstream import accelerate_preparing as accelerate_parts
+from zerostart.upstream import diffsynth_loading as diffsynth_parts
 from zerostart.upstream import diffusers_loading as diffusers_parts
 from zerostart.upstream import transformers_loading as loading_parts
 from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
@@ -45,6 +47,8 @@ __all__ = ["disable", "enable", "enabled"]
 
 #: Settings of FSDP2 that the parameters of a model have, and which cannot be left to the engine's default.
 POLICIES = ("mp_policy", "offload_policy")
+#: The kind of call that serves one library's loading.
+Chosen = TypeVar("Chosen", bound=Call)
 #: Settings that are in force, the innermost last.
 _stack: list[EnabledArguments] = []
 #: Models that every rank read whole while zerostart was enabled, for no sharding was set up then.
@@ -96,7 +100,7 @@ def _check(settings: EnabledArguments) -> None:
             raise ConfigError(f"{name} is given, but no engine; name it: enabled(engine=..., {name}=...)")
 
 
-def _choose(served: type[Call], kind: type, arguments: dict[str, Any]) -> Call | None:
+def _choose(served: type[Chosen], kind: type, arguments: dict[str, Any]) -> Chosen | None:
     """What serves a call of ``kind.from_pretrained``, of the class ``served``; None: the library itself."""
     settings = _stack[-1]
     active = _resolved(settings, kind)
@@ -131,19 +135,23 @@ def _resolved(settings: EnabledArguments, kind: type) -> Active | None:
     return found if settings.zero_stage is None else found.at(settings.zero_stage)
 
 
+def _hold(model: nn.Module, setup: str) -> None:
+    """Serve a loaded model's later calls: it may be prepared, and saved, long after its block."""
+    _accelerate.hold(model)
+    _saving.hold(model)
+    made = record_of(model).report
+    how = f"loaded in shards: {setup} on {made.world_size} ranks, in {made.phases['total']:.1f} s"
+    notices.tell(Notice(type(model).__name__, how))
+
+
 class _Noting(Call):
     """A call that leaves a note of what the model was loaded for."""
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
-        # It may be prepared, and saved, long after the block in which it was loaded.
-        _accelerate.hold(model)
-        _saving.hold(model)
-        record = record_of(model)
-        made = record.report
-        how = f"loaded in shards: {self.setup} on {made.world_size} ranks, in {made.phases['total']:.1f} s"
-        notices.tell(Notice(type(model).__name__, how))
-        if record.engine.wraps and record.engine.mesh.expert_parallel > 1:
+        _hold(model, self.setup)
+        engine = record_of(model).engine
+        if engine.wraps and engine.mesh.expert_parallel > 1:
             _consolidation.hold(model)
         return found
 
@@ -156,6 +164,15 @@ class _Watched(_Noting):
         if record_of(model).engine.units:
             loading_parts.resize_by(model, functools.partial(resize_token_embeddings, model))
         return found
+
+
+class _WatchedDiffSynth(DiffSynthCall):
+    """Of DiffSynth."""
+
+    def made(self) -> Any:
+        model = super().made()
+        _hold(model, self.setup)
+        return model
 
 
 class _WatchedDiffusion(_Noting, DiffusionCall):
@@ -275,6 +292,11 @@ def _left(model: nn.Module) -> None:
         _accelerate.hold(model)
 
 
+def _keys_of(path: str) -> dict[str, Any] | None:
+    """Names and shapes in a torch file that DiffSynth looks at, where what follows is a sharded load."""
+    return None if _resolved(_stack[-1], nn.Module) is None else keys_of_torch_file(path)
+
+
 def _wait_for_everyone(original: Any, **call: Any) -> Any:
     """``wait_for_everyone`` of accelerate, which ranks that wait for others at another place look at."""
     meeting.waiting()
@@ -283,6 +305,7 @@ def _wait_for_everyone(original: Any, **call: Any) -> Any:
 
 _transformers = loading_parts.Override(functools.partial(_choose, _Watched), _left)
 _diffusers = diffusers_parts.Override(functools.partial(_choose, _WatchedDiffusion), _left)
+_diffsynth = diffsynth_parts.Override(functools.partial(_choose, _WatchedDiffSynth), _left, _keys_of)
 _accelerate = accelerate_parts.Override(_sharded, _partitioned, _whole_of_flat)
 _consolidation = Consolidation(_whole_state)
 _saving = SavingCalls(
@@ -306,4 +329,4 @@ _saving = SavingCalls(
         "PartialState.wait_for_everyone": _wait_for_everyone,
     }
 )
-_overrides = (_transformers, Noting(), _diffusers, _accelerate, _saving, watch)
+_overrides = (_transformers, Noting(), _diffusers, _diffsynth, _accelerate, _saving, watch)

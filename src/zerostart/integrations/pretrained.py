@@ -39,8 +39,9 @@ REFUSED: Mapping[str, str] = {
 class Call:
     """Builds, loads, and agrees with the other ranks; see ``transformers_loading.Served``."""
 
-    #: Arguments that cannot be honoured, and why.
+    #: Arguments that cannot be honoured, and why; and of what they are arguments.
     refused: Mapping[str, str] = REFUSED
+    function = "from_pretrained"
 
     def __init__(self, settings: EnabledArguments, active: Active, arguments: Mapping[str, Any]) -> None:
         self._active = active
@@ -67,7 +68,7 @@ class Call:
         for name, reason in self.refused.items():
             if self.arguments.get(name):
                 raise ConfigError(
-                    f"from_pretrained({name}=...) is not available under zerostart.enabled(): {reason}. "
+                    f"{self.function}({name}=...) is not available under zerostart.enabled(): {reason}. "
                     "Leave it out, or call it outside"
                 )
         quantization = self.arguments.get("quantization_config")
@@ -118,20 +119,9 @@ class Call:
     def _run(self, source: Any, built: Built, converter: Any, ignore_mismatched: bool) -> Findings:
         """Load; what has another shape is mismatched where that is to be ignored, and else an error."""
         mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        settings, active = self._settings, self._active
-        given = {
-            **vars(settings),
-            "engine": active.engine,
-            "zero_stage": active.zero_stage,
-            "engine_config": active.config,
-            "sequence_parallel": active.sharing.size,
-        }
         reinitialised = mismatched if ignore_mismatched else None
-        run(
-            Request(
-                source, model=built, converter=converter, strict=False, reinitialised=reinitialised, **given
-            )
-        )
+        given = {**self._given(), "strict": False, "reinitialised": reinitialised}
+        run(Request(source, model=built, converter=converter, **given))
         made = record_of(built.model).report
         return (
             set(made.missing) - mismatched.keys(),
@@ -139,11 +129,22 @@ class Call:
             {(name, have, want) for name, (have, want) in mismatched.items()},
         )
 
+    def _given(self) -> dict[str, Any]:
+        """The arguments of a load that do not come from the call."""
+        active = self._active
+        return {
+            **vars(self._settings),
+            "engine": active.engine,
+            "zero_stage": active.zero_stage,
+            "engine_config": active.config,
+            "sequence_parallel": active.sharing.size,
+        }
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Around the whole call: what fails on one rank is raised on all."""
         try:
-            with current_world().phase("from_pretrained"):
+            with current_world().phase(self.function):
                 yield
         except ZerostartError as agreed:
             # Where all ranks failed alike, the caller gets the library's own error.

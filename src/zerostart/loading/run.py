@@ -90,6 +90,7 @@ class _Load:
                         moved = _gathered(moved, maker.finish(known.built.model))
                         _keep_aliases(known)
                         known.engine.share_sequences(known.built.model)
+                        _keep_calls(known)
                         self._offer_masters(known, destinations, tuning)
                         if known.stored:
                             _finish(request, known)
@@ -223,6 +224,12 @@ def _keep_aliases(known: Prepared) -> None:
     aliases.join(list(known.recipes.by_name))
     aliases.follow(model)
     known.engine.keep_aliases(model, aliases.kept)
+
+
+def _keep_calls(known: Prepared) -> None:
+    """Keep the engine's hooks from changing what a call of the model means."""
+    model = known.built.model
+    known.engine.keep_calls(model, known.built.library.entries(model))
 
 
 def _finish(request: Request, known: Prepared) -> None:

@@ -25,6 +25,8 @@ from zerostart.recipe import Coverage, Recipes, Target, matched, one_thread, run
 
 __all__ = ["Attention", "Built", "Construction", "Converter", "ModelLibrary", "OwnLoading", "Stored"]
 
+#: What autoencoders and image encoders are run by.
+ENTRIES = ("encode", "decode", "tiled_encode", "tiled_decode", "encode_image", "encode_video")
 #: From a state dict under the checkpoint's names and shapes to one under the model's.
 Converter = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 #: From a directory and the dtype that is asked for (None: the checkpoint's own) to the whole model.
@@ -224,6 +226,14 @@ class ModelLibrary(ABC):
     def ignorable(self, model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Patterns (regular expressions, searched) of names that may be missing, and that may be too much."""
         return (), ()
+
+    def entries(self, model: nn.Module) -> tuple[str, ...]:
+        """Names of methods of ``model``, beside its forward, by which its users run it."""
+        return tuple(name for name in ENTRIES if callable(getattr(type(model), name, None)))
+
+    def by_parts(self, model: nn.Module) -> bool:
+        """Whether users of ``model`` call the modules in it one by one, and not its forward."""
+        return False
 
     def mark_loaded(self, tensor: torch.Tensor) -> None:  # noqa: B027  # only for some initialisers
         """Tell the model's initialiser to leave ``tensor``, a parameter or buffer, alone."""

@@ -7,6 +7,7 @@ Nothing of another library is replaced but by :func:`replaced`, which ends with 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 from zerostart.upstream.registry import PatchPoint
 
-__all__ = ["Held", "Ticket", "active", "note", "replaced"]
+__all__ = ["Held", "Ticket", "active", "note", "replaced", "replaced_wherever_imported"]
 
 _lock = threading.RLock()
 _active: list[PatchPoint] = []
@@ -48,6 +49,24 @@ def replaced(point: PatchPoint, owner: Any, name: str, new: Any) -> Iterator[Non
                     delattr(owner, name)
                 else:
                     setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def replaced_wherever_imported(point: PatchPoint, name: str, original: Any, new: Any) -> Iterator[None]:
+    """Inside, ``new`` is what every module has under ``name`` that had ``original`` there.
+
+    A module that imports it meanwhile gets ``new``, which goes from there at the end, too.
+    """
+    with ExitStack() as stack:
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is original:
+                stack.enter_context(replaced(point, module, name, new))
+        try:
+            yield
+        finally:
+            for module in list(sys.modules.values()):
+                if getattr(module, "__dict__", {}).get(name) is new:
+                    setattr(module, name, original)
 
 
 def note(point: PatchPoint, target: object) -> None:
@@ -83,6 +102,11 @@ class Held:
         self._stack: ExitStack | None = None
         self._count = 0
         self._ticket: weakref.ref[Ticket] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether they are in place."""
+        return self._stack is not None
 
     def open(self) -> None:
         """Put them in place, or keep them there, until ``close`` is called as often."""

@@ -17,7 +17,7 @@ from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.torch import over
 from zerostart.upstream.versions import TORCH
 
-__all__ = ["TOUCHED", "has_run", "has_unreduced", "require", "whole_for_a_while"]
+__all__ = ["TOUCHED", "begin_at", "has_run", "has_unreduced", "require", "whole_for_a_while"]
 
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
@@ -31,8 +31,9 @@ TOUCHED = (
     Use(
         library=TORCH,
         owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+        names=("_lazy_init",),
         attributes=("_fsdp_param_group", "_is_root"),
-        why="whether a forward has been through a unit, which settles its parameters",
+        why="whether a forward has been through a unit, which settles its parameters, and which is the root",
     ),
     PatchPoint(
         library=TORCH,
@@ -91,6 +92,13 @@ def has_run(model: nn.Module) -> bool:
     require()
     states = (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
     return any(state._is_root is not None for state in states)
+
+
+def begin_at(model: nn.Module) -> None:
+    """Settle that ``model`` is the root of its units, whichever of them runs first; once is enough."""
+    require()
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()
 
 
 def has_unreduced(model: nn.Module) -> bool:

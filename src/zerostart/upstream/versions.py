@@ -10,6 +10,7 @@ from packaging.version import Version
 __all__ = [
     "ACCELERATE",
     "DEEPSPEED",
+    "DIFFSYNTH",
     "DIFFUSERS",
     "LIBRARIES",
     "PEFT",
@@ -58,6 +59,7 @@ TRANSFORMERS = Library("transformers", (5, 17), (5, 24))
 ACCELERATE = Library("accelerate", (1, 12), (1, 16))
 DEEPSPEED = Library("deepspeed", (0, 19, 8), (0, 20), extra="deepspeed")
 DIFFUSERS = Library("diffusers", (0, 42), (0, 43), extra="diffusers")
+DIFFSYNTH = Library("diffsynth", (2, 1, 12), (2, 2), extra="diffsynth")
 PEFT = Library("peft", (0, 19), (0, 22), extra="peft")
 
-LIBRARIES = (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, DIFFUSERS, PEFT)
+LIBRARIES = (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, DIFFUSERS, DIFFSYNTH, PEFT)

@@ -27,8 +27,8 @@ from zerostart.errors import CheckpointError
 
 __all__ = ["NOTED_VERSIONS", "WRAPPERS", "TorchArchive", "read_torch_file"]
 
-#: Keys that frameworks put the weights under: Lightning and timm, fairseq, DeepSpeed, tutorials.
-WRAPPERS = ("state_dict", "model", "module", "model_state_dict")
+#: Keys that frameworks put the weights under: Lightning and timm, fairseq, DeepSpeed, tutorials, Wan.
+WRAPPERS = ("state_dict", "model", "module", "model_state_dict", "model_state")
 #: A tensor takes about 200 bytes of the pickle.
 MAX_PICKLE_BYTES = 1 << 26
 _MAX_COUNT = 2**63 - 1

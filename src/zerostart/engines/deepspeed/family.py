@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -239,6 +239,12 @@ class ZeroThree(DeepSpeed):
 
         cut, owners = self.cutter(world, parallelism, partitioned=True)
         return PartitionMaker(world, dtype, self.config, self.settings, placements, cut, owners)
+
+    def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
+        """See ``Engine``; the methods need nothing, as each module gathers its own parameters."""
+        from zerostart.engines.deepspeed.calls import keep_calls
+
+        keep_calls(model)
 
     def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:
         """See ``Engine``."""

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from zerostart.errors import ConfigError
+from zerostart.models import library_of
 
 __all__ = ["blocks_of"]
 
@@ -18,7 +19,8 @@ def blocks_of(model: nn.Module, wrap: Sequence[str | type[nn.Module]] | None) ->
     Those that ``wrap`` names (class names, classes, or names of modules, ``*`` for any part), else those
     whose class is in the model's ``_no_split_modules``; a plain module's are the entries of its outermost
     ``ModuleList``s. A module that shares a parameter with the rest of the model is none. Raises ConfigError
-    for an entry of ``wrap`` that matches nothing.
+    for an entry of ``wrap`` that matches nothing. Of a model that is called by parts, all else that holds
+    parameters is a unit as well: the root's forward, which would gather them, never runs.
     """
     if wrap:
         found = _named(model, wrap)
@@ -26,10 +28,20 @@ def blocks_of(model: nn.Module, wrap: Sequence[str | type[nn.Module]] | None) ->
         found = [m for m in model.modules() if type(m).__name__ in kinds]
     else:
         found = [child for part in _outermost_lists(model) for child in part]
+    if library_of(model).by_parts(model):
+        found = _with_the_rest(model, found)
     holders = _holders(model)
     blocks = [m for m in found if m is not model and any(True for _ in m.parameters())]
     # FSDP2 wants all holders of a tied parameter in one unit; here that is the root.
     return [m for m in reversed(blocks) if all(holders[id(p)] <= set(m.modules()) for p in m.parameters())]
+
+
+def _with_the_rest(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The ``blocks``, and the modules outside of them that hold parameters; outer ones first."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    own = [m for m in model.modules() if id(m) not in inside and any(True for _ in m.parameters(False))]
+    wanted = {id(module) for module in (*blocks, *own)}
+    return [module for module in model.modules() if id(module) in wanted]
 
 
 def _named(model: nn.Module, wrap: Sequence[str | type[nn.Module]]) -> list[nn.Module]:

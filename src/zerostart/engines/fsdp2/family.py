@@ -169,6 +169,12 @@ class FSDP2(Engine):
 
         follow_swaps(model, aliases)
 
+    def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
+        """See ``Engine``."""
+        from zerostart.engines.fsdp2.calls import keep_calls
+
+        keep_calls(model, entries)
+
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
         """See ``Engine``; parameters that a forward left gathered are resharded."""
         if parallelism.mesh.parallel:
@@ -270,6 +276,9 @@ class Replicated(FSDP2):
 
     def keep_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
         """See ``Engine``; nothing is swapped."""
+
+    def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
+        """See ``Engine``; nothing is gathered."""
 
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
         """See ``Engine``."""

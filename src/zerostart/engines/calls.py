@@ -1,0 +1,70 @@
+"""What an engine's hooks would do to a call of a module beside their own work, and how it is kept from them.
+
+ZeRO-3 and FSDP2 gather parameters in hooks around a module's forward, and rebuild lists and dicts among the
+arguments on the way. Code that changes such an argument in place (the feature caches of video VAEs) would
+then change a copy. And what is gathered under ``torch.inference_mode()`` are inference tensors, which stay
+in the engine's hands and fail in the next backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+__all__ = ["Rebuilt", "has_containers", "leave_inference_mode", "rebuilt", "write_back"]
+
+#: A container of the caller's, the engine's copy of it, and what the copy held when it was handed on.
+Rebuilt = tuple[Any, Any, Any]
+
+
+def has_containers(values: Any) -> bool:
+    """Whether a list or a dict is among ``values``, or within tuples there."""
+    return any(
+        isinstance(value, (list, dict)) or (isinstance(value, tuple) and has_containers(value))
+        for value in values
+    )
+
+
+def leave_inference_mode() -> ExitStack | None:
+    """Leave ``torch.inference_mode()``, but for gradients; closing what is returned enters it again.
+
+    None where this thread is not in it.
+    """
+    if not torch.is_inference_mode_enabled():
+        return None
+    left = ExitStack()
+    left.enter_context(torch.inference_mode(False))
+    left.enter_context(torch.no_grad())
+    return left
+
+
+def rebuilt(given: Any, handed: Any) -> Iterator[Rebuilt]:
+    """The containers among ``given`` of which ``handed`` has a copy in the same place, outermost first."""
+    if isinstance(given, dict) and isinstance(handed, dict):
+        if given is not handed:
+            yield given, handed, dict(handed)
+        for key in given.keys() & handed.keys():
+            yield from rebuilt(given[key], handed[key])
+    elif isinstance(given, (list, tuple)) and type(given) is type(handed) and len(given) == len(handed):
+        if isinstance(given, list) and given is not handed:
+            yield given, handed, list(handed)
+        for one, other in zip(given, handed, strict=True):
+            yield from rebuilt(one, other)
+
+
+def write_back(pairs: list[Rebuilt]) -> None:
+    """Do to the callers' containers what has been done to the copies; what was theirs stays theirs."""
+    for given, handed, before in pairs:
+        if isinstance(given, dict):
+            if list(handed) == list(before) and all(handed[key] is before[key] for key in before):
+                continue
+            own = {id(before[key]): given[key] for key in before}
+            changed = {key: own.get(id(value), value) for key, value in handed.items()}
+            given.clear()
+            given.update(changed)
+        elif len(handed) != len(before) or any(a is not b for a, b in zip(handed, before, strict=True)):
+            own = {id(copy): mine for copy, mine in zip(before, given, strict=True)}
+            given[:] = [own.get(id(value), value) for value in handed]

@@ -1,0 +1,67 @@
+"""Calls of modules whose parameters ZeRO-3 gathers, as the modules' own code means them.
+
+ZeRO-3 registers hooks on every module in ``deepspeed.initialize``. They rebuild lists among the positional
+arguments, change dicts there, and leave keyword arguments alone. The hooks here are registered by the load,
+and so run first.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from zerostart.engines.calls import has_containers, leave_inference_mode
+
+__all__ = ["keep_calls"]
+
+
+def keep_calls(model: nn.Module) -> None:
+    """Have every module of ``model`` get the caller's lists and dicts, and gather no inference tensors."""
+    for module in model.modules():
+        guard = _Guard()
+        module.register_forward_pre_hook(guard.before, with_kwargs=True)
+
+
+class _Guard:
+    """The hooks of one module."""
+
+    def __init__(self) -> None:
+        self._left: list[ExitStack | None] = []
+        self._follows = False
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Leave inference mode, and pass containers by keyword."""
+        left = leave_inference_mode()
+        if left is not None and not self._follows:
+            # Only now, to come after the engine's hooks, which release what was gathered.
+            module.register_forward_hook(self.after, always_call=True)
+            self._follows = True
+        if self._follows:
+            self._left.append(left)
+        if not has_containers(args):
+            return None
+        names = _positional(type(module).forward if "forward" not in vars(module) else module.forward)
+        first = next(n for n, value in enumerate(args) if has_containers((value,)))
+        if len(args) > len(names):  # what goes into *args has no name
+            return None
+        return args[:first], {**dict(zip(names[first:], args[first:], strict=False)), **kwargs}
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Enter inference mode again, after the engine's hooks."""
+        left = self._left.pop() if self._left else None
+        if left is not None:
+            left.close()
+
+
+@functools.lru_cache(maxsize=1024)
+def _positional(forward: Any) -> tuple[str, ...]:
+    """Names of a forward's parameters that can be passed by position and by keyword, without ``self``."""
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = list(inspect.signature(forward).parameters.values())
+    if not inspect.ismethod(forward) and parameters and parameters[0].name == "self":
+        parameters = parameters[1:]
+    return tuple(parameter.name for parameter in parameters if parameter.kind is named)

@@ -1,0 +1,102 @@
+"""Calls of modules whose parameters FSDP2 gathers, as the modules' own code means them.
+
+FSDP2's hooks run around the forward of each unit. They rebuild lists and dicts among the arguments where
+tensors are cast, moved or need gradients. Other methods than the forward run without them, and so does a
+unit's module that is called while its unit is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from zerostart.engines.calls import Rebuilt, leave_inference_mode, rebuilt, write_back
+from zerostart.upstream.torch_fsdp2 import begin_at
+
+__all__ = ["keep_calls"]
+
+
+def keep_calls(model: nn.Module, entries: Sequence[str]) -> None:
+    """Have the units of ``model`` work on the caller's own containers, and gather no inference tensors.
+
+    ``entries`` are methods beside the forward by which the model runs: its parameters are gathered for these
+    too. A unit that is called before the model has run belongs to the model all the same.
+    """
+    # The root of the units is the one that runs first, unless it is told.
+    begin = functools.cache(functools.partial(begin_at, model))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            guard = _Guard(begin)
+            module.register_forward_pre_hook(guard.before, prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(guard.within, with_kwargs=True)
+            module.register_forward_hook(guard.after, always_call=True)
+            if module is model:
+                for name in entries:
+                    _add_entry(module, name, guard)
+
+
+class _Guard:
+    """The hooks of one unit, before and after the engine's."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self.begin = begin
+        self.running: list[_Frame] = []
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what the caller has passed."""
+        self.running.append(_Frame(leave_inference_mode(), (args, kwargs)))
+        self.begin()
+
+    def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare it with what the engine hands on."""
+        self.running[-1].compare(args, kwargs)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Give the caller what has become of it."""
+        if self.running:
+            self.running.pop().end()
+
+
+class _Frame:
+    """One call that goes on."""
+
+    def __init__(self, left: ExitStack | None, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self._left = left
+        self._given = given
+        self._pairs: list[Rebuilt] = []
+
+    def compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given_args, given_kwargs = self._given
+        self._pairs = list(rebuilt(given_args, args))
+        for key in given_kwargs.keys() & kwargs.keys():
+            self._pairs += rebuilt(given_kwargs[key], kwargs[key])
+
+    def end(self) -> None:
+        write_back(self._pairs)
+        if self._left is not None:
+            self._left.close()
+
+
+def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
+    """Let ``model.name(...)`` run as the model's forward does; within that, and within another, as it is."""
+    plain = getattr(model, name)
+    register_fsdp_forward_method(model, name)
+    gathering = getattr(model, name)
+
+    @functools.wraps(plain)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if guard.running:
+            return plain(*args, **kwargs)
+        guard.before(self, args, kwargs)
+        try:
+            return gathering(*args, **kwargs)
+        finally:
+            guard.after(self, args, None)
+
+    setattr(model, name, types.MethodType(run, model))

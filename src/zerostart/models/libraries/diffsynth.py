@@ -1,0 +1,39 @@
+"""Models of DiffSynth-Studio: plain modules whose pipelines call them by their parts."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+from zerostart.models.libraries.plain import Plain
+
+__all__ = ["DiffSynth"]
+
+PACKAGE = "diffsynth."
+
+
+class DiffSynth(Plain):
+    """DiffSynth's own classes, those that derive from transformers' too: all load a state dict."""
+
+    name = "diffsynth"
+
+    def handles(self, kind: type) -> bool:
+        """Whether DiffSynth defines it, or a class that it derives from."""
+        return any(base.__module__.startswith(PACKAGE) for base in kind.__mro__)
+
+    def entries(self, model: nn.Module) -> tuple[str, ...]:
+        """All public methods that its class has beside the forward: pipelines call them as they need them."""
+        own = [vars(base) for base in type(model).__mro__ if base.__module__.startswith(PACKAGE)]
+        names = dict.fromkeys(name for members in reversed(own) for name in members)
+        return tuple(
+            name
+            for name in names
+            if not name.startswith("_")
+            and name != "forward"
+            and inspect.isfunction(inspect.getattr_static(type(model), name))
+        )
+
+    def by_parts(self, model: nn.Module) -> bool:
+        """Whether pipelines call its modules: all but autoencoders and encoders, which have methods."""
+        return not Plain.entries(self, model)

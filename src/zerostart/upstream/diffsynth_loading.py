@@ -1,0 +1,148 @@
+"""Private parts of DiffSynth-Studio: what loads every model, and how it recognises torch files.
+
+``diffsynth.core.loader.model.load_model`` builds a class, reads a whole state dict, converts it and assigns
+it; every pipeline's ``from_pretrained`` ends there. While an ``Override`` is open it is ours, in every module
+that has imported it, and hands on what its ``choose`` does not want served. ``load_keys_dict_from_bin`` reads
+a whole torch file for the names and shapes in it.
+
+DiffSynth is not imported for this: its functions are replaced once it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any, Protocol
+
+from zerostart.upstream.on_import import when_imported
+from zerostart.upstream.patches import Held, replaced, replaced_wherever_imported
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.versions import DIFFSYNTH
+
+__all__ = ["TOUCHED", "Override", "require"]
+
+_MODEL = "diffsynth.core.loader.model"
+_FILE = "diffsynth.core.loader.file"
+_LOADING = PatchPoint(
+    library=DIFFSYNTH,
+    owner="diffsynth.core.loader.model",
+    names=("load_model",),
+    why="builds and fills every model; in every module that has imported it",
+    lasts=Lasts.BLOCK,
+    shapes=(
+        Shape(
+            "diffsynth.core.loader.model:load_model",
+            leads=(
+                "model_class",
+                "path",
+                "config",
+                "torch_dtype",
+                "device",
+                "state_dict_converter",
+                "use_disk_map",
+                "module_map",
+                "vram_config",
+                "vram_limit",
+                "state_dict",
+                "quantize",
+            ),
+            has=(
+                "model = model_class(**config)",
+                "model.load_state_dict(state_dict, assign=True)",
+                "model = model.to(dtype=torch_dtype, device=device)",
+                "model = model.eval()",
+            ),
+        ),
+    ),
+)
+_KEYS = PatchPoint(
+    library=DIFFSYNTH,
+    owner="diffsynth.core.loader.file",
+    names=("load_keys_dict_from_bin",),
+    why="reads a whole torch file on every rank to recognise it by its names and shapes",
+    lasts=Lasts.BLOCK,
+    shapes=(
+        Shape("diffsynth.core.loader.file:load_keys_dict_from_bin", leads=("file_path",)),
+        Shape(
+            "diffsynth.core.loader.file:load_state_dict_from_bin",
+            has=("state_dict = torch.load(file_path, map_location=device, weights_only=True)",),
+        ),
+    ),
+)
+TOUCHED = (_LOADING, _KEYS)
+
+
+@functools.cache
+def require() -> None:
+    """Raise UnsupportedVersionError unless DiffSynth is as expected."""
+    demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
+
+
+class Load(Protocol):
+    """One call of ``load_model`` whose weights zerostart loads."""
+
+    def made(self) -> Any:
+        """The model, in shards; collective."""
+        ...
+
+
+class Override(Held):
+    """Replaces the functions while it is open, from the import of DiffSynth on.
+
+    ``choose(class, arguments by name)`` is asked at each call: None leaves it to DiffSynth, and
+    ``left(model)`` is told of what it gave. ``keys(path)`` gives the names and shapes of a torch file, None
+    to have DiffSynth read it.
+    """
+
+    def __init__(
+        self,
+        choose: Callable[[type, dict[str, Any]], Load | None],
+        left: Callable[[Any], None],
+        keys: Callable[[str], dict[str, Any] | None],
+    ) -> None:
+        super().__init__(self._enter)
+        self._choose = choose
+        self._left = left
+        self._keys = keys
+
+    def _enter(self, stack: ExitStack) -> None:
+        for name, imported in ((_MODEL, self._with_loading), (_FILE, self._with_keys)):
+            later = stack.enter_context(ExitStack())
+            stack.callback(when_imported(name, functools.partial(imported, later)))
+
+    def _with_loading(self, stack: ExitStack, module: ModuleType) -> None:
+        original = module.load_model
+        new = self._load_model(original)
+        stack.enter_context(replaced_wherever_imported(_LOADING, "load_model", original, new))
+
+    def _with_keys(self, stack: ExitStack, module: ModuleType) -> None:
+        original: Any = module.load_keys_dict_from_bin
+
+        @functools.wraps(original)
+        def load_keys_dict_from_bin(file_path: Any) -> Any:
+            found = self._keys(file_path)
+            return original(file_path) if found is None else found
+
+        stack.enter_context(replaced(_KEYS, module, "load_keys_dict_from_bin", load_keys_dict_from_bin))
+
+    def _load_model(self, original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def load_model(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = dict(bound.arguments)
+            # A module may have kept it beyond the block.
+            served = self._choose(given["model_class"], given) if self.is_open else None
+            if served is None:
+                result = original(*args, **kwargs)
+                self._left(result)
+                return result
+            require()
+            return served.made()
+
+        return load_model

@@ -1,0 +1,312 @@
+"""Small components of diffusers and transformers, by the families of the pipelines that they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["COMPONENTS", "Component"]
+
+
+@dataclass(frozen=True)
+class Component:
+    """A class, its configuration, and a call; ``library`` is where the class is."""
+
+    kind: str
+    config: Mapping[str, Any]
+    call: Callable[[Any], Any]
+    trained: bool = False
+    library: str = "diffusers"
+
+    def build(self) -> nn.Module:
+        """The unsharded model."""
+        kind = self.find()
+        if self.library == "diffusers":
+            made: nn.Module = kind(**self.config)
+        else:
+            made = kind(kind.config_class(**self.config))
+        return made
+
+    def find(self) -> Any:
+        """The class."""
+        import importlib
+
+        return getattr(importlib.import_module(self.library), self.kind)
+
+
+def noise(*shape: int, seed: int = 5) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def wan(model: Any, **more: Any) -> Any:
+    image = {"encoder_hidden_states_image": noise(1, 5, 13)} if model.config.image_dim else {}
+    latents = noise(1, model.config.in_channels, 3, 4, 4)
+    return model(latents, torch.tensor([500]), noise(1, 6, 16), **image, **more, return_dict=False)
+
+
+def vace(model: Any) -> Any:
+    return wan(model, control_hidden_states=noise(1, 6, 3, 4, 4), control_hidden_states_scale=torch.ones(2))
+
+
+def qwen(model: Any) -> Any:
+    return model(
+        noise(1, 16, 16),
+        timestep=torch.tensor([0.5]),
+        encoder_hidden_states=noise(1, 8, 16),
+        encoder_hidden_states_mask=torch.ones(1, 8),
+        img_shapes=[(1, 4, 4)],
+        return_dict=False,
+    )
+
+
+def qwen_edit(model: Any) -> Any:
+    """Two images to start from, as Edit-2509 takes."""
+    return model(
+        noise(1, 40, 16),
+        timestep=torch.tensor([0.5]),
+        encoder_hidden_states=noise(1, 8, 16),
+        encoder_hidden_states_mask=torch.ones(1, 8),
+        img_shapes=[[(1, 4, 4), (1, 4, 4), (1, 2, 4)]],
+        return_dict=False,
+    )
+
+
+def flux(model: Any) -> Any:
+    return model(
+        noise(1, 16, 4),
+        encoder_hidden_states=noise(1, 8, 32),
+        pooled_projections=noise(1, 32),
+        timestep=torch.tensor([0.5]),
+        img_ids=torch.zeros(16, 3),
+        txt_ids=torch.zeros(8, 3),
+        guidance=torch.ones(1),
+        return_dict=False,
+    )
+
+
+def flux2(model: Any) -> Any:
+    guidance = torch.ones(1) if model.config.guidance_embeds else None
+    return model(
+        noise(1, 16, 4),
+        encoder_hidden_states=noise(1, 8, 32),
+        timestep=torch.tensor([0.5]),
+        img_ids=torch.zeros(1, 16, 4),
+        txt_ids=torch.zeros(1, 8, 4),
+        guidance=guidance,
+        return_dict=False,
+    )
+
+
+def z_image(model: Any) -> Any:
+    return model([noise(16, 1, 8, 8)], torch.tensor([0.4]), [noise(6, 16)], return_dict=False)
+
+
+def video(depth: int, latent: int, channels: int = 3) -> Callable[[Any], Any]:
+    """9 and 33 frames there, 3 and 9 back, in turn."""
+
+    def call(vae: Any) -> Any:
+        there = [vae.encode(noise(1, channels, t, 16, 16, seed=t)).latent_dist.mode() for t in (9, 33)]
+        back = [vae.decode(noise(1, depth, t, latent, latent, seed=t)).sample for t in (3, 9)]
+        return [*there, *back]
+
+    return call
+
+
+def image(depth: int, latent: int) -> Callable[[Any], Any]:
+    def call(vae: Any) -> Any:
+        there = [vae.encode(noise(1, 3, 16, 16, seed=s)).latent_dist.mode() for s in (1, 2)]
+        return [*there, vae.decode(noise(1, depth, latent, latent)).sample]
+
+    return call
+
+
+def tokens(model: Any) -> Any:
+    ids = torch.tensor([[3, 7, 11, 2, 1]])
+    result = model(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
+    return list(result.hidden_states)
+
+
+_WAN: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 64,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "rope_max_seq_len": 32,
+}
+_FLUX: dict[str, Any] = {
+    "patch_size": 1,
+    "in_channels": 4,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+}
+_FLUX2: dict[str, Any] = {**_FLUX, "axes_dims_rope": (4, 4, 4, 4)}
+_QWEN: dict[str, Any] = {
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 16,
+    "axes_dims_rope": (8, 4, 4),
+}
+_VAE: dict[str, Any] = {
+    "base_dim": 8,
+    "z_dim": 4,
+    "dim_mult": [1, 2, 4, 4],
+    "num_res_blocks": 1,
+    "temperal_downsample": [False, True, True],
+    "latents_mean": [0.0] * 4,
+    "latents_std": [1.0] * 4,
+}
+_IMAGE_VAE: dict[str, Any] = {
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "block_out_channels": (8, 8),
+    "latent_channels": 4,
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+}
+_TEXT: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+}
+_ROPE = {"type": "default", "rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 10000.0}
+_T5: dict[str, Any] = {
+    "vocab_size": 61,
+    "d_model": 24,
+    "d_kv": 12,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "feed_forward_proj": "gated-gelu",
+}
+
+
+def _text(kind: str, config: Mapping[str, Any]) -> Component:
+    return Component(kind, config, tokens, library="transformers")
+
+
+COMPONENTS: dict[str, Component] = {
+    "wan2.1 t2v": Component("WanTransformer3DModel", _WAN, wan, trained=True),
+    "wan2.1 i2v": Component(
+        "WanTransformer3DModel",
+        {**_WAN, "in_channels": 8, "image_dim": 13, "added_kv_proj_dim": 24},
+        wan,
+        trained=True,
+    ),
+    "wan2.1 vace": Component(
+        "WanVACETransformer3DModel",
+        {**_WAN, "vace_layers": [0, 1], "vace_in_channels": 6},
+        vace,
+        trained=True,
+    ),
+    "wan2.1 vae": Component("AutoencoderKLWan", _VAE, video(4, 2)),
+    "wan2.2 vae": Component(
+        "AutoencoderKLWan",
+        {
+            **_VAE,
+            "is_residual": True,
+            "decoder_base_dim": 8,
+            "in_channels": 12,
+            "out_channels": 12,
+            "patch_size": 2,
+            "scale_factor_spatial": 16,
+        },
+        video(4, 1),
+    ),
+    "umt5": _text("UMT5EncoderModel", _T5),
+    "qwen-image": Component("QwenImageTransformer2DModel", _QWEN, qwen, trained=True),
+    "qwen-image-edit": Component("QwenImageTransformer2DModel", _QWEN, qwen_edit, trained=True),
+    "qwen-image vae": Component("AutoencoderKLQwenImage", _VAE, video(4, 2)),
+    "qwen2.5-vl": _text(
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": {**_TEXT, "rope_scaling": _ROPE},
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_heads": 2,
+                "out_hidden_size": 24,
+            },
+        },
+    ),
+    "flux.1": Component(
+        "FluxTransformer2DModel",
+        {**_FLUX, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8), "guidance_embeds": True},
+        flux,
+        trained=True,
+    ),
+    "flux.1 vae": Component("AutoencoderKL", _IMAGE_VAE, image(4, 8)),
+    "clip": _text(
+        "CLIPTextModel",
+        {
+            "vocab_size": 61,
+            "hidden_size": 24,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 16,
+        },
+    ),
+    "t5": _text("T5EncoderModel", _T5),
+    "flux.2 dev": Component("Flux2Transformer2DModel", _FLUX2, flux2, trained=True),
+    "flux.2 klein": Component(
+        "Flux2Transformer2DModel", {**_FLUX2, "guidance_embeds": False}, flux2, trained=True
+    ),
+    "flux.2 vae": Component("AutoencoderKLFlux2", _IMAGE_VAE, image(4, 8)),
+    "mistral3": _text(
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": {**_TEXT, "model_type": "mistral"},
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+            },
+        },
+    ),
+    "z-image": Component(
+        "ZImageTransformer2DModel",
+        {
+            "all_patch_size": (2,),
+            "all_f_patch_size": (1,),
+            "in_channels": 16,
+            "dim": 32,
+            "n_layers": 1,
+            "n_refiner_layers": 1,
+            "n_heads": 2,
+            "n_kv_heads": 2,
+            "cap_feat_dim": 16,
+            "axes_dims": [8, 4, 4],
+            "axes_lens": [256, 32, 32],
+        },
+        z_image,
+        trained=True,
+    ),
+    "qwen3": _text("Qwen3ForCausalLM", _TEXT),
+}

@@ -1,0 +1,96 @@
+"""DiffSynth-Studio's own classes by its own ``load_model``, with zerostart enabled and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.diffusion.families import FAMILIES
+from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
+from tests.diffusion.sharded import ZERO3, differing, fill, gradients_of, kept, off, started
+from torch import nn
+
+import zerostart
+from ranks import run_ranks
+
+pytestmark = needs_diffsynth
+#: Of every kind one is fast.
+QUICK = ("wan2.1 t2v",)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "zero3": {"engine": "deepspeed", "zero_stage": 3, "engine_config": ZERO3},
+    "fsdp2": {"engine": "fsdp2"},
+}
+
+
+def write(key: str, folder: str) -> str:
+    """The family's file, in the layout that its converter takes."""
+    from safetensors.torch import save_file
+
+    family = FAMILIES[key]
+    model = fill(family.model()(**family.config))
+    stored = family.stored({n: t.contiguous().clone() for n, t in model.state_dict().items()})
+    path = Path(folder) / ("release.pth" if family.pth else "release.safetensors")
+    if family.pth:
+        torch.save(stored, path)
+    else:
+        save_file(stored, path)
+    return str(path)
+
+
+def checked(key: str, setting: str, folder: str) -> list[str]:
+    """Everything that differs between the family's model in shards and the one that DiffSynth loads."""
+    import_diffsynth()
+    import torch.distributed as dist
+    from diffsynth.core import loader
+
+    if dist.get_rank() == 0:
+        write(key, folder)
+    dist.barrier()
+    family = FAMILIES[key]
+    path = str(Path(folder) / ("release.pth" if family.pth else "release.safetensors"))
+    arguments = (family.model(), path, dict(family.config), torch.float32, "cpu", family.convert())
+    alone = loader.load_model(*arguments)
+    with zerostart.enabled(progress=False, **SETTINGS[setting]):
+        model = loader.load_model(*arguments, use_disk_map=True)
+    lines = tensors(model, alone)
+    with torch.no_grad():
+        wanted = kept(family.call(alone))
+    model, made = started(SETTINGS[setting]["engine"], model, family.trained)
+    with torch.inference_mode():
+        lines += [f"inference: {line}" for line in differing(kept(family.call(model)), wanted)]
+    with torch.no_grad():
+        lines += [f"forward: {line}" for line in differing(kept(family.call(model)), wanted)]
+    if family.trained:
+        expected = gradients_of(alone, family.call(alone))
+        lines += off(gradients_of(model, family.call(model), made), expected)
+    return lines
+
+
+def tensors(model: nn.Module, alone: nn.Module) -> list[str]:
+    """What differs of parameters, buffers and plain tensors."""
+    held = dict(zerostart.full_tensors(model, rank=None))
+    lines = [f"state: {line}" for line in differing(held, dict(alone.state_dict()))]
+    lines += [
+        f"buffer {line}" for line in differing(dict(model.named_buffers()), dict(alone.named_buffers()))
+    ]
+    for (name, own), (_, other) in zip(model.named_modules(), alone.named_modules(), strict=True):
+        plain = {key: value for key, value in vars(other).items() if is_tensors(value)}
+        lines += [f"{name}.{line}" for line in differing({key: vars(own).get(key) for key in plain}, plain)]
+    return lines
+
+
+def is_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(is_tensors(v) for v in value)
+    return isinstance(value, torch.Tensor)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=() if key in QUICK else pytest.mark.slow) for key in FAMILIES]
+)
+def test_a_family_in_shards_is_as_diffsynth_loads_and_runs_it(key: str, setting: str, tmp_path: Path) -> None:
+    for lines in run_ranks(checked, 2, key, setting, str(tmp_path)):
+        assert lines == []

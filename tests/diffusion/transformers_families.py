@@ -1,0 +1,203 @@
+"""Transformers, and what else is trained, of DiffSynth-Studio's own classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tests.diffusion.family import Family, noise, prefixed
+from tests.diffusion.shrunk import of
+
+__all__ = ["TRANSFORMERS"]
+
+WAN: dict[str, Any] = {
+    "dim": 24,
+    "in_dim": 4,
+    "ffn_dim": 32,
+    "out_dim": 4,
+    "text_dim": 16,
+    "freq_dim": 64,
+    "eps": 1e-6,
+    "patch_size": (1, 2, 2),
+    "num_heads": 2,
+    "num_layers": 2,
+    "has_image_input": False,
+}
+
+
+def wan(model: Any, **more: Any) -> Any:
+    """By its parts, as the pipeline's own function calls it."""
+    from diffsynth.pipelines.wan_video import model_fn_wan_video
+
+    given = {"latents": noise(1, 4, 3, 4, 4), "timestep": torch.tensor([500.0]), "context": noise(1, 6, 16)}
+    return model_fn_wan_video(model, **{**given, **more})
+
+
+def wan_s2v(model: Any) -> Any:
+    from diffsynth.pipelines.wan_video import model_fn_wans2v
+
+    return model_fn_wans2v(
+        dit=model,
+        latents=noise(1, 16, 3, 8, 8),
+        timestep=torch.tensor([500.0]),
+        context=noise(1, 6, 16),
+        audio_embeds=noise(1, 25, 8, 8),
+        motion_latents=noise(1, 16, 19, 8, 8),
+        s2v_pose_latents=noise(1, 16, 2, 8, 8),
+        drop_motion_frames=False,
+    )
+
+
+def vace(model: Any) -> Any:
+    from diffsynth.models.wan_video_dit import precompute_freqs_cis_3d
+
+    f, h, w = (part[:2] for part in precompute_freqs_cis_3d(12))
+    shapes = ((2, 1, 1), (1, 2, 1), (1, 1, 2))
+    parts = [p.view(*s, -1).expand(2, 2, 2, -1) for p, s in zip((f, h, w), shapes, strict=True)]
+    freqs = torch.cat(parts, dim=-1).reshape(8, 1, -1)
+    return model(noise(1, 8, 24), [noise(6, 2, 4, 4)], noise(1, 6, 24), noise(1, 6, 24), freqs)
+
+
+def animate(model: Any) -> Any:
+    x, motion = model.after_patch_embedding(
+        noise(1, 40, 3, 2, 2).clone(), noise(1, 16, 2, 4, 4), noise(1, 3, 5, 16, 16)
+    )
+    return model.after_transformer_block(0, x.flatten(2).transpose(1, 2), motion)
+
+
+def qwen_dit(model: Any) -> Any:
+    from diffsynth.pipelines.qwen_image import model_fn_qwen_image
+
+    return model_fn_qwen_image(
+        dit=model,
+        latents=noise(1, 16, 4, 4),
+        timestep=torch.tensor([500.0]),
+        prompt_emb=noise(1, 5, 24),
+        prompt_emb_mask=torch.ones(1, 5, dtype=torch.long),
+        height=32,
+        width=32,
+        edit_latents=[noise(1, 16, 4, 4, seed=6), noise(1, 16, 2, 4, seed=7)],
+    )
+
+
+def flux_dit(model: Any) -> Any:
+    from diffsynth.pipelines.flux_image import model_fn_flux_image
+
+    return model_fn_flux_image(
+        dit=model,
+        latents=noise(1, 16, 4, 4),
+        timestep=torch.tensor([500.0]),
+        prompt_emb=noise(1, 5, 24),
+        pooled_prompt_emb=noise(1, 12),
+        guidance=torch.tensor([3.5]),
+        text_ids=torch.zeros(1, 5, 3),
+        image_ids=torch.zeros(1, 4, 3),
+    )
+
+
+def flux2_dit(model: Any) -> Any:
+    guidance = torch.tensor([3.0]) if model.time_guidance_embed.guidance_embedder is not None else None
+    return model(
+        noise(1, 4, 8),
+        encoder_hidden_states=noise(1, 5, 24),
+        timestep=torch.tensor([0.5]),
+        img_ids=torch.zeros(1, 4, 4),
+        txt_ids=torch.zeros(1, 5, 4),
+        guidance=guidance,
+    )
+
+
+def z_image(model: Any) -> Any:
+    return model([noise(4, 1, 4, 4)], torch.tensor([0.4]), [noise(5, 16)])
+
+
+_FLUX = {3072: 256, 24: 2, 768: 12, 4096: 24, 38: 1, 19: 1}
+_FLUX_VAE = {512: 64, 256: 32, 128: 32}
+_Z = {
+    "in_channels": 4,
+    "dim": 32,
+    "n_layers": 1,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "cap_feat_dim": 16,
+    "axes_dims": [8, 4, 4],
+    "axes_lens": [64, 32, 32],
+}
+_FLUX2 = {
+    "in_channels": 8,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 24,
+    "axes_dims_rope": (4, 4, 4, 4),
+}
+_DIT = of("wan_video_dit:WanModel")
+_FIVE: dict[str, Any] = {
+    **WAN,
+    "seperated_timestep": True,
+    "require_clip_embedding": False,
+    "require_vae_embedding": False,
+    "fuse_vae_embedding_in_latents": True,
+}
+_RELEASE = "wan_video_dit:WanVideoDiTStateDictConverter"
+
+TRANSFORMERS: dict[str, Family] = {
+    "wan2.1 t2v": Family(_DIT, wan, WAN, prefixed("model."), _RELEASE, trained=True),
+    "wan2.1 i2v": Family(
+        _DIT,
+        lambda m: wan(m, clip_feature=noise(1, 7, 1280), y=noise(1, 4, 3, 4, 4, seed=6)),
+        {**WAN, "in_dim": 8, "has_image_input": True},
+        trained=True,
+    ),
+    "wan2.1 vace": Family(
+        of("wan_video_vace:VaceWanModel"),
+        vace,
+        {"vace_layers": (0, 1), "vace_in_dim": 6, "dim": 24, "num_heads": 2, "ffn_dim": 32},
+        prefixed("", ("blocks.0.of.the.transformer",)),
+        "wan_video_vace:VaceWanModelDictConverter",
+        trained=True,
+    ),
+    "wan2.2 5b": Family(_DIT, lambda m: wan(m, fuse_vae_embedding_in_latents=True), _FIVE, trained=True),
+    "wan2.2 s2v": Family(
+        of("wan_video_dit_s2v:WanS2VModel"),
+        wan_s2v,
+        {
+            **{key: value for key, value in WAN.items() if key != "has_image_input"},
+            "in_dim": 16,
+            "out_dim": 16,
+            "cond_dim": 16,
+            "audio_dim": 8,
+            "num_audio_token": 2,
+            "audio_inject_layers": [0, 1],
+        },
+        trained=True,
+    ),
+    "wan2.2 animate": Family(
+        of("wan_video_animate_adapter:WanAnimateAdapter", {5120: 40, 40: 8, 512: 16}),
+        animate,
+        {},
+        prefixed("", ("blocks.0.of.the.transformer",)),
+        "wan_video_animate_adapter:WanAnimateAdapterStateDictConverter",
+    ),
+    "qwen-image": Family(
+        of("qwen_image_dit:QwenImageDiT", {3072: 256, 24: 2, 3584: 24}),
+        qwen_dit,
+        {"num_layers": 1},
+        trained=True,
+    ),
+    "flux.1": Family(of("flux_dit:FluxDiT", _FLUX), flux_dit, {"num_blocks": 1}, trained=True),
+    "flux.2 dev": Family(of("flux2_dit:Flux2DiT"), flux2_dit, _FLUX2, trained=True),
+    "flux.2 klein": Family(
+        of("flux2_dit:Flux2DiT"), flux2_dit, {**_FLUX2, "guidance_embeds": False}, trained=True
+    ),
+    "z-image": Family(
+        of("z_image_dit:ZImageDiT"),
+        z_image,
+        _Z,
+        prefixed("model.diffusion_model."),
+        "z_image_dit:ZImageDiTStateDictConverter",
+        trained=True,
+    ),
+}
