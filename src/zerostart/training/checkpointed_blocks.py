@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,6 +23,7 @@ class CheckpointedForward:
     """
 
     def __init__(self, module: nn.Module, offload: bool) -> None:
+        functools.update_wrapper(self, module.forward)  # its signature, for whoever asks
         self.original = module.forward
         self.offload = offload
 
