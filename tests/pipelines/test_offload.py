@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,17 @@ IDS = torch.tensor([[4, 5, 119, 0, 0], [7, 7, 1, 2, 3]])
 
 
 def offloaded(
-    source: Path, kind: Any, limit: int | None, dtype: torch.dtype | None = None, **placed: Any
+    source: Path,
+    model: Any,
+    limit: int | None,
+    dtype: torch.dtype | None = None,
+    kind: str = "offload",
+    **placed: Any,
 ) -> tuple[Any, Window]:
     window = Window(limit or 0, CPU)
-    placement = zerostart.Placement(placed.pop("kind", "offload"), **placed)
+    placement = zerostart.Placement(kind, **placed)
     request = Request(
-        source=str(source), model=kind, engine="fsdp2", zero_stage=0, dtype=dtype, progress=False
+        source=str(source), model=model, engine="fsdp2", zero_stage=0, dtype=dtype, progress=False
     )
     return load_offloaded(request, placement, window, limit is None), window
 
@@ -44,7 +48,7 @@ def offloaded(
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     torch.manual_seed(0)
-    model, path = umt5().eval(), tmp_path_factory.mktemp("offload") / "umt5"
+    model, path = umt5().eval().requires_grad_(False), tmp_path_factory.mktemp("offload") / "umt5"
     model.save_pretrained(path)
     return path, model
 
@@ -76,7 +80,8 @@ def test_values_are_those_of_the_whole_model_within_any_limit(
     if share == 2.0:
         assert fetches[0] == fetches[2]  # all of it stays
     if share == 0.18:
-        assert limit is not None and limit < nbytes(whole.encoder.block[0])
+        assert limit is not None
+        assert limit < nbytes(whole.encoder.block[0])
         assert fetches[2] - fetches[1] < fetches[0]  # what is needed next has stayed
     release(model)
     assert window.used == 0
@@ -180,9 +185,11 @@ def sparse_encoder(path: Path, **sizes: Any) -> Path:
 
 def run_measured(path: Path, limit: int, cap: int) -> tuple[int, int]:
     """The most anonymous memory that a load and two forwards took, and what the window held at most."""
-    small = sparse_encoder(path / f"small-{os.getpid()}", vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1)
+    small = sparse_encoder(
+        path / f"small-{os.getpid()}", vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1
+    )
     for source, most in ((small, 1 << 20), (path / "model", limit)):  # what is imported is no part of it
-        with capped(cap), PeakMeter(CPU, interval=0.001) as meter, torch.no_grad():
+        with capped(cap), PeakMeter(CPU, interval=0.005) as meter, torch.no_grad():
             model, window = offloaded(source, UMT5EncoderModel, most, store="disk")
             for _ in range(2):
                 assert model(torch.tensor([[1, 2, 3]])).last_hidden_state.isfinite().all()
@@ -190,8 +197,8 @@ def run_measured(path: Path, limit: int, cap: int) -> tuple[int, int]:
 
 
 def test_resident_memory_keeps_the_limit(tmp_path: Path) -> None:
-    """200 MB in blocks of 33 MB, of which 24 may be resident."""
-    sizes = {"vocab_size": 64, "d_model": 1024, "d_kv": 64, "num_heads": 8, "d_ff": 2048, "num_layers": 6}
+    """134 MB in blocks of 33 MB, of which 24 may be resident."""
+    sizes = {"vocab_size": 64, "d_model": 1024, "d_kv": 64, "num_heads": 8, "d_ff": 2048, "num_layers": 4}
     sparse_encoder(tmp_path, **sizes)
     ((peak, highest),) = run_ranks(run_measured, 1, tmp_path, 24 * MIB, 160 * MIB)
     assert 12 * MIB < highest <= 24 * MIB
@@ -226,8 +233,3 @@ def test_the_largest_embedding_at_real_size(tmp_path: Path) -> None:
     assert kept
     assert exact
     assert peak <= (192 + 64) * MIB
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    yield

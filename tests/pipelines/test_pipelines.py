@@ -16,8 +16,8 @@ import zerostart
 from ranks import run_ranks
 from zerostart.errors import CheckpointError, ConfigError
 
-#: By name: the engine, its stage, whether the transformer is offloaded, too, and the share of the text encoder
-#: that may be resident.
+#: By name: the engine, its stage, whether the transformer is offloaded, too, and the share of the text
+#: encoder that may be resident.
 WAYS: Mapping[str, tuple[str, int, str, float | None]] = {
     "ZeRO-3": ("deepspeed", 3, "shard", 0.6),
     "FSDP2": ("fsdp2", 3, "shard", None),
@@ -153,9 +153,15 @@ def test_what_is_cached_lets_its_encoder_go(paths: dict[str, Path]) -> None:
         ({"placement": {"unet": "shard"}}, "placement names 'unet'; the models of .* are .*text_encoder"),
         ({"placement": {"vae": "elsewhere"}}, r"placement\['vae'\] is 'elsewhere'; there are 'shard'"),
         ({"trainable": ("unet",)}, "trainable names 'unet'"),
-        ({"trainable": ("vae",), "placement": {"vae": "offload"}}, "vae is to be trained, and placed 'offload'"),
+        (
+            {"trainable": ("vae",), "placement": {"vae": "offload"}},
+            "vae is to be trained, and placed 'offload'",
+        ),
         ({"device_memory_limit": -1}, "device_memory_limit=-1 must be a number of bytes"),
-        ({"device_memory_limit": 999, "placement": {"vae": "offload"}}, "needs .* bytes at once, .* leaves 999"),
+        (
+            {"device_memory_limit": 999, "placement": {"vae": "offload"}},
+            "needs .* bytes at once, .* leaves 999",
+        ),
         ({"parallel_config": object()}, "parallel_config .*context parallel.*is not served"),
         (
             {"placement": {"vae": zerostart.Placement("shard", storage_dtype=torch.float8_e4m3fn)}},
@@ -165,7 +171,10 @@ def test_what_is_cached_lets_its_encoder_go(paths: dict[str, Path]) -> None:
             {"placement": {"vae": zerostart.Placement("offload", "disk", torch.float8_e4m3fn)}},
             "on disk a weight is in the dtype of its file",
         ),
-        ({"placement": {"vae": zerostart.Placement("replicate", "host")}}, "store='host' belongs to 'offload'"),
+        (
+            {"placement": {"vae": zerostart.Placement("replicate", "host")}},
+            "store='host' belongs to 'offload'",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(

@@ -189,14 +189,16 @@ def train(engine: str, stage: int, mode: str) -> list[Any]:
     return [*losses, *(tensor for _, tensor in zerostart.full_tensors(model, rank=None))]
 
 
-def compare_modes() -> list[str]:
+ROUTES = (("deepspeed", 3), ("deepspeed", 2), ("fsdp2", 3))
+
+
+def compare_modes(routes: tuple[tuple[str, int], ...], modes: tuple[str, ...]) -> list[str]:
     """One line for each engine and way of checkpointing whose numbers are not those without it."""
     found, plain_runs = [], {}
-    routes = (("deepspeed", 3), ("deepspeed", 2), ("fsdp2", 3))
     for engine, stage in routes:
         plain_runs[engine, stage] = train(engine, stage, "off")
         assert len(set(plain_runs[engine, stage][:3])) == 3
-        for mode in ("plain", "offload"):
+        for mode in modes:
             if unlike(plain_runs[engine, stage], train(engine, stage, mode)):
                 found.append(f"{engine} {stage} {mode}")
     import deepspeed
@@ -214,8 +216,16 @@ def compare_modes() -> list[str]:
     return found
 
 
-def test_training_is_the_same_with_checkpointed_blocks_on_every_engine() -> None:
-    assert run_ranks(compare_modes, 2) == [[], []]
+@pytest.mark.parametrize(
+    ("routes", "modes"),
+    [
+        (ROUTES[:1], ("plain",)),
+        pytest.param(ROUTES, ("plain", "offload"), marks=pytest.mark.slow),
+    ],
+    ids=["ZeRO-3", "all"],
+)
+def test_training_is_the_same_with_checkpointed_blocks(routes: Any, modes: Any) -> None:
+    assert run_ranks(compare_modes, 2, routes, modes) == [[], []]
 
 
 def test_blocks_are_found_by_class_and_by_name() -> None:
