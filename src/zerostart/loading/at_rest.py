@@ -48,11 +48,11 @@ class InFiles(AtRest):
         self._tuning = tuning
         used = {catalog.tensors[n].file for r in self._recipes.values() for n in leaves_of(r.pieces)}
         self._catalog = replace(catalog, storage=catalog.storage.kept(used))
-        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._plans: dict[tuple[tuple[str, torch.dtype], ...], Plan] = {}
 
     def fetch(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """See ``AtRest``. Raises ReadError."""
-        key = tuple(wanted)
+        key = tuple((name, to.dtype) for name, to in wanted.items())
         if key not in self._plans:
             self._plans[key] = self._plan(
                 [(name, replicated(self._recipes[name].target.shape), t) for name, t in wanted.items()]

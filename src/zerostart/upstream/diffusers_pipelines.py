@@ -1,7 +1,4 @@
-"""diffusers' pipelines: their classes, those of their components, and making one of components.
-
-All of it is public; it is here since it is imported by names that a file gives.
-"""
+"""diffusers' pipelines: their classes, those of their components, and making one of components."""
 
 from __future__ import annotations
 
@@ -15,8 +12,19 @@ from torch import nn
 
 from zerostart.errors import BuildError
 from zerostart.upstream.diffusers import require
+from zerostart.upstream.registry import Use, demand
+from zerostart.upstream.versions import DIFFUSERS
 
-__all__ = ["assembled", "component_class", "pipeline_class"]
+__all__ = ["TOUCHED", "assembled", "component_class", "pipeline_class"]
+
+TOUCHED = (
+    Use(
+        library=DIFFUSERS,
+        owner="diffusers.pipelines.pipeline_utils:DiffusionPipeline",
+        names=("from_pretrained", "register_modules", "components"),
+        why="a pipeline is made of models that are loaded already, and of the rest by diffusers",
+    ),
+)
 
 #: Packages whose classes components may be of. Other names are folders of diffusers' own pipelines.
 _PACKAGES = ("diffusers", "transformers")
@@ -25,6 +33,7 @@ _PACKAGES = ("diffusers", "transformers")
 def pipeline_class(name: object, root: Path) -> Any:
     """The pipeline class ``name`` of diffusers; raises BuildError if there is none."""
     require()
+    demand(TOUCHED)
     import diffusers
 
     found = getattr(diffusers, name, None) if isinstance(name, str) else None
