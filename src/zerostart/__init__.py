@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING
 
 from zerostart import errors
 from zerostart.errors import ZerostartError
+from zerostart.integrations.verbs import drop_components, load_pipeline
+from zerostart.loading.placement import Placement
 from zerostart.state.verbs import diff, digest, load_state, save, save_state, verify
+from zerostart.training.verbs import checkpoint_blocks, gradient_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -26,16 +29,21 @@ if TYPE_CHECKING:
     from zerostart.loading.report import Report
 
 __all__ = [
+    "Placement",
     "ZerostartError",
+    "checkpoint_blocks",
     "diff",
     "digest",
     "disable",
+    "drop_components",
     "enable",
     "enabled",
     "errors",
     "full_tensors",
     "gathered",
+    "gradient_checkpoint",
     "load",
+    "load_pipeline",
     "load_state",
     "plan",
     "report",

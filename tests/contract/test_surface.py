@@ -72,12 +72,14 @@ def test_other_verbs_take_what_the_contract_says() -> None:
     state = {"path": required, "model": required, "optimizer": None}
     assert parameters(zerostart.load_state) == state
     assert parameters(zerostart.save_state) == state | {"extra": None, "wait": True}
+    assert list(parameters(zerostart.gradient_checkpoint)) == ["function", "args", "offload", "kwargs"]
 
 
 def test_only_finished_verbs_are_there() -> None:
     """A verb that is not asked for yet is absent, not a stub."""
     verbs = {name for name in zerostart.__all__ if inspect.isfunction(getattr(zerostart, name))}
     started = {"disable", "enable", "enabled", "load", "plan", "report"}
+    started |= {"checkpoint_blocks", "drop_components", "gradient_checkpoint", "load_pipeline"}
     assert verbs == started | {"diff", "digest", "full_tensors", "gathered", "save", "verify"} | {
         "load_state",
         "save_state",

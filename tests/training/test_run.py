@@ -332,3 +332,14 @@ def test_mixed_precision_starts_from_the_stored_values(engine, checkpoints, valu
             for name, tensor in stored.items():
                 expected = tensor if fp32_masters else tensor.bfloat16().float()
                 assert torch.equal(seen[name].float(), expected), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize("checkpointing", [True, "offload"])
+def test_checkpointed_blocks_train_alike(engine, checkpointing, checkpoints, values):
+    path = checkpoints("qwen3")
+    plain = run_ranks(run, 2, values(path, engine, output="plain"))
+    made = run_ranks(run, 2, values(path, engine, output="again", checkpoint_blocks=checkpointing))
+    assert losses(made[0]) == losses(plain[0])
+    assert made[0].held_out == plain[0].held_out

@@ -246,6 +246,12 @@ class Engine(abc.ABC):
         What is not there is whole on every rank. Of replicas ``Shard.held`` tells which one this rank has.
         """
 
+    def make_callable(self, model: nn.Module) -> None:  # noqa: B027
+        """Let a loaded model that is not to be trained be called as it is; collective.
+
+        Nothing is to be done where the shards gather themselves.
+        """
+
     @classmethod
     def found(cls, model: nn.Module, world: World) -> dict[str, Shard]:
         """The shards of a live model in which this kind of engine keeps it, whoever has loaded it.

@@ -132,7 +132,9 @@ class TrainingConfig(_Section):
     A step sees ``batch_size`` sequences a rank, ``accumulation`` times over. ``schedule`` (as
     ``transformers.get_scheduler`` knows it) shapes the learning rate, after ``warmup_steps`` that rise evenly
     to ``learning_rate``, the first of them above 0; ``max_grad_norm`` 0 turns clipping off.
-    ``evaluate_every`` 0 evaluates at the start and the end only.
+    ``evaluate_every`` 0 evaluates at the start and the end only. With ``checkpoint_blocks`` the model's
+    blocks are run again in the backward in the place of keeping their activations; ``offload``: with what is
+    kept of them in host memory.
     """
 
     steps: Positive
@@ -147,6 +149,7 @@ class TrainingConfig(_Section):
     mixed_precision: Precision = "no"
     seed: Count = 42
     evaluate_every: Count = 0
+    checkpoint_blocks: bool | Literal["offload"] = False
 
 
 class OutputConfig(_Section):

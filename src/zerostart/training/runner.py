@@ -77,6 +77,9 @@ def train(config: TrainConfig) -> TrainResult:
         engine_config=inputs.engine_config,
         dtype=getattr(torch, config.dtype),
     )
+    if checkpointing := config.train.checkpoint_blocks:
+        with world.phase("checkpointing blocks"):
+            zerostart.checkpoint_blocks(model, offload=checkpointing == "offload")
     path, every = directory / METRICS, config.logging.every
     with (
         world.phase("training"),

@@ -56,8 +56,9 @@ def make_wrapper(
     offset: int,
     dtype: torch.dtype,
     bits: torch.Tensor | None = None,
+    device: torch.device = _CPU,
 ) -> T:
-    """A tensor of the class ``cls`` on the CPU, without memory.
+    """A tensor of the class ``cls`` on ``device``, as it says, without memory.
 
     It has the conjugate and negative bits of ``bits``. ``strides`` and ``offset`` are in elements. Whatever
     asks for its memory gets a RuntimeError.
@@ -66,10 +67,10 @@ def make_wrapper(
     native: Any = torch._C
     make: Any = torch.Tensor._make_wrapper_subclass
     if bits is None:
-        made: T = make(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=_CPU)
+        made: T = make(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device)
     else:
         keys = native._additional_keys_to_prop_for_wrapper_tensors & native._dispatch_keys(bits)
-        options = (None, dtype, torch.strided, _CPU, False, False, None, False, False, keys)
+        options = (None, dtype, torch.strided, device, False, False, None, False, False, keys)
         made = make(cls, shape, strides, offset, *options)
     native._set_throw_on_mutable_data_ptr(made)
     return made

@@ -25,11 +25,15 @@ NAME = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Component:
-    """One model of a pipeline: its name, the class that the index says it has, and its directory."""
+    """One model of a pipeline: its name, the class that the index says it has, and its directory.
+
+    ``library`` is the package that the class is of, or the folder of the pipeline's own code in diffusers.
+    """
 
     name: str
     kind: str
     path: Path
+    library: str = ""
 
 
 def components(root: Path) -> tuple[Component, ...] | None:
@@ -42,12 +46,12 @@ def components(root: Path) -> tuple[Component, ...] | None:
         return None
     found = []
     for name, value in read_json(index, "pipeline index").items():
-        named = isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)
+        named = isinstance(value, list) and len(value) == 2 and all(isinstance(v, str) for v in value)
         # A folder below the root only, whatever a stranger's index says.
         if named and NAME.fullmatch(name):
             path = root / name
             if (path / CONFIG_NAME).is_file():
-                found.append(Component(name, value[1], path))
+                found.append(Component(name, value[1], path, value[0]))
     return tuple(found)
 
 

@@ -259,6 +259,12 @@ class ZeroThree(DeepSpeed):
 
         return expert_shards(model, parallelism, rank) if parallelism.mesh.parallel else current_shards(model)
 
+    def make_callable(self, model: nn.Module) -> None:
+        """See ``Engine``: the hooks that gather partitions are those of ``deepspeed.initialize``."""
+        from zerostart.engines.deepspeed.serving import serve
+
+        serve(model, self.config)
+
     def moments(
         self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target
     ) -> list[Moment]:

@@ -1,0 +1,239 @@
+"""A load that leaves the weights at rest, and has them brought in where a forward needs them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from zerostart.distributed.world import joined_world
+from zerostart.errors import ConfigError, EngineError
+from zerostart.loading.absent import absent
+from zerostart.loading.at_rest import AtRest, InFiles, InMemory
+from zerostart.loading.destinations import Destinations
+from zerostart.loading.placement import Placement
+from zerostart.loading.preparation import prepare, undisturbed
+from zerostart.loading.prepared import Prepared
+from zerostart.loading.report import Clock
+from zerostart.loading.request import Request
+from zerostart.loading.units import divide
+from zerostart.loading.window import Unit, Window
+from zerostart.models import Origins
+from zerostart.planning import PlanOptions, join
+from zerostart.recipe import Recipe
+
+__all__ = ["load_offloaded", "release"]
+
+#: Most bytes of staging while a layer is read, beside the window.
+STAGING = 32 << 20
+
+
+@dataclass
+class _Offloaded:
+    """What one model holds of a window."""
+
+    window: Window
+    units: list[Unit]
+    kept: Unit | None
+
+
+_offloaded: weakref.WeakKeyDictionary[nn.Module, _Offloaded] = weakref.WeakKeyDictionary()
+
+
+def load_offloaded(request: Request, placement: Placement, window: Window, grows: bool) -> nn.Module:
+    """The model of ``request``, whose parameters come and go through ``window``; collective.
+
+    With ``grows`` the window has no limit yet, and gets what this model's layers need. The model computes on
+    the window's device, without gradients for its parameters or through them.
+    Raises ConfigError for a limit with which one of its modules cannot run, and what a load raises.
+    """
+    with undisturbed():
+        world = joined_world()
+        with world.phase("loading"):
+            clock = Clock()
+            engine = request.resolve(world.size)
+            known = prepare(request, engine, world, clock, strict=True)
+            with world.phase("offloading the model"):
+                model = known.built.model
+                _check(known, request)
+                _load_buffers(known, window.device, request)
+                source = _source(known, placement, window.device, request)
+                held = _attach(model, source, window, grows)
+            model.eval()
+            known.built.library.finish(known.built, known.recipes, str(request.source), known.catalog)
+    _offloaded[model] = held
+    return model
+
+
+def release(model: nn.Module) -> None:
+    """Let go what ``model`` has in its window, where it has one; it can compute no more."""
+    held = _offloaded.pop(model, None)
+    if held is not None:
+        for unit in [*held.units, *([held.kept] if held.kept else [])]:
+            unit.users = 0
+            held.window.forget(unit)
+
+
+def _check(known: Prepared, request: Request) -> None:
+    lacking = [name for name, origin in known.origins.parameters.items() if not isinstance(origin, Recipe)]
+    if lacking:
+        raise ConfigError(
+            f"{request.source} lacks {len(lacking)} parameters ({lacking[0]}, ...), which would be "
+            "initialised: what is at rest in files cannot be; place the component 'replicate'"
+        )
+    parameters = {name for name, _ in known.built.model.named_parameters(remove_duplicate=False)}
+    kept = [alias.name for alias in known.aliases.kept if alias.name in parameters]
+    if kept:
+        raise ConfigError(
+            f"{type(known.built.model).__name__} keeps {kept[0]} in a second place beside its module, where "
+            "it could not come and go; place the component 'replicate'"
+        )
+    if request.resolve(1).cast_dtype is not None:
+        raise AssertionError("parameters at rest are in the model's own dtypes")
+
+
+def _load_buffers(known: Prepared, device: torch.device, request: Request) -> None:
+    """Buffers stay: they are small, and read whole."""
+    buffers = Origins({}, known.origins.buffers, ())
+    destinations = Destinations.of(known.built.model, buffers, [], device)
+    known.aliases.join(list(known.recipes.by_name))
+    known.aliases.follow(known.built.model)
+    tuning = _tuning(known, device, request)
+    plan = join(known.catalog, destinations.wanted(), PlanOptions(tuning.chunk_size))
+    if plan.reads or plan.computations:
+        destinations.read(plan, tuning, None, False, joined_world())
+
+
+def _tuning(known: Prepared, device: torch.device, request: Request) -> Any:
+    limited = request if request.memory_limit is not None else replace(request, memory_limit=STAGING)
+    return limited.tuning(known.engine, known.catalog, device, bool(known.recipes.computed))
+
+
+def _source(known: Prepared, placement: Placement, device: torch.device, request: Request) -> AtRest:
+    recipes = {n: o for n, o in known.origins.parameters.items() if isinstance(o, Recipe)}
+    accelerator = device.type != "cpu"
+    host = placement.kind == "offload" and (placement.store or ("host" if accelerator else "disk")) == "host"
+    at = device if placement.kind != "offload" else torch.device("cpu")
+    files = InFiles(known.catalog, recipes, _tuning(known, at if host or at == device else device, request))
+    if not host and placement.kind == "offload":
+        return files
+    model = known.built.model
+    main = placement.compute_dtype or request.dtype
+    shapes = {
+        name: (tuple(p.shape), _resting(p, placement.storage_dtype, main))
+        for name, p in model.named_parameters()
+    }
+    return InMemory(files, shapes, at, pinned=host and accelerator)
+
+
+def _resting(parameter: nn.Parameter, storage: torch.dtype | None, main: torch.dtype | None) -> torch.dtype:
+    """The dtype of a parameter at rest: matrices in the storage dtype, if in ``main`` otherwise."""
+    alike = main is None or parameter.dtype == main
+    if storage is None or parameter.dim() < 2 or not parameter.is_floating_point() or not alike:
+        return parameter.dtype
+    return storage
+
+
+def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> _Offloaded:
+    """Divide the model, and let the forwards of its modules ask for what they need."""
+    parameters = _emptied(model, window.device)
+    sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
+    division = divide(model, sizes, None if grows else window.limit)
+    least, where = division.least(sizes)
+    if grows:
+        room = max((sum(sizes[n] for n in part.parameters) for part in division.parts), default=0)
+        window.limit = max(window.limit, least + room)
+    if least > window.limit:
+        raise ConfigError(
+            f"{type(model).__name__}: {where or 'what is always there'} needs {least} bytes at once, and "
+            f"device_memory_limit leaves {window.limit} to offloaded components; raise it by "
+            f"{least - window.limit}"
+        )
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None and path not in division.tables:
+                places.setdefault(id(parameter), []).append((module, leaf))
+    found = {name: places.get(id(p), []) for name, p in parameters.items()}
+
+    def unit(name: str, names: list[str]) -> Unit:
+        return Unit(name, {n: parameters[n] for n in names}, {n: found[n] for n in names}, source)
+
+    kept = unit("what is always there", division.kept) if division.kept else None
+    if kept is not None:
+        window.enter(kept)  # and never leaves
+    units = []
+    for part in division.parts:
+        units.append(made := unit(part.name, part.parameters))
+        for path in part.modules:
+            _Use(window, made, path or type(model).__name__).attach(model.get_submodule(path))
+    for path, name in division.tables.items():
+        table: Any = model.get_submodule(path)
+        table.forward = _Rows(table, name, source, window.device)
+    return _Offloaded(window, units, kept)
+
+
+def _emptied(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
+    """Parameters by their first names, with what tells that they are not there in their places."""
+    made = {id(p): absent(p, name, device) for name, p in model.named_parameters()}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[leaf] = made[id(parameter)]
+    return dict(model.named_parameters())
+
+
+@dataclass
+class _Use:
+    """One module's need of a unit."""
+
+    window: Window
+    unit: Unit
+    name: str
+    depth: int = 0
+
+    def attach(self, module: nn.Module) -> None:
+        """Ask for the unit before each forward of ``module``."""
+        module.register_forward_pre_hook(self.begin, with_kwargs=True)
+        module.register_forward_hook(self.end, always_call=True)
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise EngineError where a backward would need the weights; else have them there."""
+        if torch.is_grad_enabled() and any(
+            isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())
+        ):
+            raise EngineError(
+                f"{self.name} is offloaded, and was given what needs a gradient: its weights are not kept "
+                "for a backward. Call it under torch.no_grad(), or place the component 'replicate' or 'shard'"
+            )
+        self.window.enter(self.unit)
+        self.depth += 1
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Let them go; called after a forward, and after a beginning, that has failed as well."""
+        if self.depth:
+            self.depth -= 1
+            self.window.leave(self.unit)
+
+
+class _Rows:
+    """The forward of an embedding of which only the rows that are looked up are read."""
+
+    def __init__(self, module: nn.Embedding, name: str, source: AtRest, device: torch.device) -> None:
+        self._shape, self._dtype = module.weight.shape, module.weight.dtype
+        self._name, self._source, self._device = name, source, device
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        rows, places = torch.unique(input.detach().cpu(), return_inverse=True)
+        wanted: list[int] = rows.tolist()
+        if wanted and not 0 <= wanted[0] <= wanted[-1] < self._shape[0]:
+            raise IndexError(f"{self._name} has {self._shape[0]} rows; asked for {wanted[0]} to {wanted[-1]}")
+        with torch.inference_mode(False), torch.no_grad():
+            found = torch.empty((len(wanted), self._shape[1]), dtype=self._dtype, device=self._device)
+            self._source.rows(self._name, wanted, found)
+        return F.embedding(places.to(self._device), found)

@@ -1,0 +1,66 @@
+"""diffusers' pipelines: their classes, those of their components, and making one of components."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zerostart.errors import BuildError
+from zerostart.upstream.diffusers import require
+from zerostart.upstream.registry import Use, demand
+from zerostart.upstream.versions import DIFFUSERS
+
+__all__ = ["TOUCHED", "assembled", "component_class", "pipeline_class"]
+
+TOUCHED = (
+    Use(
+        library=DIFFUSERS,
+        owner="diffusers.pipelines.pipeline_utils:DiffusionPipeline",
+        names=("from_pretrained", "register_modules", "components"),
+        why="a pipeline is made of models that are loaded already, and of the rest by diffusers",
+    ),
+)
+
+#: Packages whose classes components may be of. Other names are folders of diffusers' own pipelines.
+_PACKAGES = ("diffusers", "transformers")
+
+
+def pipeline_class(name: object, root: Path) -> Any:
+    """The pipeline class ``name`` of diffusers; raises BuildError if there is none."""
+    require()
+    demand(TOUCHED)
+    import diffusers
+
+    found = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not (isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline)):
+        raise BuildError(
+            f"{root / 'model_index.json'} names the pipeline {name!r}, which diffusers "
+            f"{diffusers.__version__} does not have; pipelines with code of their own are "
+            "not served: load the components one by one"
+        )
+    return found
+
+
+def component_class(library: str, kind: str, where: str) -> type[nn.Module]:
+    """The class of a model as a pipeline's index names it; raises BuildError if there is none."""
+    require()
+    module = library if library in _PACKAGES else f"diffusers.pipelines.{library}"
+    found = None
+    if re.fullmatch(r"[a-z0-9_]+", library):
+        try:
+            found = getattr(importlib.import_module(module), kind, None)
+        except ImportError:
+            found = None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise BuildError(f"{where} is of the class {library}.{kind}, which is no model that can be imported")
+    return found
+
+
+def assembled(kind: Any, root: Path, models: Mapping[str, nn.Module | None]) -> Any:
+    """The pipeline in ``root`` with these models; everything else by diffusers itself, from its files."""
+    return kind.from_pretrained(str(root), local_files_only=True, **models)
