@@ -305,7 +305,7 @@ def converted_parameter(init: Any, old: nn.Parameter) -> nn.Parameter:
     Must be called in the same order on every rank, since DeepSpeed numbers parameters and sorts its
     collectives by that number.
     """
-    placeholder = torch.empty(1, dtype=old.dtype, device=parameter_device(init)).expand(old.shape)
+    placeholder = torch.empty((), dtype=old.dtype, device=parameter_device(init)).expand(old.shape)
     new = nn.Parameter(placeholder, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     # The conversion wraps this method of the old object's dictionary otherwise.
