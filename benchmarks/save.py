@@ -31,7 +31,7 @@ def main() -> None:
             cells[arm].append(ranks)
             slowest = max(cell["seconds"] for cell in ranks)
             print(f"repeat {repeat + 1}/{options.repeats}  {arm:<24} {slowest:7.2f} s", flush=True)
-    text = table(cells, total, options.ranks)
+    text = table(cells, total, options)
     print(text)
     options.out.write_text(
         json.dumps({"bytes": total, "ranks": options.ranks, "cells": cells}, indent=1) + "\n"
@@ -48,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--limit", type=float, default=600, help="seconds that a cell may take")
     parser.add_argument("--save-to", type=Path, default=ROOT / "build" / "benchmark" / "saved")
+    parser.add_argument("--note", default="", help="said above the table")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "save.json")
     return parser.parse_args()
 
@@ -91,10 +92,11 @@ def compare(checkpoint: Path, saved: Path) -> None:
             sys.exit(f"{name} has other bytes than it was loaded from")
 
 
-def table(cells: dict[str, list[list[dict[str, Any]]]], total: int, ranks: int) -> str:
+def table(cells: dict[str, list[list[dict[str, Any]]]], total: int, options: argparse.Namespace) -> str:
     """Medians over the repeats: seconds, GB/s, against the ceiling, memory of the rank that takes most."""
     lines = [
-        f"{total / 1e9:.2f} GB on {ranks} ranks; medians of {max(len(c) for c in cells.values())} repeats.",
+        f"{total / 1e9:.2f} GB on {options.ranks} ranks; medians of {options.repeats} repeats.",
+        *([options.note] if options.note else []),
         "",
         "| arm | seconds | GB/s | of the ceiling | memory added |",
         "|---|---|---|---|---|",

@@ -99,18 +99,29 @@ class CheckpointWriter:
         Raises CheckpointError if the layout has no such tensor, or if the bytes do not fit into it, and
         WriteError where writing fails.
         """
-        entry = self.layout.tensors.get(name)
         view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
-        if entry is None or offset < 0 or offset + view.nbytes > entry.nbytes:
+        self.write_rows(name, view, offset, view.nbytes, 1, 1)
+
+    def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
+        """Write ``rows`` of ``length`` bytes, ``step`` bytes apart in ``data`` and in tensor ``name``.
+
+        The first goes to byte ``offset``; what lies between them is left alone. Raises as :meth:`write` does.
+        """
+        entry = self.layout.tensors.get(name)
+        span = (rows - 1) * step + length
+        if entry is None or offset < 0 or offset + span > entry.nbytes:
             size = "is not in the layout" if entry is None else f"has {entry.nbytes} bytes"
             raise CheckpointError(
-                f"cannot write {view.nbytes} bytes at offset {offset} of tensor {name!r}: it {size}"
+                f"cannot write {span} bytes at offset {offset} of tensor {name!r}: it {size}"
             )
         handle = self._handles.get(entry.file)
         if handle is None:
             handle = self._open(entry.file, 0)
-        self._pwrite(handle, view, entry.offset + offset, entry.file)
-        self._follow(handle, entry.file, entry.offset + offset, view.nbytes)
+        place = entry.offset + offset
+        for row in range(rows):
+            begin = row * step
+            self._pwrite(handle, data[begin : begin + length], place + begin, entry.file)
+        self._follow(handle, entry.file, place, span, rows * length)
 
     def close(self) -> None:
         """Close the files that this process has open, after bringing their bytes to disk if durable.
@@ -185,19 +196,19 @@ class CheckpointWriter:
             raise self._failure(position, error) from error
 
     def _pwrite(self, handle: int, view: memoryview, offset: int, position: int) -> None:
-        done = 0
-        while done < view.nbytes:  # one call writes 2 GiB at most, and less on some file systems
-            try:
-                done += os.pwrite(handle, view[done:], offset + done)
-            except OSError as error:
-                raise self._failure(position, error) from error
+        try:
+            while (done := os.pwrite(handle, view, offset)) < view.nbytes:
+                # One call writes 2 GiB at most, and less on some file systems.
+                view, offset = view[done:], offset + done
+        except OSError as error:
+            raise self._failure(position, error) from error
 
-    def _follow(self, handle: int, position: int, offset: int, count: int) -> None:
-        """Count what was written, and let the disk follow now and then."""
+    def _follow(self, handle: int, position: int, offset: int, span: int, count: int) -> None:
+        """Note that ``count`` bytes within a ``span`` were written, and let the disk follow now and then."""
         with self._lock:
             self.written += count
             low, high, size = self._lately.pop(position, (offset, offset, 0))
-            low, high, size = min(low, offset), max(high, offset + count), size + count
+            low, high, size = min(low, offset), max(high, offset + span), size + count
             if size < AHEAD:
                 self._lately[position] = low, high, size
                 return

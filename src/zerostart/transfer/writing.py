@@ -125,9 +125,9 @@ class _Crew:
         view, width = bytes_view(data), write.dtype.itemsize
         for first, count, step, rows in write.rows():
             if self._writer is not None:
-                for begin in range(first, first + rows * step, step) if rows > 1 else (first,):
-                    run = view[begin * width : (begin + count) * width]
-                    self._writer.write(write.name, run, (write.first + begin) * width)
+                span = view[first * width : (first + (rows - 1) * step + count) * width]
+                place = (write.first + first) * width
+                self._writer.write_rows(write.name, span, place, count * width, step * width, rows)
             if self._noted is not None:
                 seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
                 self._noted(write.name, write.first + first, step, seen)

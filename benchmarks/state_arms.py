@@ -1,0 +1,226 @@
+"""One rank of one cell of the benchmark of training checkpoints; started by state.py.
+
+Every engine has made a step before, so that its optimizer has its states, and every arm that saves ends with
+its files on the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from arms import CHUNK, back_free_memory, deepspeed_config, memory, start_gloo
+from save_arms import loaded, synced
+
+#: Gives what is timed, and what is told of it besides.
+Told = dict[str, Any]
+Timed = Callable[[], Told | None]
+
+
+def trained(checkpoint: Path, engine: str) -> tuple[Any, Any]:
+    """A model, or engine, that has made one step with AdamW, and its optimizer where that is torch's."""
+    import torch
+
+    model = loaded(checkpoint, engine)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), foreach=False)
+    if engine == "deepspeed":
+        import deepspeed
+
+        model, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config())
+        optimizer = None
+    tokens = torch.arange(16)[None]
+    loss = model(input_ids=tokens, labels=tokens).loss
+    if engine == "deepspeed":
+        model.backward(loss)
+        model.step()
+    else:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def prepare_state(engine: str) -> Callable[[Path, Path], Timed]:
+    def prepare(checkpoint: Path, out: Path) -> Timed:
+        import zerostart
+
+        model, optimizer = trained(checkpoint, engine)
+
+        def save() -> None:
+            zerostart.save_state(out / "state", model, optimizer)
+
+        return save
+
+    return prepare
+
+
+def prepare_background(engine: str) -> Callable[[Path, Path], Timed]:
+    """Three saves in the background; the pause of the first, and of the later ones."""
+
+    def prepare(checkpoint: Path, out: Path) -> Timed:
+        import zerostart
+
+        model, optimizer = trained(checkpoint, engine)
+
+        def save() -> Told:
+            told = []
+            for _ in range(3):
+                handle = zerostart.save_state(out / "state", model, optimizer, wait=False)
+                handle.wait()
+                told.append(dict(handle.seconds))
+            return {"saves": told, "seconds": told[-1]["written"]}
+
+        return save
+
+    return prepare
+
+
+def prepare_save_checkpoint(checkpoint: Path, out: Path) -> Timed:
+    """DeepSpeed's own."""
+    engine, _ = trained(checkpoint, "deepspeed")
+
+    def save() -> None:
+        engine.save_checkpoint(out / "state")
+        synced(out)
+
+    return save
+
+
+def prepare_dcp(checkpoint: Path, out: Path) -> Timed:
+    """Torch's own, on FSDP2."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = trained(checkpoint, "fsdp2")
+
+    def save() -> None:
+        weights, states = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optim": states}, storage_writer=dcp.FileSystemWriter(out / "state"))
+        synced(out)
+
+    return save
+
+
+def prepare_resume(engine: str) -> Callable[[Path, Path], Timed]:
+    def prepare(checkpoint: Path, out: Path) -> Timed:
+        import zerostart
+
+        model, optimizer = trained(checkpoint, engine)
+
+        def load() -> None:
+            zerostart.load_state(out / "state", model, optimizer)
+
+        return load
+
+    return prepare
+
+
+def prepare_plain_read(checkpoint: Path, out: Path) -> Timed:
+    """This rank's share of the bytes of a training checkpoint, read into memory that is there."""
+    import torch
+
+    start_gloo()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    shares = [(path, path.stat().st_size // ranks) for path in sorted((out / "state").rglob("*.safetensors"))]
+    target = torch.ones(sum(size for _, size in shares), dtype=torch.uint8)
+    view = memoryview(target.numpy())
+
+    def read() -> None:
+        place = 0
+        for path, size in shares:
+            handle = os.open(path, os.O_RDONLY)
+            for start in range(0, size, CHUNK):
+                count = min(CHUNK, size - start)
+                assert os.preadv(handle, [view[place : place + count]], rank * size + start) == count
+                place += count
+            os.close(handle)
+
+    return read
+
+
+def prepare_plain_write(count: int) -> Callable[[Path, Path], Timed]:
+    """This rank's share of ``count`` bytes, from memory that is there into a file of its own, and a sync."""
+
+    def prepare(checkpoint: Path, out: Path) -> Timed:
+        import torch
+
+        start_gloo()
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        data = torch.randint(0, 255, (count // ranks,), dtype=torch.uint8)
+        view = memoryview(data.numpy())
+        out.mkdir(parents=True, exist_ok=True)
+
+        def write() -> None:
+            handle = os.open(out / f"{rank}.bin", os.O_WRONLY | os.O_CREAT)
+            for start in range(0, len(view), CHUNK):
+                part = view[start : start + CHUNK]
+                assert os.pwrite(handle, part, start) == len(part)
+            os.fsync(handle)
+            os.close(handle)
+
+        return write
+
+    return prepare
+
+
+SAVES: dict[str, Callable[[Path, Path], Timed]] = {
+    "save_state-deepspeed": prepare_state("deepspeed"),
+    "save_state-fsdp2": prepare_state("fsdp2"),
+    "background-deepspeed": prepare_background("deepspeed"),
+    "background-fsdp2": prepare_background("fsdp2"),
+    "save_checkpoint-deepspeed": prepare_save_checkpoint,
+    "dcp-fsdp2": prepare_dcp,
+}
+#: The save whose files each of them reads.
+LOADS: dict[str, tuple[str, Callable[[Path, Path], Timed]]] = {
+    "load_state-deepspeed": ("save_state-deepspeed", prepare_resume("deepspeed")),
+    "load_state-fsdp2": ("save_state-fsdp2", prepare_resume("fsdp2")),
+}
+PLAIN = ("plain-read", "plain-write")
+
+
+def prepared(arm: str, checkpoint: Path, out: Path, count: int) -> Timed:
+    """What an arm has on the clock."""
+    if arm in PLAIN:
+        prepare = prepare_plain_read if arm == "plain-read" else prepare_plain_write(count)
+    else:
+        prepare = SAVES[arm] if arm in SAVES else LOADS[arm][1]
+    return prepare(checkpoint, out)
+
+
+def measure(arm: str, checkpoint: Path, out: Path, count: int) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["WORLD_SIZE"])))
+    timed = prepared(arm, checkpoint, out, count)
+    back_free_memory(256 << 20)
+    dist.barrier()
+    before, begun = memory(), time.monotonic()
+    told = timed() or {}
+    dist.barrier()
+    ended = time.monotonic()
+    cell = {"rank": dist.get_rank(), "started": begun, "ended": ended, "seconds": ended - begun}
+    return {**cell, "before": before, "after": memory(), **told}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("arm", choices=[*SAVES, *LOADS, *PLAIN])
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--save-to", type=Path, required=True)
+    parser.add_argument("--bytes", type=int, default=0, help="of plain-write, of all ranks")
+    parser.add_argument("--result", type=Path, required=True)
+    options = parser.parse_args()
+    found = measure(options.arm, options.checkpoint, options.save_to, options.bytes)
+    options.result.write_text(json.dumps(found))
+    os._exit(0)  # The engines' own teardown takes seconds and is not what is measured.
+
+
+if __name__ == "__main__":
+    main()
