@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripts import fsdp2, sequences, trainer_script, zero3
 
+import zerostart
 from ranks import run_ranks
 from tiny import TinyCheckpoints
+from zerostart.loading.record import record_of
 
 MODEL = "qwen3_even"
 
@@ -42,3 +46,55 @@ def test_trainer_on_fsdp2(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     alone = run(checkpoints(MODEL), tmp_path / "alone", {}, None, 1, use_cpu=True)
     assert ours["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert ours["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+
+
+def refusals(path: Path, folder: Path, environment: dict[str, str]) -> dict[str, str]:
+    """What a script is told whose settings contradict each other, and how it is loaded where they do not."""
+    os.environ.update(environment)
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, InitProcessGroupKwargs
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    def shared(**handler: Any) -> ParallelismConfig:
+        return ParallelismConfig(sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig(**handler))
+
+    def loaded(parallelism: ParallelismConfig, **loading: Any) -> Any:
+        settings = {"ddp_backend": "gloo", "report_to": [], "parallelism_config": parallelism}
+        arguments = TrainingArguments(output_dir=str(folder), **settings)
+        assert arguments is not None
+        return AutoModelForCausalLM.from_pretrained(path, **loading)
+
+    told = {}
+
+    def note(name: str, call: Any) -> None:
+        with pytest.raises(zerostart.errors.ConfigError) as caught:
+            call()
+        told[name] = str(caught.value)
+
+    with zerostart.enabled():
+        note("unnamed", lambda: loaded(shared()))
+        uneven = {"sp_seq_length": 5, "sp_seq_length_is_variable": False, "sp_attn_implementation": "sdpa"}
+        note("uneven", lambda: loaded(shared(**uneven)))
+        other = shared(sp_attn_implementation="flash_attention_2")
+        note("other attention", lambda: loaded(other))
+        with zerostart.enabled(sequence_parallel=4):
+            note("twice", lambda: loaded(shared(sp_attn_implementation="sdpa")))
+        model = loaded(shared(sp_attn_implementation="sdpa"))
+        told["loaded"] = str(record_of(model).engine.mesh)
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+        optimizer = torch.optim.AdamW(model.parameters())
+        note("prepared", lambda: accelerator.prepare(model, optimizer))
+    return told
+
+
+def test_what_contradicts_itself_is_told(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    environment = zero3(tmp_path, train_micro_batch_size_per_gpu=1)
+    arguments = (checkpoints(MODEL), tmp_path, environment)
+    first, second = run_ranks(refusals, 2, *arguments, process_group=False, timeout=200)
+    assert first == second
+    assert "names no attention implementation; pass sp_handler" in first["unnamed"]
+    assert "does not divide sp_seq_length=5" in first["uneven"]
+    assert "'flash_attention_2' of ParallelismConfig, and Qwen3ForCausalLM has" in first["other attention"]
+    assert "sequence_parallel=4 is asked for, and accelerate's" in first["twice"]
+    assert "sequence_parallel=2" in first["loaded"]
+    assert "was loaded with sequence_parallel=2, and accelerate has 1 ranks share" in first["prepared"]

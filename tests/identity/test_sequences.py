@@ -64,7 +64,31 @@ def test_experts_and_heads(experts: int, stage: int, world: int, folder: Path) -
         assert differences(found, wanted) == []
 
 
-def train(path: Path, kind: str, stage: int, accumulation: int = 2, experts: int = 1) -> Trace:
+PLACED: dict[str, tuple[int, dict[str, Any]]] = {
+    "states on the host": (3, {"offload_optimizer": {"device": "cpu"}}),
+    "states on the host at 2": (2, {"offload_optimizer": {"device": "cpu"}}),
+    "parameters on the host": (3, {"offload_param": {"device": "cpu"}}),
+    "secondary partitions": (3, {"zero_hpz_partition_size": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACED)
+def test_other_placements(name: str, folder: Path) -> None:
+    path, (stage, zero) = checkpoint("qwen3", folder), PLACED[name]
+    wanted = run_ranks(alone, 1, path, "packed")[0]
+    for found in run_ranks(train, 4, path, "packed", stage, 2, 1, zero):
+        assert differences(found, wanted) == []
+
+
+def train(
+    path: Path,
+    kind: str,
+    stage: int,
+    accumulation: int = 2,
+    experts: int = 1,
+    zero: dict[str, Any] | None = None,
+) -> Trace:
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -75,7 +99,8 @@ def train(path: Path, kind: str, stage: int, accumulation: int = 2, experts: int
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})},
+        "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
     model = zerostart.load(

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from test_resumed_runs import going_on, interrupted
 from test_run import losses, run
 from test_run import values as running
 from test_weighing import EXACT, alone, first_step
@@ -46,19 +47,45 @@ def test_a_padded_step_is_that_of_one_process(engine, stage, world, checkpoints,
     ("engine", "stage", "world"), [*ENGINES, *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDER)]
 )
 def test_a_run_is_that_of_one_process(engine, stage, world, checkpoints, running):
-    """Packed sequences, with what is held out, resumed on ranks that do not share sequences."""
+    """Packed sequences, and what is held out."""
     path = checkpoints(SOURCE)
     options = {"max_grad_norm": 0.5, "weight_decay": 0.1}
     groups = world // 2
     straight = run_ranks(run, 1, running(path, output="one", batch_size=8, **options))[0]
     given = running(path, output="shared", batch_size=4 // groups, accumulation=2, **options)
-    given = shared(given, engine, stage) | {"checkpoint": {"every": 3}, "resume": "auto"}
-    stopped = given | {"train": given["train"] | {"steps": 3, "schedule": "constant"}}
-    assert stopped
-    found = run_ranks(run, world, given)
+    found = run_ranks(run, world, shared(given, engine, stage))
     assert losses(found[0]) == pytest.approx(losses(straight), rel=1e-5)
     assert found[0].held_out == pytest.approx(straight.held_out, rel=1e-5)
     assert all(one == found[0] for one in found)
+
+
+CHANGES = [
+    (("deepspeed", 3, 2), ("deepspeed", 3, 1)),
+    *(
+        pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in (
+            (("deepspeed", 2, 1), ("deepspeed", 3, 2)),
+            (("fsdp2", 3, 2), ("deepspeed", 2, 2)),
+            (("deepspeed", 1, 2), ("fsdp2", 3, 1)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), CHANGES)
+def test_a_run_goes_on_where_others_share(first, second, checkpoints, running):
+    """On two ranks; a step sees 8 sequences, whether both see the same or each half of them."""
+    path, options = checkpoints(SOURCE), {"max_grad_norm": 0.5}
+    straight = run_ranks(run, 1, running(path, output="one", batch_size=8, **options))[0]
+
+    def given(engine, stage, size):
+        made = running(path, output="shared", batch_size=4, accumulation=size, **options)
+        return going_on(shared(made, engine, stage, size))
+
+    run_ranks(interrupted, 2, given(*first), 4)
+    found = run_ranks(run, 2, given(*second))
+    assert losses(found[0]) == pytest.approx(losses(straight), rel=1e-5)
+    assert found[0].held_out == pytest.approx(straight.held_out, rel=1e-5)
 
 
 def test_only_what_looks_back_is_shared():
