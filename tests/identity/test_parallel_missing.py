@@ -1,4 +1,4 @@
-"""What the checkpoint lacks, buffers and ties, where ranks share experts or tensors: as in the whole model."""
+"""What the checkpoint lacks, buffers and ties, where ranks share experts or tensors: as in the whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ranks import run_ranks
 from tiny import edit_tensors
 
 SEED = 1234
-#: Options of each model, and what its checkpoint is to lack: experts, a router, a norm, a buffer, a tied head.
+#: Options of each model, and what its checkpoint is to lack: experts, a router, a norm, a buffer, a head.
 MODELS: Mapping[str, tuple[dict[str, Any], str]] = {
     "qwen3_moe": (
         {"tie_word_embeddings": True},
