@@ -1,0 +1,87 @@
+"""What the checkpoint lacks, buffers and ties, where ranks share experts or tensors: as in the whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from snapshots import ties_of
+
+import zerostart
+from parity import checkpoint
+from ranks import run_ranks
+from tiny import edit_tensors
+
+SEED = 1234
+#: Options of each model, and what its checkpoint is to lack: experts, a router, a norm, a buffer, a head.
+MODELS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "qwen3_moe": (
+        {"tie_word_embeddings": True},
+        r"layers\.0\.(mlp\.experts\.\d+\.(gate|up)_proj|mlp\.gate|input_layernorm|self_attn\.q_proj)\.weight",
+    ),
+    "gpt_oss": (
+        {},
+        r"layers\.1\.(mlp\.experts\.down_proj(_bias)?|self_attn\.(sinks|o_proj\.bias))$|^lm_head",
+    ),
+    "deepseek_v3": ({}, r"layers\.1\.(mlp\.gate\.e_score_correction_bias|self_attn\.q_b_proj\.weight)"),
+}
+EXPERTS, TENSORS = {"expert_parallel": 2}, {"tensor_parallel": 2}
+AXES: Mapping[str, dict[str, Any]] = {
+    "experts at 3": {"engine": "deepspeed", **EXPERTS},
+    "experts at 2": {"engine": "deepspeed", "zero_stage": 2, **EXPERTS},
+    "experts on fsdp2": {"engine": "fsdp2", **EXPERTS},
+    "tensors on fsdp2": {"engine": "fsdp2", **TENSORS},
+    "both on fsdp2": {"engine": "fsdp2", **EXPERTS, **TENSORS},
+}
+
+
+def lacking(kind: str, folder: Path) -> Path:
+    options, lost = MODELS[kind]
+    path = checkpoint(kind, folder, **options)
+
+    def delete(tensors: dict[str, torch.Tensor]) -> None:
+        gone = [name for name in tensors if re.search(lost, name)]
+        assert gone
+        for name in gone:
+            del tensors[name]
+
+    edit_tensors(path, delete)
+    return path
+
+
+def compared(path: Path, cases: list[str]) -> list[str]:
+    """Each line a difference from transformers' own load after the same seed."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(SEED)
+    stock, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    expected, ties = stock.state_dict(), ties_of(stock)
+    unsaved = {name: buffer for name, buffer in stock.named_buffers() if name not in expected}
+    lines = []
+    for case in cases:
+        torch.manual_seed(SEED)
+        model = zerostart.load(path, type(stock), strict=False, progress=False, **AXES[case])
+        found = {name: t for name, t in zerostart.full_tensors(model, rank=None) if t is not None}
+        lines += [f"{case}: names" for _ in [0] if found.keys() != expected.keys()]
+        lines += [f"{case}: {n}" for n in expected if n in found and not torch.equal(found[n], expected[n])]
+        buffers = dict(model.named_buffers())
+        lines += [f"{case}: {n}" for n in unsaved if not torch.equal(buffers[n], unsaved[n])]
+        lines += [f"{case}: ties {ties_of(model)}" for _ in [0] if ties_of(model) != ties]
+        missing = set(zerostart.report(model).missing)
+        lines += [f"{case}: missing {missing}" for _ in [0] if missing != info["missing_keys"]]
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("kind", "cases"),
+    [
+        ("qwen3_moe", ["experts at 3", "tensors on fsdp2"]),
+        *(pytest.param(kind, list(AXES), marks=pytest.mark.slow) for kind in MODELS),
+    ],
+)
+def test_as_in_the_whole_model(kind: str, cases: list[str], tmp_path: Path) -> None:
+    assert run_ranks(compared, 2, lacking(kind, tmp_path), cases) == [[], []]
