@@ -3,7 +3,7 @@
     python benchmarks/start.py [--ranks 2] [--engines deepspeed-3 ...] [--arms fresh existing] [--json FILE]
 
 ``fresh`` is ``load(None, model=config)``, after which every tensor is compared, by its digest, with the
-unsharded model after the same seed. ``existing`` is ``load(None, model=module)`` of that model in host memory.
+unsharded model after the same seed. ``existing`` is ``load(None, model=module)`` of that model in memory.
 Every cell is a fresh group of processes, in which a small model has gone the same way before. Figures are of
 the worst rank: anonymous memory above the level before the call, for ``fresh`` less the bytes that the rank
 keeps (the shard), for ``existing`` as it is, where that level has the whole module in it.

@@ -84,9 +84,12 @@ def load(
             saved while training, a hub id in the local cache, a URL of a registered storage, or a mapping of
             name to tensor. Of a diffusers pipeline it is the component of the class of ``model``. A URL and
             a mapping need ``model``; a mapping is held by every rank or, with the others passing None, by
-            one, and must not change during the load.
+            one, and must not change during the load. None on every rank: there is no checkpoint, see
+            ``docs/starting.md``.
         model: a module on the meta device, a class, or a callable that builds one; without it, the class that
-            the checkpoint's configuration names.
+            the checkpoint's configuration names. Without a source a configuration too, initialised as the
+            unsharded model from the same seed; or a module with values, which is sharded itself, rank 0's
+            values where ranks differ.
         engine: ``"deepspeed"`` or ``"fsdp2"``.
         zero_stage: 3 shards parameters. At 1 and 2 on DeepSpeed, and at 0, they are whole on every rank:
             views into a flat buffer, which DeepSpeed's optimizer takes as its own, in the dtype to which

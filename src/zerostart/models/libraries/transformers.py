@@ -60,7 +60,7 @@ class Transformers(ModelLibrary):
     def of_configuration(
         self, config: object, dtype: torch.dtype | None
     ) -> tuple[Callable[[], nn.Module], torch.dtype | None] | None:
-        """As ``from_config`` of the class that it names first, or of the base model of its type."""
+        """As ``from_config`` of the class that it names first, or of the base model. Raises BuildError."""
         if not fresh.is_configuration(config):
             return None
         own = copy.deepcopy(config)
