@@ -24,6 +24,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+class Whole(nn.Module):
+    """As DiffSynth's training module: it has the models, and its forward runs them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Any) -> Any:
+        return call(self.model)
+
+
 def write(key: str, folder: str) -> str:
     """The family's file, in the layout that its converter takes."""
     from safetensors.torch import save_file
@@ -57,15 +68,16 @@ def checked(key: str, setting: str, folder: str) -> list[str]:
     lines = tensors(model, alone)
     with torch.no_grad():
         wanted = kept(family.call(alone))
-    model, made = started(SETTINGS[setting]["engine"], model, family.trained)
+    whole, made = started(SETTINGS[setting]["engine"], Whole(model), family.trained)
+    whole = whole if made is None else made
     with torch.inference_mode():
-        lines += [f"inference: {line}" for line in differing(kept(family.call(model)), wanted)]
+        lines += [f"inference: {line}" for line in differing(kept(whole(family.call)), wanted)]
     with torch.no_grad():
-        lines += [f"forward: {line}" for line in differing(kept(family.call(model)), wanted)]
+        lines += [f"forward: {line}" for line in differing(kept(whole(family.call)), wanted)]
     if family.trained:
         expected = gradients_of(alone, family.call(alone))
         bound = 1e-5 if family.dtype == torch.float32 else 2e-2
-        lines += off(gradients_of(model, family.call(model), made), expected, bound)
+        lines += off(gradients_of(model, whole(family.call), made), expected, bound)
     return lines
 
 

@@ -124,8 +124,15 @@ def flux2_dit(model: Any) -> Any:
 
 
 def z_image(model: Any) -> Any:
+    from diffsynth.pipelines.z_image import model_fn_z_image
+
     half = torch.bfloat16  # of which it makes its timesteps, whatever the weights are
-    return model([noise(4, 1, 4, 4).to(half)], torch.tensor([0.4]).to(half), [noise(5, 16).to(half)])
+    return model_fn_z_image(
+        model,
+        latents=noise(1, 4, 4, 4).to(half),
+        timestep=torch.tensor([400.0]).to(half),
+        prompt_embeds=noise(5, 16).to(half),
+    )
 
 
 _FLUX = {3072: 256, 24: 2, 768: 12, 4096: 24, 38: 1, 19: 1}
