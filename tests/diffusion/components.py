@@ -130,6 +130,13 @@ def tokens(model: Any) -> Any:
     return list(result.hidden_states)
 
 
+def pooled(model: Any) -> Any:
+    """What FLUX.1 takes of CLIP."""
+    ids = torch.tensor([[3, 7, 11, 2, 1]])
+    result = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    return [result.last_hidden_state, result.pooler_output]
+
+
 _WAN: dict[str, Any] = {
     "patch_size": (1, 2, 2),
     "num_attention_heads": 2,
@@ -203,8 +210,8 @@ _T5: dict[str, Any] = {
 }
 
 
-def _text(kind: str, config: Mapping[str, Any]) -> Component:
-    return Component(kind, config, tokens, library="transformers")
+def _text(kind: str, config: Mapping[str, Any], call: Callable[[Any], Any] = tokens) -> Component:
+    return Component(kind, config, call, library="transformers")
 
 
 COMPONENTS: dict[str, Component] = {
@@ -269,6 +276,7 @@ COMPONENTS: dict[str, Component] = {
             "num_attention_heads": 2,
             "max_position_embeddings": 16,
         },
+        pooled,
     ),
     "t5": _text("T5EncoderModel", _T5),
     "flux.2 dev": Component("Flux2Transformer2DModel", _FLUX2, flux2, trained=True),

@@ -29,6 +29,7 @@ class Family:
     converter: str = ""
     trained: bool = False
     pth: bool = False
+    dtype: torch.dtype = torch.float32
 
     def convert(self) -> Any:
         """The converter itself, None without one."""

@@ -91,7 +91,9 @@ def whole_gradient(parameter: Any, made: Any) -> torch.Tensor | None:
 
 def off(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], bound: float = 1e-5) -> list[str]:
     """Gradients that are there once only, or off by more than ``bound`` of the largest element."""
-    lines = [f"{name} has one gradient" for name in found.keys() ^ wanted.keys()]
+    lines = [f"{name} has no gradient" for name in wanted.keys() - found.keys()]
+    # DeepSpeed gives zeros to what has none.
+    lines += [f"{name} has one" for name in found.keys() - wanted.keys() if found[name].any()]
     for name in found.keys() & wanted.keys():
         size = wanted[name].float().abs().max().item()
         worst = (found[name].float() - wanted[name].float()).abs().max().item()
@@ -109,12 +111,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def kept(value: Any) -> Any:
-    """A copy of a result, with what is compared of it."""
+    """A copy of a result, with what is compared of it; of an object only its class."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
         return {key: kept(part) for key, part in value.items() if part is not None}
-    return [kept(part) for part in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [kept(part) for part in value]
+    return value if isinstance(value, (str, int, float)) else type(value).__name__
 
 
 def differing(found: Any, wanted: Any) -> list[str]:

@@ -41,7 +41,7 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
         save_file({"model." + n: t for n, t in state.items()}, folder / "wan.safetensors")
         torch.save({"model_state": state}, folder / "wan.pth")
         save_file({n: t for n, t in state.items() if n != "head.head.bias"}, folder / "lacking.safetensors")
-        torch.save({"generator": state}, folder / "nested.pth")
+        torch.save({"model": state}, folder / "nested.pth")
     dist.barrier()
     return state
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
 from tests.diffusion.family import Family, noise, prefixed
 from tests.diffusion.shrunk import of
+from torch import nn
 
 __all__ = ["TRANSFORMERS"]
 
@@ -56,6 +58,20 @@ def vace(model: Any) -> Any:
     parts = [p.view(*s, -1).expand(2, 2, 2, -1) for p, s in zip((f, h, w), shapes, strict=True)]
     freqs = torch.cat(parts, dim=-1).reshape(8, 1, -1)
     return model(noise(1, 8, 24), [noise(6, 2, 4, 4)], noise(1, 6, 24), noise(1, 6, 24), freqs)
+
+
+def small_animate() -> type[nn.Module]:
+    """With faces of 16 x 16; their features keep the width that other classes have in their code."""
+    kind = of("wan_video_animate_adapter:WanAnimateAdapter", {5120: 40, 40: 8})()
+    generator = import_module("diffsynth.models.wan_video_animate_adapter").Generator
+
+    class Small(kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.motion_encoder = generator(size=16, style_dim=512, motion_dim=20)
+
+    Small.__module__ = kind.__module__
+    return Small
 
 
 def animate(model: Any) -> Any:
@@ -108,7 +124,15 @@ def flux2_dit(model: Any) -> Any:
 
 
 def z_image(model: Any) -> Any:
-    return model([noise(4, 1, 4, 4)], torch.tensor([0.4]), [noise(5, 16)])
+    from diffsynth.pipelines.z_image import model_fn_z_image
+
+    half = torch.bfloat16  # of which it makes its timesteps, whatever the weights are
+    return model_fn_z_image(
+        model,
+        latents=noise(1, 4, 4, 4).to(half),
+        timestep=torch.tensor([400.0]).to(half),
+        prompt_embeds=noise(5, 16).to(half),
+    )
 
 
 _FLUX = {3072: 256, 24: 2, 768: 12, 4096: 24, 38: 1, 19: 1}
@@ -175,7 +199,7 @@ TRANSFORMERS: dict[str, Family] = {
         trained=True,
     ),
     "wan2.2 animate": Family(
-        of("wan_video_animate_adapter:WanAnimateAdapter", {5120: 40, 40: 8, 512: 16}),
+        small_animate,
         animate,
         {},
         prefixed("", ("blocks.0.of.the.transformer",)),
@@ -198,6 +222,7 @@ TRANSFORMERS: dict[str, Family] = {
         _Z,
         prefixed("model.diffusion_model."),
         "z_image_dit:ZImageDiTStateDictConverter",
+        dtype=torch.bfloat16,
         trained=True,
     ),
 }

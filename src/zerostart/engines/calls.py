@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Rebuilt", "has_containers", "leave_inference_mode", "rebuilt", "write_back"]
+__all__ = [
+    "OutsideInferenceMode",
+    "Rebuilt",
+    "has_containers",
+    "leave_inference_mode",
+    "rebuilt",
+    "write_back",
+]
 
 #: A container of the caller's, the engine's copy of it, and what the copy held when it was handed on.
 Rebuilt = tuple[Any, Any, Any]
@@ -28,17 +35,45 @@ def has_containers(values: Any) -> bool:
     )
 
 
-def leave_inference_mode() -> ExitStack | None:
-    """Leave ``torch.inference_mode()``, but for gradients; closing what is returned enters it again.
+class OutsideInferenceMode:
+    """Outside ``torch.inference_mode()``, without gradients, until ``close``.
 
-    None where this thread is not in it.
+    Inputs from inside it may not be changed in place out here: modules get copies, and what they do to these
+    is done to the inputs in the end.
+    """
+
+    def __init__(self) -> None:
+        self._left = ExitStack()
+        self._left.enter_context(torch.inference_mode(False))
+        self._left.enter_context(torch.no_grad())
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def ordinary(self, value: Any) -> Any:
+        """``value``, or a copy of it if it is an inference tensor."""
+        if not isinstance(value, torch.Tensor) or not value.is_inference():
+            return value
+        self._copies.append((value, value.clone()))
+        return self._copies[-1][1]
+
+    def close(self) -> None:
+        """Enter it again."""
+        self._left.close()
+        for value, copy in self._copies:
+            if copy._version:
+                value.copy_(copy)
+
+
+def leave_inference_mode(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[OutsideInferenceMode | None, tuple[Any, ...], dict[str, Any]]:
+    """Leave ``torch.inference_mode()`` for a call with these arguments, and the arguments for it.
+
+    Closing what is returned first enters the mode again; None where this thread is not in it.
     """
     if not torch.is_inference_mode_enabled():
-        return None
-    left = ExitStack()
-    left.enter_context(torch.inference_mode(False))
-    left.enter_context(torch.no_grad())
-    return left
+        return None, args, kwargs
+    left = OutsideInferenceMode()
+    return left, tuple(map(left.ordinary, args)), {key: left.ordinary(v) for key, v in kwargs.items()}
 
 
 def rebuilt(given: Any, handed: Any) -> Iterator[Rebuilt]:

@@ -305,7 +305,9 @@ def converted_parameter(init: Any, old: nn.Parameter) -> nn.Parameter:
     Must be called in the same order on every rank, since DeepSpeed numbers parameters and sorts its
     collectives by that number.
     """
-    placeholder = torch.empty((), dtype=old.dtype, device=parameter_device(init)).expand(old.shape)
+    # One element, in as many dimensions.
+    placeholder = torch.empty((1,) * old.dim(), dtype=old.dtype, device=parameter_device(init))
+    placeholder = placeholder.expand(old.shape)
     new = nn.Parameter(placeholder, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     # The conversion wraps this method of the old object's dictionary otherwise.

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
-from zerostart.engines.calls import has_containers, leave_inference_mode
+from zerostart.engines.calls import OutsideInferenceMode, has_containers, leave_inference_mode
 
 __all__ = ["keep_calls"]
 
@@ -30,12 +29,12 @@ class _Guard:
     """The hooks of one module."""
 
     def __init__(self) -> None:
-        self._left: list[ExitStack | None] = []
+        self._left: list[OutsideInferenceMode | None] = []
         self._follows = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Leave inference mode, and pass containers by keyword."""
-        left = leave_inference_mode()
+        left, args, kwargs = leave_inference_mode(args, kwargs)
         if left is not None and not self._follows:
             # Only now, to come after the engine's hooks, which release what was gathered.
             module.register_forward_hook(self.after, always_call=True)
@@ -43,11 +42,11 @@ class _Guard:
         if self._follows:
             self._left.append(left)
         if not has_containers(args):
-            return None
+            return None if left is None else (args, kwargs)
         names = _positional(type(module).forward if "forward" not in vars(module) else module.forward)
         first = next(n for n, value in enumerate(args) if has_containers((value,)))
         if len(args) > len(names):  # what goes into *args has no name
-            return None
+            return args, kwargs
         return args[:first], {**dict(zip(names[first:], args[first:], strict=False)), **kwargs}
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from zerostart.engines.calls import Rebuilt, leave_inference_mode, rebuilt, write_back
+from zerostart.engines.calls import OutsideInferenceMode, Rebuilt, leave_inference_mode, rebuilt, write_back
 from zerostart.upstream.torch_fsdp2 import begin_at
 
 __all__ = ["keep_calls"]
@@ -26,19 +25,41 @@ def keep_calls(model: nn.Module, entries: Sequence[str]) -> None:
     """Have the units of ``model`` work on the caller's own containers, and gather no inference tensors.
 
     ``entries`` are methods beside the forward by which the model runs: its parameters are gathered for these
-    too. A unit that is called before the model has run belongs to the model all the same.
+    too. A unit that is called while the model is not running belongs to it all the same.
     """
-    # The root of the units is the one that runs first, unless it is told.
-    begin = functools.cache(functools.partial(begin_at, model))
+    root = _Root(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            guard = _Guard(begin)
+            guard = _Guard(root.begin)
             module.register_forward_pre_hook(guard.before, prepend=True, with_kwargs=True)
             module.register_forward_pre_hook(guard.within, with_kwargs=True)
             module.register_forward_hook(guard.after, always_call=True)
             if module is model:
+                root.running = guard.running
                 for name in entries:
                     _add_entry(module, name, guard)
+
+
+class _Root:
+    """The model, where units of it may be called while it is not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.running: Sequence[Any] = ()
+        self._model = model
+        self._begun = False
+        units = (m for m in model.modules() if m is not model and isinstance(m, FSDPModule))
+        inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+        own = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+        # Such as a token for padding: pipelines read it between the calls of modules.
+        self._bare = bool(own) and len(own) == sum(1 for _ in model.parameters(recurse=False))
+
+    def begin(self) -> None:
+        """Called before a unit runs: it belongs to the model, whose own few parameters are whole by then."""
+        if not self._begun:
+            begin_at(self._model)
+            self._begun = True
+        if self._bare and not self.running and isinstance(self._model, FSDPModule):
+            self._model.unshard()
 
 
 class _Guard:
@@ -48,10 +69,12 @@ class _Guard:
         self.begin = begin
         self.running: list[_Frame] = []
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note what the caller has passed."""
-        self.running.append(_Frame(leave_inference_mode(), (args, kwargs)))
+        left, args, kwargs = leave_inference_mode(args, kwargs)
+        self.running.append(_Frame(left, (args, kwargs)))
         self.begin()
+        return args, kwargs
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare it with what the engine hands on."""
@@ -66,7 +89,9 @@ class _Guard:
 class _Frame:
     """One call that goes on."""
 
-    def __init__(self, left: ExitStack | None, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    def __init__(
+        self, left: OutsideInferenceMode | None, given: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> None:
         self._left = left
         self._given = given
         self._pairs: list[Rebuilt] = []
@@ -93,7 +118,7 @@ def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if guard.running:
             return plain(*args, **kwargs)
-        guard.before(self, args, kwargs)
+        args, kwargs = guard.before(self, args, kwargs)
         try:
             return gathering(*args, **kwargs)
         finally:

@@ -1,0 +1,181 @@
+"""DiffSynth-Studio's ``load_model`` beside zerostart's, of one Wan transformer with random weights.
+
+    python benchmarks/diffusion.py [--layers 30] [--ranks 2] [--repeats 3] [--out FILE]
+
+``make build/diffsynth`` installs DiffSynth. Each cell is a fresh group of processes;
+the arms alternate. What is on the clock is the call of ``load_model`` alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from arms import back_free_memory, io_counters, memory, shard_bytes, start_gloo
+from cells import ROOT, Samples, run_cell, warm
+
+#: The released 1.3B, of which ``--layers`` may be fewer.
+WAN: dict[str, Any] = {
+    "has_image_input": False, "patch_size": [1, 2, 2], "in_dim": 16, "dim": 1536, "ffn_dim": 8960,
+    "freq_dim": 256, "text_dim": 4096, "out_dim": 16, "num_heads": 12, "eps": 1e-6,
+}  # fmt: skip
+ARMS = ("diffsynth-zero3", "zerostart-zero3", "diffsynth-zero2", "zerostart-zero2")
+MIB = 1 << 20
+
+
+def main() -> None:
+    options = arguments()
+    if options.arm:
+        run_arm(options)
+        return
+    folder = checkpoint(options.layers)
+    warm(folder)
+    cells: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    for repeat in range(options.repeats):
+        for arm in ARMS if repeat % 2 == 0 else reversed(ARMS):
+            given = ["--arm", arm, "--layers", str(options.layers)]
+            ranks = run_cell("diffusion.py", given, options.ranks, 900)
+            cells[arm].append(worst(ranks))
+            print(arm, cells[arm][-1], flush=True)
+    text = table(cells, folder, options)
+    options.out.with_suffix(".md").write_text(text)
+    options.out.write_text(json.dumps(cells, indent=1) + "\n")
+    print(text)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "diffusion.json")
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def checkpoint(layers: int) -> Path:
+    """A folder with the file ``wan.safetensors``, bf16; written on first use."""
+    folder = ROOT / "build" / "benchmark" / f"wan_{layers}_layers"
+    if not (folder / "wan.safetensors").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        command = f"import sys; sys.argv = ['x']; import diffusion; diffusion.write({layers})"
+        if os.spawnve(os.P_WAIT, sys.executable, [sys.executable, "-c", command], _with_path()):
+            raise SystemExit("the checkpoint could not be written")
+    return folder
+
+
+def _with_path() -> dict[str, str]:
+    here = str(Path(__file__).parent)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}
+
+
+def write(layers: int) -> None:
+    """Random weights in DiffSynth's layout."""
+    import torch
+    from safetensors.torch import save_file
+
+    kind = wan_class()
+    with torch.device("meta"):
+        shapes = {n: p.shape for n, p in kind(**WAN, num_layers=layers).state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    made = {n: (torch.randn(s, generator=generator) * 0.02).bfloat16() for n, s in shapes.items()}
+    save_file(made, ROOT / "build" / "benchmark" / f"wan_{layers}_layers" / "wan.safetensors")
+
+
+def wan_class() -> Any:
+    """DiffSynth's class, imported as the tests do."""
+    sys.path.insert(0, str(ROOT))
+    from tests.diffusion.oracle import import_diffsynth
+
+    import_diffsynth()
+    from diffsynth.models.wan_video_dit import WanModel
+
+    return WanModel
+
+
+def run_arm(options: argparse.Namespace) -> None:
+    """One rank of one cell."""
+    import torch
+    import torch.distributed as dist
+
+    size = int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    whose, _, stage = options.arm.partition("-zero")
+    kind, path = wan_class(), checkpoint(options.layers) / "wan.safetensors"
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": int(stage)}}
+    config["bf16"] = {"enabled": True}
+    start_gloo()
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import zerostart
+
+    deepspeed.init_distributed("gloo")
+    held = HfDeepSpeedConfig(config)
+    ours = zerostart.enabled(progress=False) if whose == "zerostart" else contextlib.nullcontext()
+    with ours:
+        from diffsynth.core.loader import load_model
+
+        gc.collect()
+        back_free_memory(path.stat().st_size * 5 // 4 // (size if stage == "3" else 1))
+        dist.barrier()
+        before, read = memory(), io_counters()
+        started = time.monotonic()
+        model = load_model(kind, str(path), {**WAN, "num_layers": options.layers}, torch.bfloat16, "cpu")
+        ended = time.monotonic()
+    dist.barrier()
+    shard = shard_bytes(model) if stage == "3" else sum(p.nbytes for p in model.parameters())
+    told = {
+        "seconds": ended - started, "started": started, "ended": ended, "anonymous": before["RssAnon"],
+        "mapped": before["RssFile"] + before["RssShmem"], "shard": shard,
+        "read": io_counters()["rchar"] - read["rchar"],
+    }  # fmt: skip
+    options.result.write_text(json.dumps(told))
+    assert held is not None
+    os._exit(0)  # The engines' own teardown takes seconds and is not what is measured.
+
+
+def worst(ranks: list[tuple[dict[str, Any], Samples]]) -> dict[str, float]:
+    """The slowest rank's seconds, and the most memory and bytes of any."""
+    peaks = []
+    for told, samples in ranks:
+        during = [(a, m) for t, a, m in samples if told["started"] <= t <= told["ended"]]
+        level = told["anonymous"] + told["mapped"]
+        peaks.append((max((a + m for a, m in during), default=level) - level - told["shard"]) / MIB)
+    return {
+        "seconds": max(told["seconds"] for told, _ in ranks),
+        "above_shard_mib": max(peaks),
+        "shard_mib": max(told["shard"] for told, _ in ranks) / MIB,
+        "read_mib": max(told["read"] for told, _ in ranks) / MIB,
+    }
+
+
+def table(cells: dict[str, list[dict[str, float]]], folder: Path, options: argparse.Namespace) -> str:
+    size = (folder / "wan.safetensors").stat().st_size
+    lines = [
+        f"{options.layers} layers, {size / 1e9:.2f} GB in bf16, {options.ranks} ranks, medians of "
+        f"{options.repeats}; the slowest rank, and the one that has most.",
+        "",
+        "| arm | seconds | peak above shard, MiB | shard, MiB | read by calls, MiB |",
+        "|---|---|---|---|---|",
+    ]
+    for arm, rows in cells.items():
+        middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        lines.append(
+            f"| `{arm}` | {middle['seconds']:.2f} | {middle['above_shard_mib']:.0f} | "
+            f"{middle['shard_mib']:.0f} | {middle['read_mib']:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
