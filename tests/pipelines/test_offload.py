@@ -12,7 +12,13 @@ from safetensors.torch import save_file
 from tests.contract.test_oversized import capped
 from tests.pipelines.tiny_pipelines import umt5
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel, UMT5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    UMT5EncoderModel,
+)
 
 import zerostart
 from ranks import run_ranks
@@ -32,12 +38,12 @@ IDS = torch.tensor([[4, 5, 119, 0, 0], [7, 7, 1, 2, 3]])
 def offloaded(
     source: Path,
     model: Any,
-    limit: int | None,
+    limit: int | Window | None,
     dtype: torch.dtype | None = None,
     kind: str = "offload",
     **placed: Any,
 ) -> tuple[Any, Window]:
-    window = Window(limit or 0, CPU)
+    window = limit if isinstance(limit, Window) else Window(limit or 0, CPU)
     placement = zerostart.Placement(kind, **placed)
     request = Request(
         source=str(source), model=model, engine="fsdp2", zero_stage=0, dtype=dtype, progress=False
@@ -97,6 +103,41 @@ def test_vectors_and_kept_parameters_and_positions(tmp_path: Path) -> None:
     with torch.no_grad():
         ids = torch.arange(3, 13).view(2, 5)
         assert torch.equal(model(ids).last_hidden_state, whole(ids).last_hidden_state)
+
+
+def test_models_share_a_window(encoder: tuple[Path, nn.Module], tmp_path: Path) -> None:
+    """What one always has, another cannot have: told before anything is computed."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    whole = CLIPVisionModel(CLIPVisionConfig(image_size=8, patch_size=4, **sizes)).eval()
+    whole.save_pretrained(tmp_path)
+    path, text = encoder
+    pixels = torch.randn(1, 3, 8, 8)
+    kept = whole.get_parameter("embeddings.class_embedding").numel() * 4
+    for limit in (None, nbytes(text) // 4):
+        window = Window(limit or 0, CPU)
+        request = {"engine": "fsdp2", "zero_stage": 0, "progress": False}
+        first, second = (
+            load_offloaded(
+                Request(source=str(source), model=kind, **request),
+                zerostart.Placement("offload"),
+                window,
+                limit is None,
+            )
+            for source, kind in ((tmp_path, CLIPVisionModel), (path, UMT5EncoderModel))
+        )
+        with torch.no_grad():
+            for _ in range(2):
+                assert torch.equal(second(IDS).last_hidden_state, text(IDS).last_hidden_state)
+                assert torch.equal(first(pixels).last_hidden_state, whole(pixels).last_hidden_state)
+        assert window.highest <= window.limit
+    largest = 24 * 16 * 4 if limit else 0
+    with pytest.raises(ConfigError, match=r"of which \d+ are always taken; raise it by \d+"):
+        offloaded(tmp_path, CLIPVisionModel, Window(kept + 1, CPU))
+    offloaded(tmp_path, CLIPVisionModel, tight := Window(nbytes(whole), CPU))
+    tight.limit = largest + kept - 1
+    with pytest.raises(ConfigError, match=rf"of which {kept} are always taken; raise it by \d+"):
+        offloaded(path, UMT5EncoderModel, tight)
 
 
 @pytest.mark.parametrize("kind", ["offload", "replicate"])

@@ -54,9 +54,9 @@ def encoder_bytes(pipe: Any) -> int:
     return sum(p.numel() * p.element_size() for p in encoder.parameters())
 
 
-def compare(path: Path, key: str, ways: list[str]) -> list[str]:
+def compare(path: Path, key: str, ways: list[str], dtype: torch.dtype | None = None) -> list[str]:
     """The ways on which this rank gets another picture than diffusers."""
-    plain = diffusers.DiffusionPipeline.from_pretrained(str(path))
+    plain = diffusers.DiffusionPipeline.from_pretrained(str(path), torch_dtype=dtype)
     expected, wrong = picture(plain, key), []
     for way in ways:
         engine, stage, transformer, share = WAYS[way]
@@ -64,7 +64,13 @@ def compare(path: Path, key: str, ways: list[str]) -> list[str]:
         if transformer == "offload":
             limit = LEAST[key]
         pipe = zerostart.load_pipeline(
-            path, placements(plain, transformer), engine, stage, device_memory_limit=limit, progress=False
+            path,
+            placements(plain, transformer),
+            engine,
+            stage,
+            device_memory_limit=limit,
+            dtype=dtype,
+            progress=False,
         )
         assert type(pipe) is type(plain)
         assert {n: type(c).__name__.removeprefix("FSDP") for n, c in pipe.components.items()} == {
@@ -190,6 +196,8 @@ def test_a_single_model_is_no_pipeline(paths: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as stored", "bf16"])
 @pytest.mark.parametrize("key", FAMILIES)
-def test_every_family_on_every_way(key: str, tmp_path: Path) -> None:
-    assert run_ranks(compare, 2, make_pipeline(key, tmp_path / key), key, list(WAYS)) == [[], []]
+def test_every_family_on_every_way(key: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    path = make_pipeline(key, tmp_path / key)
+    assert run_ranks(compare, 2, path, key, list(WAYS), dtype, timeout=200) == [[], []]

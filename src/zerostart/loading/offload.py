@@ -21,7 +21,7 @@ from zerostart.loading.preparation import prepare, undisturbed
 from zerostart.loading.prepared import Prepared
 from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
-from zerostart.loading.units import divide
+from zerostart.loading.units import Division, divide
 from zerostart.loading.window import Unit, Window
 from zerostart.models import Origins
 from zerostart.planning import PlanOptions, join
@@ -143,17 +143,8 @@ def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> _O
     """Divide the model, and let the forwards of its modules ask for what they need."""
     parameters = _emptied(model, window.device)
     sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
-    division = divide(model, sizes, None if grows else window.limit)
-    least, where = division.least(sizes)
-    if grows:
-        room = max((sum(sizes[n] for n in part.parameters) for part in division.parts), default=0)
-        window.limit = max(window.limit, least + room)
-    if least > window.limit:
-        raise ConfigError(
-            f"{type(model).__name__}: {where or 'what is always there'} needs {least} bytes at once, and "
-            f"device_memory_limit leaves {window.limit} to offloaded components; raise it by "
-            f"{least - window.limit}"
-        )
+    division = divide(model, sizes, None if grows else window.free)
+    _claim(window, division, sizes, grows, type(model).__name__)
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
@@ -176,6 +167,20 @@ def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> _O
         table: Any = model.get_submodule(path)
         table.forward = _Rows(table, name, source, window.device)
     return _Offloaded(window, units, kept)
+
+
+def _claim(window: Window, division: Division, sizes: Mapping[str, int], grows: bool, name: str) -> None:
+    """Raise ConfigError unless the model, and all others, can run in the window."""
+    kept = sum(sizes[one] for one in division.kept)
+    least, where = division.least(sizes)
+    largest = max((sum(sizes[one] for one in part.parameters) for part in division.parts), default=0)
+    lacks = window.claim(kept, least - kept, least - kept + largest, grows)
+    if lacks:
+        raise ConfigError(
+            f"{name}: {where or 'what is always there'} needs {least} bytes at once, and device_memory_limit "
+            f"leaves {window.limit} to offloaded components, of which {window.limit - window.free} are "
+            f"always taken; raise it by {lacks}"
+        )
 
 
 def _emptied(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:

@@ -70,9 +70,27 @@ class Window:
     def __init__(self, limit: int, device: torch.device) -> None:
         self.limit, self.device = limit, device
         self.used = self.highest = self.fetches = 0
+        self._kept = self._least = self._wanted = 0
         self._resident: dict[Unit, None] = {}
         self._uses: deque[Unit] = deque(maxlen=REMEMBERED)
         self._clock = 0
+
+    @property
+    def free(self) -> int:
+        """Bytes that are not for good somebody's."""
+        return self.limit - self._kept
+
+    def claim(self, kept: int, least: int, wanted: int, grows: bool) -> int:
+        """Have a model share the window: ``kept`` bytes for good, ``least`` at once, ``wanted`` for ease.
+
+        Returns by how many bytes the limit is too low for all that share it, unless it ``grows``.
+        """
+        self._kept += kept
+        self._least = max(self._least, least)
+        self._wanted = max(self._wanted, wanted)
+        if grows:
+            self.limit = self._kept + self._wanted
+        return max(0, self._kept + self._least - self.limit)
 
     def enter(self, unit: Unit) -> None:
         """Have ``unit`` resident until ``leave``. Raises EngineError where all that is there is in use."""
