@@ -86,7 +86,10 @@ def check_outside(parameters: Iterable[Any], call: Callable[[Any], str]) -> None
 
 
 def check_step(parameters: Iterable[Any], group: Any, call: Callable[[Any], str]) -> None:
-    """``check_outside`` before a step, the same on all ranks of a process group; collective."""
+    """``check_outside`` before a step, the same on all ranks of a process group; collective.
+
+    Raises ConfigError.
+    """
     changed = _lost(parameters)
     note(changed)
     names = [call(parameter) for parameter in changed]
