@@ -88,7 +88,7 @@ def check_outside(parameters: Iterable[Any], call: Callable[[Any], str]) -> None
 def check_step(parameters: Iterable[Any], group: Any, call: Callable[[Any], str]) -> None:
     """``check_outside`` before a step, the same on all ranks of a process group; collective.
 
-    Raises ConfigError, which names the parameters.
+    Raises ConfigError.
     """
     changed = _lost(parameters)
     note(changed)
