@@ -55,8 +55,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "tensor_parallel=2 with zero_hpz_partition_size=2 is not available",
     ),
     (
-        {"tensor_parallel": 2, "engine_config": {"sequence_parallel_size": 2}},
-        "tensor_parallel=2 with sequence_parallel_size is not available",
+        {"tensor_parallel": 2, "sequence_parallel": 2},
+        "tensor_parallel=2 with sequence_parallel=2 is not available",
     ),
     (
         {"tensor_parallel": 2, "engine_config": {"compile": {"passes": ["autotp"]}}},

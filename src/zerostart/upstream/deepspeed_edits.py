@@ -27,7 +27,7 @@ from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit
 from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["TOUCHED", "check_outside", "check_step", "note", "watching"]
+__all__ = ["TOUCHED", "check_outside", "check_step", "note", "note_loaded", "watching"]
 
 _GATHERED = "deepspeed.runtime.zero.partition_parameters:GatheredParameters"
 _WATCH = PatchPoint(
@@ -67,6 +67,14 @@ def note(parameters: Iterable[Any]) -> None:
     for parameter in parameters:
         # With its identity: attributes may go from one parameter to another.
         setattr(parameter, _VERSION, (id(parameter), parameter._version))
+
+
+def note_loaded(module: torch.nn.Module, _: Any = None) -> None:
+    """A hook after ``load_state_dict``: placeholders were given placeholders, as DeepSpeed's resuming does.
+
+    Anything else does not fit into one, which is torch's own error.
+    """
+    note(parameter for parameter in module.parameters() if hasattr(parameter, _VERSION))
 
 
 def _lost(parameters: Iterable[Any]) -> list[Any]:

@@ -26,7 +26,7 @@ from zerostart.errors import EngineError
 from zerostart.layout import Layout, flat_partition
 from zerostart.transfer import Arena
 from zerostart.upstream import deepspeed as upstream
-from zerostart.upstream.deepspeed_edits import check_outside
+from zerostart.upstream.deepspeed_edits import check_outside, note_loaded
 from zerostart.upstream.deepspeed_leaves import mark_leaves
 from zerostart.upstream.deepspeed_stage3 import called
 from zerostart.upstream.deepspeed_tensor_engine import restore_hooks
@@ -124,6 +124,7 @@ class PartitionMaker:
         if self._swapped:
             upstream.write_through(self._init, self._swapped)
         restore_hooks(model)
+        model.register_load_state_dict_post_hook(note_loaded)  # type: ignore[no-untyped-call]
         return 0
 
     def _check_frozen(self, parameters: Mapping[str, nn.Parameter]) -> None:
