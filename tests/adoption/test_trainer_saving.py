@@ -77,6 +77,23 @@ def run(ranks: int, *arguments: Any, resume: bool | str = False, adapter: bool =
     return found[0]
 
 
+def test_the_last_checkpoint_is_one_that_is_complete(tmp_path: Path) -> None:
+    from transformers import trainer
+
+    import zerostart
+
+    for number in (2, 10, 20, 30):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    stock = trainer.get_last_checkpoint
+    with zerostart.enabled():
+        assert trainer.get_last_checkpoint(str(tmp_path)) is None
+        for number, text in ((2, "{}"), (10, '{"epoch": 1.0}'), (20, '{"epo')):
+            (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text(text)
+        assert trainer.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    assert trainer.get_last_checkpoint is stock
+    assert stock(str(tmp_path)) == str(tmp_path / "checkpoint-30")
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_checkpoints_are_models_and_resume(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

@@ -94,6 +94,15 @@ def test_numbers_of_other_libraries_are_pythons_afterwards() -> None:
     assert alike(found, [0.1, 0.5, 3, True, 7, math.nan])
 
 
+def test_copies_of_checkpoints_keep_their_order(tmp_path: Path) -> None:
+    states(tmp_path, 4)
+    for number, saved_at in ((0, 30), (1, 10), (2, 20)):
+        marker = tmp_path / f"step-{number}" / "state.json"
+        marker.write_text(json.dumps({"saved_at_ns": saved_at}))
+    (tmp_path / "step-3" / "state.json").write_text('{"cut o')
+    assert [path.name for path in complete(tmp_path)] == ["step-1", "step-2", "step-0"]
+
+
 def test_random_states_survive_half_of_a_pair_of_normal_numbers() -> None:
     random.gauss(0, 1)  # keeps the second of two
     np.random.randn()

@@ -92,6 +92,15 @@ def test_what_could_not_be_restored_is_not_saved(tmp_path: Path, tensor: torch.T
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.parametrize("key", ["a/b", 3])
+def test_a_state_of_an_optimizer_needs_a_name(tmp_path: Path, key: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight][key] = torch.zeros(2, 2)
+    with pytest.raises(ConfigError, match="a string without slashes"):
+        zerostart.save_state(tmp_path / "state", model, optimizer)
+
+
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
     "steps": lambda o: lr_scheduler.StepLR(o, 2),

@@ -323,6 +323,7 @@ _saving = SavingCalls(
         "accelerate.accelerator.load_accelerator_state": states.load_accelerator_state,
         "accelerate.accelerator.load_fsdp_model": states.begin_fsdp_load,
         "transformers.trainer.deepspeed_load_checkpoint": trainer.load_deepspeed,
+        "transformers.trainer.get_last_checkpoint": trainer.last_checkpoint,
         "Trainer.save_model": trainer.save_model,
         "Trainer._load_from_checkpoint": trainer.load_from_checkpoint,
         "Trainer._load_optimizer_and_scheduler": trainer.load_optimizer_and_scheduler,

@@ -6,24 +6,37 @@ directory of ``save_state`` where DeepSpeed's or accelerate's would be.
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import current_world
+from zerostart.errors import CheckpointError, ReadError
 from zerostart.integrations.saving import already_saved, in_shards, save_weights
 from zerostart.loading.record import loaded_models
 from zerostart.state.finding import state_in
 from zerostart.state.resuming import load_state
 
-__all__ = ["load_deepspeed", "load_from_checkpoint", "load_optimizer_and_scheduler", "save_model"]
+__all__ = [
+    "last_checkpoint",
+    "load_deepspeed",
+    "load_from_checkpoint",
+    "load_optimizer_and_scheduler",
+    "save_model",
+]
 
 Original = Callable[[], Any]
 #: The Trainer's file of its schedule.
 _SCHEDULE = "scheduler.pt"
+#: The directories of its checkpoints, and the file that it writes last there.
+_CHECKPOINT, _STATE = re.compile(r"checkpoint-(\d+)"), "trainer_state.json"
+logger = logging.getLogger("zerostart")
 
 
 def save_model(original: Original, **call: Any) -> Any:
@@ -63,6 +76,23 @@ def load_deepspeed(original: Original, **call: Any) -> Any:
     if state_in(call["checkpoint_path"]) is None:
         return original()
     call["deepspeed_engine"].load_checkpoint(call["checkpoint_path"])
+    return None
+
+
+def last_checkpoint(original: Original, **call: Any) -> Any:
+    """``get_last_checkpoint``, as the Trainer calls it: of those that are complete; None without any.
+
+    The Trainer writes its own state into a checkpoint when all else is there.
+    """
+    folder = Path(call["folder"])
+    numbered = {int(m[1]): path for path in folder.iterdir() if (m := _CHECKPOINT.fullmatch(path.name))}
+    for number in sorted(numbered, reverse=True):
+        try:
+            read_json(numbered[number] / _STATE, "Trainer's state")
+        except (CheckpointError, ReadError) as error:
+            logger.warning("%s is not complete, and is passed over: %s", numbered[number], error)
+        else:
+            return os.fspath(numbered[number])
     return None
 
 

@@ -19,7 +19,7 @@ from zerostart.state.background import Saving, begin, finish_last
 from zerostart.state.host_copies import kept_on_host
 from zerostart.state.publishing import agreed_place, publishing
 from zerostart.state.settings import save_settings
-from zerostart.state.training_state import MARKER, MODEL, STATE, Content, collected
+from zerostart.state.training_state import MARKER, MODEL, SAVED_AT, STATE, Content, collected
 from zerostart.state.writing import write_tensors
 
 __all__ = ["save_state"]
@@ -89,6 +89,6 @@ def _write(place: Path, content: Content, world: World) -> None:
             if world.rank == 0:
                 save_settings(content.module, folder / MODEL, content.root, None)
         state = write_tensors(folder / STATE, *content.state, world, stem=STATE)
-        publication.document.update(content.document)
+        publication.document.update(content.document, **{SAVED_AT: time.time_ns()})
         publication.add_digests(model.digests, MODEL)
         publication.add_digests(state.digests, STATE)

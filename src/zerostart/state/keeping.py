@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.strict_json import read_json
-from zerostart.errors import ConfigError, WriteError
-from zerostart.state.training_state import MARKER
+from zerostart.errors import CheckpointError, ConfigError, WriteError
+from zerostart.state.training_state import MARKER, SAVED_AT
 
 __all__ = ["complete", "prune"]
 
@@ -17,8 +18,17 @@ __all__ = ["complete", "prune"]
 def complete(directory: Path) -> list[Path]:
     """The complete training checkpoints in ``directory``, the oldest first."""
     # What a killed save has left beside a checkpoint begins with a dot.
-    found = [path.parent for path in directory.glob(f"[!.]*/{MARKER}")]
-    return sorted(found, key=lambda path: ((path / MARKER).stat().st_mtime_ns, path.name))
+    found = {}
+    for marker in directory.glob(f"[!.]*/{MARKER}"):
+        with contextlib.suppress(CheckpointError):  # damaged: no marker of a complete one
+            found[marker.parent] = _saved_at(marker)
+    return sorted(found, key=lambda path: (found[path], path.name))
+
+
+def _saved_at(marker: Path) -> int:
+    """When a checkpoint was saved, in nanoseconds: as it says, since copies of files are of another time."""
+    saved_at = read_json(marker, "training state").get(SAVED_AT)
+    return saved_at if type(saved_at) is int else marker.stat().st_mtime_ns
 
 
 def prune(

@@ -67,6 +67,11 @@ def moments_of(steps: Iterable[Stepped], places: Places) -> Iterator[Kept]:
     """The tensors of the optimizer's state as they are now; raises ConfigError for one of another shape."""
     for step in steps:
         for key, value in step.state.items():
+            if not isinstance(key, str) or "/" in key:
+                raise ConfigError(
+                    f"the optimizer's state {key!r} of {places.name_of(step.members[0].parameter)} cannot be "
+                    "saved: its name is to be a string without slashes"
+                )
             if _is_number(key, value, step):
                 continue
             if not isinstance(value, torch.Tensor) or value.shape != step.tensor.shape:

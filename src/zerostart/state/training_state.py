@@ -36,6 +36,7 @@ __all__ = [
     "FORMAT",
     "MARKER",
     "MODEL",
+    "SAVED_AT",
     "STATE",
     "Content",
     "Training",
@@ -49,6 +50,8 @@ __all__ = [
 FORMAT = 1
 MARKER = "state.json"
 MODEL, STATE = "model", "state"
+#: The entry of the document with the time of the save.
+SAVED_AT = "saved_at_ns"
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,17 @@ _TRAINER_STATE = PatchPoint(
         ),
     ),
 )
+_TRAINER_LAST = PatchPoint(
+    library=TRANSFORMERS,
+    owner="transformers.trainer",
+    names=("get_last_checkpoint",),
+    why="a checkpoint that a killed run has left half written is passed over",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape("transformers.trainer:get_last_checkpoint", leads=("folder",)),
+        Shape(f"{_TRAINER}.train", has=("get_last_checkpoint(args.output_dir)",)),
+    ),
+)
 TOUCHED = (
     _SAVE_PRETRAINED,
     _SAVE_ADAPTERS,
@@ -186,6 +197,7 @@ TOUCHED = (
     _CHECKPOINTS,
     _TRAINER_MODEL,
     _TRAINER_STATE,
+    _TRAINER_LAST,
 )
 
 #: ``replacement(original, **arguments)``: the call's arguments by name, those of ``**kwargs`` among them, and
