@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -11,6 +10,7 @@ import torch
 from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.planning import Computation, Destination, Part, Plan, Read
 from zerostart.recipe import one_thread
+from zerostart.transfer.crew import Crew
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.staging import Staging, bytes_view, make_staging
 
@@ -40,10 +40,9 @@ def execute(
         if device is not None:
             # The padding was zeroed on a stream that the threads' own know nothing of.
             torch.accelerator.current_stream(device).synchronize()
-        pool = _Pool(plan, storages, source, progress, device, threads, depth)
-        pool.run(threads - 1)
-        if pool.error is not None:
-            raise pool.error
+        reading = _Reading(plan, storages, source, progress, device, threads, depth)
+        items = enumerate(chain[Read | Computation](plan.reads, plan.computations))
+        Crew(items, reading.work, device, "zerostart-reader").run(threads)
     return progress.done
 
 
@@ -53,8 +52,8 @@ def _zero_padding(destinations: Sequence[Destination], storages: Sequence[torch.
             storage[destination.owned :].zero_()
 
 
-class _Pool:
-    """State that the reading threads share."""
+class _Reading:
+    """What the reading threads share."""
 
     def __init__(
         self,
@@ -66,65 +65,26 @@ class _Pool:
         ahead: int,
         depth: int,
     ) -> None:
-        self.error: BaseException | None = None
         self._plan = plan
         self._targets = _Targets(plan.destinations, storages)
         self._device = device
         self._reader = reader
         self._progress = progress
-        self._items = enumerate(chain[Read | Computation](plan.reads, plan.computations))
         self._ahead, self._depth = ahead, depth
-        self._lock = threading.Lock()
 
-    def run(self, beside: int) -> None:
-        """``work``, in this thread and in others ``beside`` it, until all have ended."""
-        started: list[threading.Thread] = []
-        try:
-            for number in range(beside):
-                worker = threading.Thread(
-                    target=self.work_beside, name=f"zerostart-reader-{number}", daemon=True
-                )
-                worker.start()
-                started.append(worker)
-            self.work()
-            for worker in started:
-                worker.join()
-        except BaseException as error:  # an interrupt: what the others read from is closed after they end
-            self.error = self.error or error
-            for worker in started:
-                worker.join()
-
-    def work(self) -> None:
-        """Take reads and computations until there are none left or one has failed."""
-        try:
-            staging = make_staging(self._plan.chunk_size, self._depth, self._device)
-            for item in self._taken():
-                if isinstance(item, Read):
-                    self._read(item, self._targets, staging)
-                else:
-                    self._compute(item, self._targets, staging)
-            staging.finish()
-        except BaseException as error:  # whatever it is, it is raised again in the calling thread
-            self.error = self.error or error
-
-    def work_beside(self) -> None:
-        """``work`` in a thread of its own: which device is the current one is a matter of each thread."""
-        if self._device is not None and self._device.index is not None:
-            torch.accelerator.set_device_index(self._device.index)
-        self.work()
-
-    def _taken(self) -> Iterator[Read | Computation]:
+    def work(self, items: Iterator[tuple[int, Read | Computation]]) -> None:
         """Reads in order, then computations; each time the read after those in flight is announced."""
+        staging = make_staging(self._plan.chunk_size, self._depth, self._device)
         reads = self._plan.reads
-        while self.error is None:
-            with self._lock:
-                number, item = next(self._items, (0, None))
-            if item is None:
-                return
+        for number, item in items:
             if number + self._ahead < len(reads):
                 following = reads[number + self._ahead]
                 self._reader.announce(following.file, following.offset, _rows(following))
-            yield item
+            if isinstance(item, Read):
+                self._read(item, self._targets, staging)
+            else:
+                self._compute(item, self._targets, staging)
+        staging.finish()
 
     def _read(self, read: Read, targets: _Targets, staging: Staging) -> None:
         if read.direct:

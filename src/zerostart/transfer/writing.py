@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,7 @@ from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.planning.writes import Write, WritePlan
 from zerostart.recipe import one_thread
 from zerostart.transfer.copying import copy_strided
+from zerostart.transfer.crew import Crew
 from zerostart.transfer.staging import bytes_view
 
 __all__ = ["Change", "Noted", "Source", "write_out"]
@@ -54,17 +54,16 @@ def write_out(
     if device is not None:
         # What was computed last may still be under way, on a stream that the threads know nothing of.
         torch.accelerator.synchronize(device)
-    crew = _Crew(plan, storages, writer, noted, device)
+    writing = _Writing(plan, storages, writer, noted, device)
     # Operators on one thread each: those that write are as many as there is work for.
     with one_thread():
-        crew.run(min(threads, max(1, len(plan.writes))) - 1)
-    if crew.error is not None:
-        raise crew.error
+        crew = Crew(plan.writes, writing.work, device, "zerostart-writer")
+        crew.run(min(threads, max(1, len(plan.writes))))
     return plan.nbytes
 
 
-class _Crew:
-    """State that the writing threads share."""
+class _Writing:
+    """What the writing threads share."""
 
     def __init__(
         self,
@@ -74,51 +73,17 @@ class _Crew:
         noted: Noted | None,
         device: torch.device | None,
     ) -> None:
-        self.error: BaseException | None = None
         self._plan = plan
         self._storages = storages
         self._writer = writer
         self._noted = noted
         self._device = device
-        self._writes = iter(plan.writes)
-        self._lock = threading.Lock()
 
-    def run(self, beside: int) -> None:
-        """``work``, in this thread and in others ``beside`` it, until all have ended."""
-        started: list[threading.Thread] = []
-        try:
-            for number in range(beside):
-                worker = threading.Thread(
-                    target=self._work_beside, name=f"zerostart-writer-{number}", daemon=True
-                )
-                worker.start()
-                started.append(worker)
-            self._work()
-        except BaseException as error:  # an interrupt: what the others write to is closed after they end
-            self.error = self.error or error
-        for worker in started:
-            worker.join()
-
-    def _work_beside(self) -> None:
-        if self._device is not None and self._device.index is not None:
-            torch.accelerator.set_device_index(self._device.index)
-        self._work()
-
-    def _work(self) -> None:
-        try:
-            room = _Room(self._plan.chunk_size, self._device is not None)
-            for write in self._taken():
-                self._write(write, room)
-        except BaseException as error:  # whatever it is, it is raised again in the calling thread
-            self.error = self.error or error
-
-    def _taken(self) -> Iterator[Write]:
-        while self.error is None:
-            with self._lock:
-                write = next(self._writes, None)
-            if write is None:
-                return
-            yield write
+    def work(self, writes: Iterator[Write]) -> None:
+        """Make writes, one after the other."""
+        room = _Room(self._plan.chunk_size, self._device is not None)
+        for write in writes:
+            self._write(write, room)
 
     def _write(self, write: Write, room: _Room) -> None:
         data = self._in_place(write) if write.direct else self._put_together(write, room)
