@@ -14,7 +14,17 @@ import torch.distributed as dist
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.versions import ACCELERATE
 
-__all__ = ["TOUCHED", "SHARDED", "FSDP2Plugin", "fsdp2_plugin", "is_set", "join_ranks", "remember", "require"]
+__all__ = [
+    "SHARDED",
+    "TOUCHED",
+    "FSDP2Plugin",
+    "fsdp2_plugin",
+    "is_set",
+    "join_ranks",
+    "remember",
+    "require",
+    "shared_tensors",
+]
 
 #: What ``fully_shard`` puts before the name of a module's class.
 SHARDED = "FSDP"
@@ -26,7 +36,7 @@ TOUCHED = (
         owner=_ACCELERATOR_STATE,
         names=("_shared_state", "is_fsdp2"),
         attributes=("_mixed_precision",),
-        why="whether an Accelerator has an FSDP plugin, and its mixed precision",
+        why="whether an Accelerator has an FSDP plugin, its mixed precision, and its ParallelismConfig",
     ),
     Use(
         library=ACCELERATE,
@@ -126,6 +136,17 @@ def fsdp2_plugin() -> FSDP2Plugin | None:
     if precision != "no":
         plugin.set_mixed_precision(precision)
     return FSDP2Plugin(plugin, precision)
+
+
+def shared_tensors() -> int:
+    """How many ranks share tensors by the ``ParallelismConfig`` of an ``Accelerator`` or of the launcher."""
+    from accelerate.state import AcceleratorState
+
+    config = AcceleratorState._shared_state.get("parallelism_config")
+    if config is not None:
+        return int(config.tp_size)
+    asked = is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
+    return int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")) if asked else 1
 
 
 def remember(arguments: Any) -> None:
