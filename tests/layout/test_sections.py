@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from tests.layout.test_layouts import placed
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from zerostart.layout import Layout, Section, chunk, dimension_shard, entire, flat_partition, packed
+from zerostart.layout import (
+    Layout,
+    Ranges,
+    Section,
+    chunk,
+    dimension_shard,
+    entire,
+    flat_partition,
+    packed,
+    replicated,
+)
+from zerostart.layout.flat import narrowed
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
@@ -101,3 +112,35 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_no_dimension() -> None:
     assert entire(()).holds(flat_partition((), 0, 1)).runs() == [(0, 1, 0)]
+
+
+@given(st.data(), st.integers(1, 4))
+def test_ranges_are_what_is_taken_in_their_order(data: st.DataObject, size: int) -> None:
+    """Each row or column is dealt to a rank, in any order; all together they are everything."""
+    shape = (data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6)))
+    dim = data.draw(st.integers(0, 1))
+    order = data.draw(st.permutations(range(shape[dim])))
+    owner = [data.draw(st.integers(0, size - 1)) for _ in order]
+    cut = Ranges(
+        dim,
+        tuple(
+            tuple((i, i + 1) for i, r in zip(order, owner, strict=True) if r == rank) for rank in range(size)
+        ),
+    )
+    numbers = torch.arange(shape[0] * shape[1]).view(shape)
+    for rank in range(size):
+        section = cut.section(shape, rank, size)
+        taken = [i for i, r in zip(order, owner, strict=True) if r == rank]
+        wanted = numbers.index_select(dim, torch.tensor(taken, dtype=torch.long))
+        assert torch.equal(local(section, numbers), wanted)
+        # Any run of the local tensor, as an optimizer has it, wherever its boxes are broken.
+        whole = section.holds(replicated(section.shape))
+        low = data.draw(st.integers(0, whole.numel))
+        high = data.draw(st.integers(low, whole.numel))
+        part = narrowed(whole, low, high)
+        flat = torch.full((high - low,), -1, dtype=numbers.dtype)
+        for first, count, place in part.runs():
+            flat[place : place + count] = numbers.view(-1)[first : first + count]
+        assert torch.equal(flat, wanted.reshape(-1)[low:high])
+    with pytest.raises(ValueError, match="a cut for"):
+        cut.section(shape, 0, size + 1)

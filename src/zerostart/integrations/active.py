@@ -13,7 +13,7 @@ from zerostart.engines import Engine, check_choice, family_of, titled
 from zerostart.errors import ConfigError
 from zerostart.integrations.sharing import ALONE, Sharing
 from zerostart.layout import Mesh
-from zerostart.upstream.accelerate import FSDP2Plugin, fsdp2_plugin
+from zerostart.upstream.accelerate import FSDP2Plugin, fsdp2_plugin, parallelism
 from zerostart.upstream.deepspeed_active import active_config, config_stage, open_init_dtype
 
 __all__ = ["Active", "find_active", "fsdp2_config"]
@@ -74,7 +74,7 @@ def find_active(model: type) -> Active | None:
     config = active_config()
     stage = config_stage(config)
     if config is not None and family_of("deepspeed").shares_at(stage):
-        return Active.of("deepspeed", stage, config, opened)
+        return Active.of("deepspeed", stage, _with_tensors(config), opened)
     if opened is not None:
         return Active.of("deepspeed", 3, {}, opened)
     plugin = None if config is not None else fsdp2_plugin()
@@ -83,6 +83,20 @@ def find_active(model: type) -> Active | None:
     # accelerate trains fp32 copies wherever the precision is mixed.
     dtype = None if plugin.mixed_precision == "no" else torch.float32
     return Active.of("fsdp2", 3, fsdp2_config(plugin, model), dtype)
+
+
+def _with_tensors(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """DeepSpeed's configuration, with the ranks that accelerate has share tensors."""
+    shared = parallelism()
+    size, section = 1 if shared is None else shared.tp_size, config.get("tensor_parallel") or {}
+    if size == 1:
+        return config
+    if section.get("autotp_size", size) not in (0, size):
+        raise ConfigError(
+            f"accelerate's ParallelismConfig has tp_size={size}, and DeepSpeed's configuration "
+            f"autotp_size={section['autotp_size']}; use one number for both, or leave one out"
+        )
+    return {**config, "tensor_parallel": {**section, "autotp_size": size}}
 
 
 def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, Any]:

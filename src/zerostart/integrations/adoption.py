@@ -150,8 +150,8 @@ class _Noting(Call):
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
         _hold(model, self.setup)
-        engine = record_of(model).engine
-        if engine.wraps and engine.mesh.expert_parallel > 1:
+        record = record_of(model)
+        if record.engine.wraps and record.parallelism.mesh.parallel:
             _consolidation.hold(model)
         return found
 
@@ -180,14 +180,14 @@ class _WatchedDiffusion(_Noting, DiffusionCall):
 
 
 def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
-    """The state dict that DeepSpeed is to save of a model whose experts are shared out; collective."""
+    """The state dict that DeepSpeed is to save of a model that ranks share out; collective."""
     inner = next(loaded_models(model), None)
     if inner is None or not record_of(inner).parallelism.mesh.parallel:
         return NotImplemented
     if inner is not model:
         raise ConfigError(
-            f"{type(model).__name__} wraps a model whose experts are shared out, which cannot be saved "
-            "whole; save the adapter alone, or load with expert_parallel=1"
+            f"{type(model).__name__} wraps a model whose experts or tensors are shared out, which cannot be "
+            "saved whole; save the adapter alone, or load with expert_parallel=1 and tensor_parallel=1"
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, torch.Tensor] = {}
@@ -202,7 +202,7 @@ def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
 
 
 def _whole_of_flat(model: nn.Module) -> Any:
-    """The state dict of a model whose experts are shared out at ZeRO-2, where they look like the whole."""
+    """The state dict of a model that is shared out at ZeRO-0 to 2, where each part looks like the whole."""
     inner = next(loaded_models(model), None)
     flat = inner is not None and record_of(inner).engine.whole
     return _whole_state(model, False) if flat else NotImplemented
