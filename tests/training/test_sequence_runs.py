@@ -10,8 +10,9 @@ from test_weighing import EXACT, alone, first_step
 from test_weighing import values as weighing
 
 from ranks import run_ranks
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, EngineError
 from zerostart.training.config import parse_config
+from zerostart.training.session import check_surroundings
 
 __all__ = ["running", "weighing"]
 
@@ -102,3 +103,12 @@ def test_only_what_looks_back_is_shared():
     given |= {"output": {"directory": "x"}, "engine": {"sequence_parallel": 2}, "task": {"name": "masked-lm"}}
     with pytest.raises(ConfigError, match=r"sequence_parallel 2 is not available with task.name masked-lm"):
         parse_config(given)
+
+
+def test_a_launcher_shares_nothing_besides(monkeypatch):
+    given = {"model": {"source": "x"}, "data": {"source": "x"}, "train": {"steps": 1}}
+    config = parse_config(given | {"output": {"directory": "x"}, "task": {"name": "causal-lm"}})
+    check_surroundings(config)
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    with pytest.raises(EngineError, match=r"as engine.sequence_parallel says"):
+        check_surroundings(config)
