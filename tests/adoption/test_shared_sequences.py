@@ -39,6 +39,7 @@ def test_trainer_on_deepspeed(stage: int, checkpoints: TinyCheckpoints, tmp_path
     assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_trainer_on_fsdp2(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """accelerate's own cannot be compared: torch has no context parallelism on the CPU by itself."""
     environment = {**fsdp2(), **sequences("CP")}

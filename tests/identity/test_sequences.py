@@ -30,8 +30,7 @@ def wider(*cases: tuple[Any, ...]) -> list[Any]:
     ("kind", "stage", "world"),
     [
         ("packed", 3, 2),
-        ("padded", 2, 2),
-        *wider(("packed", 1, 2), ("padded", 3, 2), ("packed", 2, 2)),
+        *wider(("packed", 1, 2), ("padded", 3, 2), ("packed", 2, 2), ("padded", 2, 2)),
         *wider(*((kind, stage, 4) for kind in ("packed", "padded") for stage in (2, 3))),
     ],
 )

@@ -10,23 +10,35 @@ from test_weighing import EXACT, alone, first_step
 from test_weighing import values as weighing
 
 from ranks import run_ranks
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, EngineError
 from zerostart.training.config import parse_config
+from zerostart.training.session import check_surroundings
 
 __all__ = ["running", "weighing"]
 
 SOURCE = "qwen3_even"
-ENGINES = [("deepspeed", 3, 2), ("deepspeed", 2, 2), ("fsdp2", 3, 2)]
-WIDER = [("deepspeed", 1, 2), ("deepspeed", 2, 4), ("deepspeed", 3, 4), ("fsdp2", 1, 2), ("fsdp2", 3, 4)]
+CASES = [
+    ("deepspeed", 2, 2),
+    ("fsdp2", 3, 2),
+    ("deepspeed", 1, 2),
+    ("deepspeed", 3, 2),
+    ("deepspeed", 2, 4),
+    ("deepspeed", 3, 4),
+    ("fsdp2", 1, 2),
+    ("fsdp2", 3, 4),
+]
+
+
+def but(fast):
+    """All cases, of which only ``fast`` is not slow."""
+    return [pytest.param(*case, marks=[] if case == fast else pytest.mark.slow) for case in CASES]
 
 
 def shared(given, engine, stage, size=2):
     return given | {"engine": {"name": engine, "zero_stage": stage, "sequence_parallel": size}}
 
 
-@pytest.mark.parametrize(
-    ("engine", "stage", "world"), [*ENGINES, *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDER)]
-)
+@pytest.mark.parametrize(("engine", "stage", "world"), but(("deepspeed", 2, 2)))
 def test_a_padded_step_is_that_of_one_process(engine, stage, world, checkpoints, weighing):
     """Batches of padded sequences, one of which predicts nothing; a step of two of them on each two ranks."""
     source = checkpoints(SOURCE)
@@ -43,9 +55,7 @@ def test_a_padded_step_is_that_of_one_process(engine, stage, world, checkpoints,
         assert math.sqrt(wrong) < EXACT * norm
 
 
-@pytest.mark.parametrize(
-    ("engine", "stage", "world"), [*ENGINES, *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDER)]
-)
+@pytest.mark.parametrize(("engine", "stage", "world"), but(("fsdp2", 3, 2)))
 def test_a_run_is_that_of_one_process(engine, stage, world, checkpoints, running):
     """Packed sequences, and what is held out."""
     path = checkpoints(SOURCE)
@@ -93,3 +103,12 @@ def test_only_what_looks_back_is_shared():
     given |= {"output": {"directory": "x"}, "engine": {"sequence_parallel": 2}, "task": {"name": "masked-lm"}}
     with pytest.raises(ConfigError, match=r"sequence_parallel 2 is not available with task.name masked-lm"):
         parse_config(given)
+
+
+def test_a_launcher_shares_nothing_besides(monkeypatch):
+    given = {"model": {"source": "x"}, "data": {"source": "x"}, "train": {"steps": 1}}
+    config = parse_config(given | {"output": {"directory": "x"}, "task": {"name": "causal-lm"}})
+    check_surroundings(config)
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    with pytest.raises(EngineError, match=r"as engine.sequence_parallel says"):
+        check_surroundings(config)

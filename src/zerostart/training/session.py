@@ -147,7 +147,8 @@ def check_surroundings(config: TrainConfig) -> None:
     """Find out before the load whether accelerate will be able to do its part.
 
     Raises :class:`ConfigError` for a tracker that is unknown or not installed, :class:`EngineError` when
-    ``accelerate launch`` has set up another engine, which would wrap the sharded model a second time.
+    ``accelerate launch`` has set up another engine, which would wrap the sharded model a second time, or has
+    ranks share what the configuration of the run does not know of.
     """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
@@ -164,6 +165,11 @@ def check_surroundings(config: TrainConfig) -> None:
                 f"{variable}=true, but this run shards with {config.engine.name} by itself; start it with a "
                 "plain multi-process accelerate configuration, with torchrun, or with --nproc"
             )
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        raise EngineError(
+            "ACCELERATE_USE_PARALLELISM_CONFIG=true, but this run shares sequences by itself, as "
+            "engine.sequence_parallel says; start it with a plain multi-process accelerate configuration"
+        )
 
 
 def open_session(config: TrainConfig, model: nn.Module, sequences: Sequences, collator: Collator) -> Session:
