@@ -24,6 +24,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+#: These hold parameters themselves, which pipelines read: FSDP2 has them whole, and frozen.
+HOLDING = ("z-image",)
+
+
+def refused_training(model: nn.Module, family: Any) -> list[str]:
+    """What is wrong with the refusal to train it in parts."""
+    try:
+        family.call(model)
+    except zerostart.errors.EngineError as error:
+        return [] if "is called by its parts, and holds" in str(error) else [str(error)]
+    return ["trained in parts"]
+
+
 class Whole(nn.Module):
     """As DiffSynth's training module: it has the models, and its forward runs them."""
 
@@ -74,7 +87,9 @@ def checked(key: str, setting: str, folder: str) -> list[str]:
         lines += [f"inference: {line}" for line in differing(kept(whole(family.call)), wanted)]
     with torch.no_grad():
         lines += [f"forward: {line}" for line in differing(kept(whole(family.call)), wanted)]
-    if family.trained:
+    if family.trained and setting == "fsdp2" and key in HOLDING:
+        lines += refused_training(model, family)
+    elif family.trained:
         expected = gradients_of(alone, family.call(alone))
         bound = 1e-5 if family.dtype == torch.float32 else 2e-2
         lines += off(gradients_of(model, whole(family.call), made), expected, bound)
@@ -100,6 +115,7 @@ def is_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+UNPRINTABLE = ("wan2.2 animate",)
 #: FSDP2 shards no parameter without dimensions, which these have; they are refused by name.
 WITHOUT_DIMENSIONS = ("wan clip", "flux.2 vae")
 
@@ -109,6 +125,8 @@ WITHOUT_DIMENSIONS = ("wan clip", "flux.2 vae")
     "key", [pytest.param(key, marks=() if key in QUICK else pytest.mark.slow) for key in FAMILIES]
 )
 def test_a_family_in_shards_is_as_diffsynth_loads_and_runs_it(key: str, setting: str, tmp_path: Path) -> None:
+    if setting == "zero3" and key in UNPRINTABLE:
+        pytest.skip("its modules cannot be printed in partitions, which deepspeed.initialize does")
     if setting == "fsdp2" and key in WITHOUT_DIMENSIONS:
         for outcome in rank_outcomes(checked, 2, key, setting, str(tmp_path)):
             assert outcome.message.startswith("FSDP2 cannot shard parameters without dimensions")

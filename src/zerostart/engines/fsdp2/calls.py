@@ -12,10 +12,12 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from zerostart.engines.calls import OutsideInferenceMode, Rebuilt, leave_inference_mode, rebuilt, write_back
+from zerostart.errors import EngineError
 from zerostart.upstream.torch_fsdp2 import begin_at
 
 __all__ = ["keep_calls"]
@@ -49,16 +51,26 @@ class _Root:
         self._begun = False
         units = (m for m in model.modules() if m is not model and isinstance(m, FSDPModule))
         inside = {id(parameter) for unit in units for parameter in unit.parameters()}
-        own = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+        own = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
         # Such as a token for padding: pipelines read it between the calls of modules.
-        self._bare = bool(own) and len(own) == sum(1 for _ in model.parameters(recurse=False))
+        self._bare = own if len(own) == sum(1 for _ in model.parameters(recurse=False)) else []
 
     def begin(self) -> None:
-        """Called before a unit runs: it belongs to the model, whose own few parameters are whole by then."""
+        """Called before a unit runs: it belongs to the model, whose own few parameters are whole by then.
+
+        Raises EngineError where these are to be trained.
+        """
         if not self._begun:
             begin_at(self._model)
             self._begun = True
         if self._bare and not self.running and isinstance(self._model, FSDPModule):
+            trained = [name for name in self._bare if self._model.get_parameter(name).requires_grad]
+            if trained and torch.is_grad_enabled():
+                raise EngineError(
+                    f"{type(self._model).__name__} is called by its parts, and holds {', '.join(trained)} "
+                    "itself, whose gradients FSDP2 does not reduce then; freeze them before the first call, call "
+                    "it under torch.no_grad(), or use engine='deepspeed'"
+                )
             self._model.unshard()
 
 
