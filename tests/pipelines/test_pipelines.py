@@ -57,7 +57,7 @@ def encoder_bytes(pipe: Any) -> int:
 def compare(path: Path, key: str, ways: list[str], dtype: torch.dtype | None = None) -> list[str]:
     """The ways on which this rank gets another picture than diffusers."""
     plain = diffusers.DiffusionPipeline.from_pretrained(str(path), torch_dtype=dtype)
-    expected, wrong = picture(plain, key), []
+    wrong = []
     for way in ways:
         engine, stage, transformer, share = WAYS[way]
         limit = share and max(1, int(share * encoder_bytes(plain)))
@@ -76,6 +76,8 @@ def compare(path: Path, key: str, ways: list[str], dtype: torch.dtype | None = N
         assert {n: type(c).__name__.removeprefix("FSDP") for n, c in pipe.components.items()} == {
             n: type(c).__name__ for n, c in plain.components.items()
         }
+        # After the load: starting DeepSpeed can change the bits of bf16 in a process, also of this pipeline.
+        expected = picture(plain, key)
         for time in ("first", "second"):
             if not torch.equal(picture(pipe, key), expected):
                 wrong.append(f"{way}, the {time} time")
