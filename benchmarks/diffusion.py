@@ -111,8 +111,8 @@ def run_arm(options: argparse.Namespace) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     whose, _, stage = options.arm.partition("-zero")
     kind, path = wan_class(), checkpoint(options.layers) / "wan.safetensors"
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": int(stage)}}
-    config["bf16"] = {"enabled": True}
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": int(stage)}}
+    settings["bf16"] = {"enabled": True}
     start_gloo()
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
@@ -120,7 +120,7 @@ def run_arm(options: argparse.Namespace) -> None:
     import zerostart
 
     deepspeed.init_distributed("gloo")
-    held = HfDeepSpeedConfig(config)
+    held = HfDeepSpeedConfig(settings)
     ours = zerostart.enabled(progress=False) if whose == "zerostart" else contextlib.nullcontext()
     with ours:
         from diffsynth.core.loader import load_model
@@ -130,7 +130,9 @@ def run_arm(options: argparse.Namespace) -> None:
         dist.barrier()
         before, read = memory(), io_counters()
         started = time.monotonic()
-        model = load_model(kind, str(path), {**WAN, "num_layers": options.layers}, torch.bfloat16, "cpu")
+        # As pipelines call it: without the disk map what is read is a mapping of the file, at first use.
+        config = {**WAN, "num_layers": options.layers}
+        model = load_model(kind, str(path), config, torch.bfloat16, "cpu", use_disk_map=True)
         ended = time.monotonic()
     dist.barrier()
     shard = shard_bytes(model) if stage == "3" else sum(p.nbytes for p in model.parameters())

@@ -68,8 +68,8 @@ class _Root:
             if trained and torch.is_grad_enabled():
                 raise EngineError(
                     f"{type(self._model).__name__} is called by its parts, and holds {', '.join(trained)} "
-                    "itself, whose gradients FSDP2 does not reduce then; freeze them before the first call, call "
-                    "it under torch.no_grad(), or use engine='deepspeed'"
+                    "itself, whose gradients FSDP2 does not reduce then; freeze them before the first call, "
+                    "call it under torch.no_grad(), or use engine='deepspeed'"
                 )
             self._model.unshard()
 
