@@ -102,7 +102,7 @@ def check_step(parameters: Iterable[Any], group: Any, call: Callable[[Any], str]
     note(changed)
     names = [call(parameter) for parameter in changed]
     if (size := dist.get_world_size(group)) > 1:
-        device = torch.accelerator.current_accelerator() if "nccl" in str(dist.get_backend(group)) else None
+        device = None if "gloo" in str(dist.get_backend(group)) else torch.accelerator.current_accelerator()
         found = torch.tensor(len(names), device=device or "cpu")
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         if not found:
