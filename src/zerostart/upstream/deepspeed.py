@@ -305,10 +305,8 @@ def converted_parameter(init: Any, old: nn.Parameter) -> nn.Parameter:
     Must be called in the same order on every rank, since DeepSpeed numbers parameters and sorts its
     collectives by that number.
     """
-    # One element, in as many dimensions.
-    placeholder = torch.empty((1,) * old.dim(), dtype=old.dtype, device=parameter_device(init))
-    placeholder = placeholder.expand(old.shape)
-    new = nn.Parameter(placeholder, requires_grad=old.requires_grad)
+    single = torch.empty((1,) * old.dim(), dtype=old.dtype, device=parameter_device(init))
+    new = nn.Parameter(single.expand(old.shape), requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     # The conversion wraps this method of the old object's dictionary otherwise.
     new.__dict__.pop("item", None)
