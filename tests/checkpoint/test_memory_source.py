@@ -297,7 +297,7 @@ def test_a_mapping_brings_no_configuration(checkpoints: TinyCheckpoints) -> None
         with pytest.raises(errors.ConfigError, match=r"config\.json.*model="):
             zerostart.plan({"w": torch.ones(1)}, model=model)
     with pytest.raises(errors.ConfigError, match="None on every rank"):
-        zerostart.plan(None, model=plain)
+        zerostart.plan(None)
 
 
 def same_error(outcomes: list[Outcome], kind: type[errors.ZerostartError], *words: str) -> None:
@@ -332,7 +332,7 @@ def load_odd(what: str, path: Path) -> None:
     model: Any = plain
     source: Any = tensors if rank == 0 else None
     if what == "nobody":
-        source = None
+        source, model = None, None
     elif what == "path on one":
         source = path if rank == 0 else None
     elif what == "mixed":

@@ -19,6 +19,7 @@ from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
+from zerostart.loading.record import keep
 from zerostart.recipe import Recipe
 from zerostart.state.contents import contents_of, held_tensors
 from zerostart.state.writing import planned
@@ -84,6 +85,7 @@ def _save(loaded: Any, values: dict[str, torch.Tensor], size: int, flat: bool, o
             for alias in loaded.names[name]
         }
         record: Any = _Record(loaded.catalog, recipes, shards)
+        keep(model, record)
         held, _ = held_tensors(model, record, World(rank, size, None))
         contents = contents_of(model, held, record, None)
         layout = plan_shards(contents.entries, "300KB")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 #: Beside the libraries that the registry knows versions of: what users combine zerostart with.
-_OTHERS = ("huggingface-hub", "safetensors", "numpy", "peft", "trl", "datasets")
+_OTHERS = ("huggingface-hub", "safetensors", "numpy", "trl", "datasets")
 _MORE = "All names: --json; the reasons: docs/upstream.md; whether they fit: --check."
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -181,7 +181,7 @@ def _libraries(found: dict[str, Any]) -> Table:
 
 
 def _touched(patches: list[dict[str, Any]]) -> Table:
-    """What is replaced or written, one row for each library and duration."""
+    """How many names are replaced or written, and of what: one row for each library and duration."""
     from rich.table import Table
     from rich.text import Text
 
@@ -193,6 +193,6 @@ def _touched(patches: list[dict[str, Any]]) -> Table:
             names += [name for name in (*patch["names"], *patch["writes"]) if name not in names]
     table = Table("touched", "for", "replaced or written", box=None, padding=(0, 2, 0, 0))
     for (library, lasts), owners in sorted(rows.items()):
-        cells = (f"{o}.{n[0]}" if len(n) == 1 else f"{o} ({len(n)} names)" for o, n in sorted(owners.items()))
-        table.add_row(library, lasts, Text(", ".join(cells), overflow="fold"))
+        count = sum(map(len, owners.values()))
+        table.add_row(library, lasts, Text(f"{count} of {', '.join(sorted(owners))}", overflow="fold"))
     return table

@@ -50,9 +50,9 @@ def build_fresh(model: Any, asked: torch.dtype | None, dtype: torch.dtype | None
     if not torch.equal(state, torch.get_rng_state()):
         torch.set_rng_state(state)
         raise BuildError(
-            f"{name} draws random numbers on the CPU by name while it is built, when no weight is there yet: "
-            "they would not be the unsharded model's. Let it draw on torch's default device, or build the "
-            "module yourself and pass it"
+            f"{name} draws random numbers on the CPU by name, or seeds their generator, while it is built, "
+            "when no weight is there yet: they would not be the unsharded model's. Let it draw on torch's "
+            "default device and seed before the load, or build the module yourself and pass it"
         )
     return Built(made, log, dtype, True, library_of(made))
 
