@@ -62,11 +62,12 @@ def _names(module: nn.Module) -> tuple[str, ...]:
     if own is not None:  # not kept: it has the module, which would outlive its model
         names = _positional(own)
         return names[1:] if names[:1] == ("self",) else names  # of a function that is not bound
-    return _of_class(type(module))
+    kind: Any = type(module)
+    return _of_class(kind)
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_class(kind: type[nn.Module]) -> tuple[str, ...]:
+def _of_class(kind: Any) -> tuple[str, ...]:
     return _positional(kind.forward)[1:]
 
 
