@@ -88,6 +88,10 @@ class Causal(nn.Module):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self(x)[0] if x.dim() == 3 else self.blocks[0](x)
 
+    def decode(self, x: torch.Tensor, cache: list[Any]) -> torch.Tensor:
+        cache.append(self.blocks[0](x))
+        return cache[-1]
+
 
 def batches(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
@@ -102,6 +106,10 @@ def passes(model: nn.Module, made: Any = None, dtype: torch.dtype = torch.float3
         found["part"] = [model.encode(x.detach().mean(1)).clone() for x in batches(dtype)]
     with torch.no_grad():
         found["evaluated"] = [kept(model(x)) for x in batches(dtype)]
+        cache: list[Any] = []
+        for x in batches(dtype):
+            model.decode(x.mean(1), cache)
+        found["cache"] = kept(cache)
     results = [model(x) for x in batches(dtype)]
     found["trained"] = kept(results)
     found["gradients"] = gradients_of(model, results, made)

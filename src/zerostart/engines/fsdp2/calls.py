@@ -127,6 +127,13 @@ class _Frame:
 def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
     """Let ``model.name(...)`` run as the model's forward does; within that, and within another, as it is."""
     plain = getattr(model, name)
+
+    @functools.wraps(plain)
+    def within(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        guard.within(self, args, kwargs)
+        return plain(*args, **kwargs)
+
+    setattr(model, name, types.MethodType(within, model))
     register_fsdp_forward_method(model, name)
     gathering = getattr(model, name)
 
@@ -134,8 +141,8 @@ def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if guard.running:
             return plain(*args, **kwargs)
-        args, kwargs = guard.before(self, args, kwargs)
         try:
+            args, kwargs = guard.before(self, args, kwargs)
             return gathering(*args, **kwargs)
         finally:
             guard.after(self, args, None)
