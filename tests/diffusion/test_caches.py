@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from torch import nn
 
 import zerostart
 from ranks import run_ranks
+from zerostart.engines.deepspeed.calls import keep_calls
 
 WIDTH = 6
 
@@ -84,6 +88,10 @@ class Causal(nn.Module):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self(x)[0] if x.dim() == 3 else self.blocks[0](x)
 
+    def decode(self, x: torch.Tensor, cache: list[Any]) -> torch.Tensor:
+        cache.append(self.blocks[0](x))
+        return cache[-1]
+
 
 def batches(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
@@ -98,6 +106,10 @@ def passes(model: nn.Module, made: Any = None, dtype: torch.dtype = torch.float3
         found["part"] = [model.encode(x.detach().mean(1)).clone() for x in batches(dtype)]
     with torch.no_grad():
         found["evaluated"] = [kept(model(x)) for x in batches(dtype)]
+        cache: list[Any] = []
+        for x in batches(dtype):
+            model.decode(x.mean(1), cache)
+        found["cache"] = kept(cache)
     results = [model(x) for x in batches(dtype)]
     found["trained"] = kept(results)
     found["gradients"] = gradients_of(model, results, made)
@@ -172,3 +184,28 @@ def test_an_autoencoder_that_passes_its_cache_by_position(tmp_path: Any) -> None
 def test_nothing_is_kept_from_engines_that_gather_nothing() -> None:
     model = zerostart.load(fill(Causal()).state_dict(), model=Causal, engine="fsdp2", zero_stage=0)
     assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+class Leading(nn.Module):
+    """Takes the first by position alone."""
+
+    def forward(self, x: int, /, y: Any = None, z: Any = None) -> tuple[Any, Any, Any]:
+        return x, y, z
+
+
+def test_arguments_come_where_they_were_put() -> None:
+    model = Leading()
+    keep_calls(model)
+    assert model(1, [2]) == (1, [2], None)
+    assert model(1, [2], z=3) == (1, [2], 3)
+
+
+def test_a_module_with_a_forward_of_its_own_is_let_go() -> None:
+    model = Layer()
+    keep_calls(model)
+    model.forward = functools.partial(Layer.forward, model)
+    model(torch.zeros(1, WIDTH), [], [0])
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -140,6 +140,14 @@ def test_models_share_a_window(encoder: tuple[Path, nn.Module], tmp_path: Path) 
         offloaded(path, UMT5EncoderModel, tight)
 
 
+def test_what_rests_on_the_device_counts() -> None:
+    window = Window(100, CPU)
+    assert window.claim(kept=10, least=20, wanted=30, grows=False) == 0
+    assert window.cede(60) == 0
+    assert (window.limit, window.free) == (40, 30)
+    assert window.cede(15) == 5
+
+
 @pytest.mark.parametrize("kind", ["offload", "replicate"])
 def test_precision_at_rest_and_in_computing(kind: str, encoder: tuple[Path, nn.Module]) -> None:
     """fp8 at rest, bf16 in computing: the numbers of the matrices rounded so."""

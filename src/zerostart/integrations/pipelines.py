@@ -64,12 +64,13 @@ def load_pipeline(request: PipelineRequest) -> Any:
             if not placement.brought_in:
                 models[component.name] = _placed(request, component, kinds, placement)
         window = _window(request, device, _allocated(device) - before)
-        for component in found:
+        brought_in = [component for component in found if placements[component.name].brought_in]
+        # What rests on the device first: the others are divided for what it leaves.
+        for component in sorted(brought_in, key=lambda one: placements[one.name].kind == "offload"):
             placement = placements[component.name]
-            if placement.brought_in:
-                own = _own_request(request, component, kinds, placement, WHOLE)
-                grows = request.device_memory_limit is None
-                models[component.name] = load_offloaded(own, placement, window, grows)
+            own = _own_request(request, component, kinds, placement, WHOLE)
+            grows = request.device_memory_limit is None
+            models[component.name] = load_offloaded(own, placement, window, grows)
         with world.phase("assembling the pipeline"):
             pipe = assembled(kind, root, models)
     _to_drop[pipe] = tuple(name for name, placement in placements.items() if placement.kind == "drop")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def load_offloaded(request: Request, placement: Placement, window: Window, grows
                 model = known.built.model
                 _check(known, request)
                 _load_buffers(known, window.device, request)
-                source = _source(known, placement, window.device, request)
+                source = _source(known, placement, window, grows, request)
                 held = _attach(model, source, window, grows)
             model.eval()
             known.built.library.finish(known.built, known.recipes, str(request.source), known.catalog)
@@ -114,7 +115,8 @@ def _tuning(known: Prepared, device: torch.device, request: Request) -> Any:
     return limited.tuning(known.engine, known.catalog, device, bool(known.recipes.computed))
 
 
-def _source(known: Prepared, placement: Placement, device: torch.device, request: Request) -> AtRest:
+def _source(known: Prepared, placement: Placement, window: Window, grows: bool, request: Request) -> AtRest:
+    device = window.device
     recipes = {n: o for n, o in known.origins.parameters.items() if isinstance(o, Recipe)}
     accelerator = device.type != "cpu"
     host = placement.kind == "offload" and (placement.store or ("host" if accelerator else "disk")) == "host"
@@ -128,7 +130,19 @@ def _source(known: Prepared, placement: Placement, device: torch.device, request
         name: (tuple(p.shape), _resting(p, placement.storage_dtype, main))
         for name, p in model.named_parameters()
     }
+    if at.type != "cpu" and not grows:
+        _cede(window, sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values()), model)
     return InMemory(files, shapes, at, pinned=host and accelerator)
+
+
+def _cede(window: Window, nbytes: int, model: nn.Module) -> None:
+    """Have what rests on the device count; raises ConfigError, before it is there, where it has no room."""
+    left = window.limit
+    if lacks := window.cede(nbytes):
+        raise ConfigError(
+            f"{type(model).__name__} rests on {window.device} in {nbytes} bytes, and device_memory_limit "
+            f"leaves {left}, also for what is brought in; raise it by {lacks}, or place it 'offload'"
+        )
 
 
 def _resting(parameter: nn.Parameter, storage: torch.dtype | None, main: torch.dtype | None) -> torch.dtype:

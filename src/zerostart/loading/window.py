@@ -92,6 +92,14 @@ class Window:
             self.limit = self._kept + self._wanted
         return max(0, self._kept + self._least - self.limit)
 
+    def cede(self, nbytes: int) -> int:
+        """Leave ``nbytes`` of the limit to what rests on the device itself.
+
+        Returns by how many bytes the limit is too low for it, and for all that share the window.
+        """
+        self.limit -= nbytes
+        return max(0, self._kept + self._least - self.limit)
+
     def enter(self, unit: Unit) -> None:
         """Have ``unit`` resident until ``leave``. Raises EngineError where all that is there is in use."""
         if not self._uses or self._uses[-1] is not unit:

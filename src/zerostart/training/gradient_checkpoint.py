@@ -162,12 +162,20 @@ def _without_past(leaf: Any) -> Any:
     """None for a cache: nothing is generated while gradients are computed."""
     if not _is_cache(leaf):
         return leaf
-    if leaf.get_seq_length():
+    if _has_past(leaf):
         raise ConfigError(
             "a layer under gradient checkpointing was given a cache with tokens in it, to which its second "
             "run would add again; pass use_cache=False, and no past_key_values"
         )
     return None
+
+
+def _has_past(cache: Any) -> bool:
+    """Whether there is something in a cache, of tokens or of a state alone."""
+    try:
+        return bool(cache.get_seq_length())
+    except ValueError:  # of layers that count no tokens, such as Mamba's
+        return bool(cache.has_previous_state())
 
 
 def _give_back(own: Any, used: Any) -> Any:

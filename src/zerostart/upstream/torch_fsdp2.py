@@ -17,7 +17,7 @@ from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.torch import over
 from zerostart.upstream.versions import TORCH
 
-__all__ = ["TOUCHED", "begin_at", "has_run", "has_unreduced", "require", "whole_for_a_while"]
+__all__ = ["TOUCHED", "begin_at", "has_run", "has_unreduced", "in_backward", "require", "whole_for_a_while"]
 
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
@@ -34,6 +34,12 @@ TOUCHED = (
         names=("_lazy_init",),
         attributes=("_fsdp_param_group", "_is_root"),
         why="whether a forward has been through a unit, which settles its parameters, and which is the root",
+    ),
+    Use(
+        library=TORCH,
+        owner="torch._C",
+        names=("_current_graph_task_id",),
+        why="whether a unit is called in a backward, which runs checkpointed layers again",
     ),
     PatchPoint(
         library=TORCH,
@@ -99,6 +105,12 @@ def begin_at(model: nn.Module) -> None:
     require()
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward."""
+    require()
+    return torch._C._current_graph_task_id() >= 0
 
 
 def has_unreduced(model: nn.Module) -> bool:

@@ -43,7 +43,7 @@ class _Guard:
             self._left.append(left)
         if not has_containers(args):
             return None if left is None else (args, kwargs)
-        names = _positional(type(module).forward if "forward" not in vars(module) else module.forward)
+        names = _names(module)
         first = next(n for n, value in enumerate(args) if has_containers((value,)))
         if len(args) > len(names):  # what goes into *args has no name
             return args, kwargs
@@ -56,11 +56,25 @@ class _Guard:
             left.close()
 
 
+def _names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of a module's forward that can be passed by position and by keyword."""
+    own = vars(module).get("forward")
+    if own is not None:  # not kept: it has the module, which would outlive its model
+        names = _positional(own)
+        return names[1:] if names[:1] == ("self",) else names  # of a function that is not bound
+    kind: Any = type(module)
+    return _of_class(kind)
+
+
 @functools.lru_cache(maxsize=1024)
+def _of_class(kind: Any) -> tuple[str, ...]:
+    return _positional(kind.forward)[1:]
+
+
 def _positional(forward: Any) -> tuple[str, ...]:
-    """Names of a forward's parameters that can be passed by position and by keyword, without ``self``."""
+    """The names, in order; none where the first cannot be passed by keyword."""
     named = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = list(inspect.signature(forward).parameters.values())
-    if not inspect.ismethod(forward) and parameters and parameters[0].name == "self":
-        parameters = parameters[1:]
+    if any(parameter.kind is inspect.Parameter.POSITIONAL_ONLY for parameter in parameters):
+        return ()
     return tuple(parameter.name for parameter in parameters if parameter.kind is named)

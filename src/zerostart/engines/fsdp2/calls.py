@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from zerostart.engines.calls import OutsideInferenceMode, Rebuilt, leave_inference_mode, rebuilt, write_back
 from zerostart.errors import EngineError
-from zerostart.upstream.torch_fsdp2 import begin_at
+from zerostart.upstream.torch_fsdp2 import begin_at, in_backward
 
 __all__ = ["keep_calls"]
 
@@ -63,7 +63,11 @@ class _Root:
         if not self._begun:
             begin_at(self._model)
             self._begun = True
-        if self._bare and not self.running and isinstance(self._model, FSDPModule):
+        # A layer that is run again in the backward of a checkpoint was within the model's forward, or was not
+        # and has been through here. What is gathered in the midst of a backward would outlive the step.
+        if not self._bare or self.running or in_backward():
+            return
+        if isinstance(self._model, FSDPModule):
             trained = [name for name in self._bare if self._model.get_parameter(name).requires_grad]
             if trained and torch.is_grad_enabled():
                 raise EngineError(
@@ -123,6 +127,13 @@ class _Frame:
 def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
     """Let ``model.name(...)`` run as the model's forward does; within that, and within another, as it is."""
     plain = getattr(model, name)
+
+    @functools.wraps(plain)
+    def within(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        guard.within(self, args, kwargs)
+        return plain(*args, **kwargs)
+
+    setattr(model, name, types.MethodType(within, model))
     register_fsdp_forward_method(model, name)
     gathering = getattr(model, name)
 
@@ -130,8 +141,8 @@ def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if guard.running:
             return plain(*args, **kwargs)
-        args, kwargs = guard.before(self, args, kwargs)
         try:
+            args, kwargs = guard.before(self, args, kwargs)
             return gathering(*args, **kwargs)
         finally:
             guard.after(self, args, None)
