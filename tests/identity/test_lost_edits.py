@@ -124,9 +124,30 @@ def change_deepspeeds_own() -> None:
         model[1].weight.data.zero_()
 
 
+def merge_for_a_while() -> None:
+    """Adapters merged while everything is gathered, as a trainer does that generates elsewhere."""
+    import deepspeed
+    from peft import LoraConfig, get_peft_model
+
+    model = zerostart.load(None, model=made(), progress=False)
+    adapter = LoraConfig(target_modules=["0"], init_lora_weights=False)
+    adapted = get_peft_model(model, adapter)  # type: ignore[arg-type]
+    weight = model[0].base_layer.weight
+    for unmerged in (True, False):
+        with deepspeed.zero.GatheredParameters(list(adapted.parameters())):
+            adapted.merge_adapter()
+            assert not torch.equal(weight, made()[0].weight)
+            if unmerged:
+                adapted.unmerge_adapter()
+        assert torch.equal(values(weight), made()[0].weight)
+    with refused("0.weight", "without modifier_rank"), deepspeed.zero.GatheredParameters(weight):
+        nn.init.zeros_(weight)
+
+
 def change_both() -> None:
     change_deepspeeds_own()
     change_ours()
+    merge_for_a_while()
 
 
 def test_changes_that_would_be_lost_are_errors() -> None:

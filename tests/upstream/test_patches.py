@@ -53,6 +53,18 @@ def test_what_somebody_has_put_over_ours_stays() -> None:
     Something.name = "class"
 
 
+def test_of_two_of_ours_the_first_may_end_first() -> None:
+    """As models of two kinds do, for which one method of an engine is replaced twice."""
+    thing = Something()
+    below, above = ExitStack(), ExitStack()
+    below.enter_context(replaced(POINT, thing, "name", "below"))
+    above.enter_context(replaced(POINT, thing, "name", "above"))
+    below.close()
+    assert thing.name == "above"
+    above.close()
+    assert vars(thing) == {}
+
+
 def test_held_while_one_of_the_holders_lives() -> None:
     def put(stack: ExitStack) -> None:
         stack.enter_context(replaced(POINT, Something, "name", "ours"))

@@ -28,7 +28,7 @@ from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.notices import Notice
 from zerostart.integrations.pretrained import Call
 from zerostart.integrations.resizing import resize_token_embeddings
-from zerostart.integrations.sharing import Sharing, check_sharing
+from zerostart.integrations.sharing import Sharing, check_sharing, check_tensors
 from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.record import loaded_models, record_of
 from zerostart.state.full_tensors import full_tensors
@@ -259,6 +259,7 @@ def _partitioned(accelerator: Any, model: nn.Module) -> None:
     inner = next(loaded_models(model), None)
     if inner is not None:
         check_sharing(inner)
+        check_tensors(inner, plugin.deepspeed_config)
     if plugin.hf_ds_config.is_zero3():
         if plugin.zero3_init_flag:
             _refuse_whole(model, "deepspeed")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +14,7 @@ from zerostart.loading.record import record_of
 from zerostart.models import library_of
 from zerostart.upstream.accelerate import parallelism
 
-__all__ = ["ALONE", "Sharing", "check_sharing"]
+__all__ = ["ALONE", "Sharing", "check_sharing", "check_tensors"]
 
 
 @dataclass(frozen=True)
@@ -78,4 +80,22 @@ def check_sharing(model: nn.Module) -> None:
             f"{type(model).__name__} was loaded with sequence_parallel={loaded}, and accelerate has {now} "
             "ranks share a sequence; give the Accelerator or TrainingArguments, made before the model, "
             f"ParallelismConfig({'sp_size' if engine.wraps else 'cp_size'}={max(loaded, now)})"
+        )
+
+
+def check_tensors(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError where ranks that share tensors of the loaded ``model`` would see different batches.
+
+    ``config`` is accelerate's of DeepSpeed. DeepSpeed itself compares the first forward's inputs alone.
+    """
+    loaded, shared = record_of(model).engine.mesh.tensor_parallel, parallelism()
+    sizes = {(config.get("tensor_parallel") or {}).get("autotp_size", 0)}
+    if shared is not None:
+        sizes.add(shared.tp_size)
+    if loaded > 1 and loaded not in sizes:
+        raise ConfigError(
+            f"{type(model).__name__} was loaded with tensor_parallel={loaded}, whose ranks must see one "
+            "batch, and accelerate gives each rank a batch of its own; give the Accelerator or "
+            f"TrainingArguments, made before the model, ParallelismConfig(tp_size={loaded}), or DeepSpeed's "
+            f'configuration "tensor_parallel": {{"autotp_size": {loaded}}}'
         )

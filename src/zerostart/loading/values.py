@@ -90,8 +90,15 @@ class Values:
             note = f"the values of rank {first}, from which those of {len(others)} other ranks differed"
             if world.rank == first:
                 logger.warning("%s is sharded with %s", type(model).__name__, note)
-        with world.phase("taking the module's values"):
-            return Values(model, catalog, note)
+        taken: Values | None = None
+        try:
+            with world.phase("taking the module's values"):
+                taken = Values(model, catalog, note)
+        except BaseException:
+            if taken is not None:  # and another rank's could not be
+                taken.give_back()
+            raise
+        return taken
 
     def give_back(self) -> None:
         """Put the module's parameters back, unless shards have been made of some."""

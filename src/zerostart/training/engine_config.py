@@ -26,7 +26,16 @@ def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None)
         hidden_size,
         config.engine.sequence_parallel,
     )
-    return config.engine.chosen().training_config(job, own_config(config))
+    engine = config.engine.chosen()
+    complete = engine.training_config(job, own_config(config))
+    sharing = engine.configured_tensors(complete)
+    if sharing > 1:
+        raise ConfigError(
+            f"engine.config has {sharing} ranks share tensors, which is not available in a run: it would "
+            "evaluate and count as if each had a batch of its own; leave it out, or use zerostart.load in a "
+            "script"
+        )
+    return complete
 
 
 def own_config(config: TrainConfig) -> dict[str, Any]:

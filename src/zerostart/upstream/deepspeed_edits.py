@@ -173,8 +173,11 @@ def _judged(context: Any, before: Sequence[tuple[Any, bool]]) -> list[tuple[list
     rows = []
     for parameter, (was, outside) in zip(context.params, before, strict=True):
         source = context.src_rank_by_group.get(id(parameter.ds_process_group))
-        changed = _print(parameter) != was
-        rows.append([changed and source is None, changed and source not in (None, rank), False, outside])
+        now = _print(parameter)
+        changed = now != was
+        # Adapters are merged into frozen weights for a while, through ``.data``: that is meant to be lost.
+        lost = changed if parameter.requires_grad else now[1] != was[1]
+        rows.append([lost and source is None, changed and source not in (None, rank), False, outside])
         rows[-1][2] = changed and source == rank
     flags = torch.tensor(rows, dtype=torch.int32, device=context.params[0].data.device)
     if dist.get_world_size(context.params[0].ds_process_group) > 1:

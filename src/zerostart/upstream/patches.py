@@ -23,6 +23,17 @@ _active: list[PatchPoint] = []
 _ABSENT = object()
 
 
+class _Layer:
+    """Something of ours in the place of a name, and what was there ``before``."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+
+
+#: By the identity of an owner, which lives as long, and a name: what is in its place, the last one on top.
+_layers: dict[tuple[int, str], list[_Layer]] = {}
+
+
 def active() -> tuple[PatchPoint, ...]:
     """What of other libraries is replaced in this process at this moment, each point once."""
     with _lock:
@@ -33,22 +44,32 @@ def active() -> tuple[PatchPoint, ...]:
 def replaced(point: PatchPoint, owner: Any, name: str, new: Any) -> Iterator[None]:
     """Inside, ``owner.name`` is ``new``: of a module, a class, or a single object.
 
-    What somebody else has put over ours by the end stays.
+    What somebody else has put over ours by the end stays. Of several of ours the first may end first: what it
+    has replaced is there again when the last one ends.
     """
-    before = vars(owner).get(name, _ABSENT)
+    layer = _Layer(vars(owner).get(name, _ABSENT))
     with _lock:
         setattr(owner, name, new)
         _active.append(point)
+        layers = _layers.setdefault((id(owner), name), [])
+        layers.append(layer)
     try:
         yield
     finally:
         with _lock:
             _active.remove(point)
-            if vars(owner).get(name, _ABSENT) is new:
-                if before is _ABSENT:
+            at = layers.index(layer)
+            del layers[at]
+            if at < len(layers):
+                if layers[at].before is new:
+                    layers[at].before = layer.before
+            elif vars(owner).get(name, _ABSENT) is new:
+                if layer.before is _ABSENT:
                     delattr(owner, name)
                 else:
-                    setattr(owner, name, before)
+                    setattr(owner, name, layer.before)
+            if not layers:
+                _layers.pop((id(owner), name), None)
 
 
 @contextlib.contextmanager
