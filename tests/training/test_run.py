@@ -158,7 +158,7 @@ def export_to_a_full_disk(path, out):
     def fail(*_):
         raise WriteError("no space left")
 
-    CheckpointWriter.write = fail  # a process of its own: nothing to restore
+    CheckpointWriter.write = CheckpointWriter.write_rows = fail  # a process of its own: nothing to restore
     load_and_export(path, "fsdp2", out)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from zerostart.training.config import CheckpointConfig, TrainConfig
 from zerostart.training.session import Session
 
 __all__ = ["FOLDER", "METRICS", "Checkpoints", "Past", "begun_before", "newest"]
+
+logger = logging.getLogger("zerostart")
 
 #: In the output directory: the checkpoints, and what a run writes first.
 FOLDER, METRICS = "checkpoints", "metrics.jsonl"
@@ -127,8 +131,23 @@ class Checkpoints:
         first, last = extra["losses"]
         return Past(extra["step"], first, last, dict(extra["held_out"])), batches
 
-    def end(self) -> None:
-        """Wait for a checkpoint that is being written; raises what it failed with."""
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """Wait in the end for a checkpoint that is being written; raises what it failed with.
+
+        Also where the body fails, which is what the checkpoint is for; its own failure is logged then.
+        """
+        try:
+            yield
+        except Exception:
+            try:
+                self._wait()
+            except Exception as error:
+                logger.warning("the checkpoint that was being written was lost: %s", error)
+            raise
+        self._wait()
+
+    def _wait(self) -> None:
         if self._last is not None:
             self._last.wait()
 

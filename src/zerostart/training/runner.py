@@ -92,9 +92,8 @@ def train(config: TrainConfig) -> TrainResult:
         session = open_session(config, model, inputs.sequences, collator)
         checkpoints = Checkpoints(config.checkpoint, directory, session, inputs.sequences.digest())
         run = _Run(config, session, inputs.held_out, display, stop, checkpoints)
-        with untold(), _peers_named(directory):
+        with untold(), _peers_named(directory), checkpoints.ended():
             run.to_the_end(resumed)
-            checkpoints.end()
         display.say("saving the model")
         export_model(model, inputs.tokenizer, directory, config.output.max_shard_size)
         result = run.result(directory)
