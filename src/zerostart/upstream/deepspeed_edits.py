@@ -53,7 +53,7 @@ _NOTED = PatchPoint(
     lasts=Lasts.CALL,
 )
 TOUCHED = (_WATCH, _NOTED)
-_VERSION = "_zerostart_version"
+_ATTRIBUTE = "_zerostart_version"
 #: Integers as wide as an element.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _REMEDY = (
@@ -66,7 +66,7 @@ def note(parameters: Iterable[Any]) -> None:
     """Take what the ZeRO-3 ``parameters`` are now for unchanged."""
     for parameter in parameters:
         # With its identity: attributes may go from one parameter to another.
-        setattr(parameter, _VERSION, (id(parameter), parameter._version))
+        setattr(parameter, _ATTRIBUTE, (id(parameter), parameter._version))
 
 
 def note_loaded(module: torch.nn.Module, _: Any = None) -> None:
@@ -74,12 +74,12 @@ def note_loaded(module: torch.nn.Module, _: Any = None) -> None:
 
     Anything else does not fit into one, which is torch's own error.
     """
-    note(parameter for parameter in module.parameters() if hasattr(parameter, _VERSION))
+    note(parameter for parameter in module.parameters() if hasattr(parameter, _ATTRIBUTE))
 
 
 def _lost(parameters: Iterable[Any]) -> list[Any]:
     """Those of the ``parameters`` that were changed in place since they were noted."""
-    noted = ((p, getattr(p, _VERSION, (0, 0))) for p in parameters)
+    noted = ((p, getattr(p, _ATTRIBUTE, (0, 0))) for p in parameters)
     return [p for p, (which, version) in noted if which == id(p) and version != p._version]
 
 
