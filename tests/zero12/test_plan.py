@@ -94,8 +94,8 @@ def refused(path: Path) -> None:
 
 def test_contradictions_are_refused(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe", torch.bfloat16)
-    with pytest.raises(ConfigError, match="expert_parallel with zero_stage=1 is not available: DeepSpeed"):
-        zerostart.plan(path, world_size=2, zero_stage=1, expert_parallel=2)
+    with pytest.raises(ConfigError, match="expert_parallel with zero_stage=0 is not available: DeepSpeed"):
+        zerostart.plan(path, world_size=2, zero_stage=0, expert_parallel=2)
     with pytest.raises(ConfigError, match="zero_stage=4 is not available on deepspeed"):
         zerostart.plan(path, world_size=2, zero_stage=4)
     for outcome in rank_outcomes(refused, 2, path):
