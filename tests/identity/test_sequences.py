@@ -112,6 +112,8 @@ def train(
         progress=False,
     )
     model.train()
+    with pytest.raises(zerostart.errors.ConfigError, match="does not share sequences yet"):
+        model(input_ids=torch.ones(1, 2, dtype=torch.int64))
     mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", size, rows)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=config, mpu=mpu)
     trace = Trace()

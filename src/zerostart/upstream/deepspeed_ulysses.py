@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostart.errors import ConfigError
 from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
 from zerostart.upstream.transformers_attention import packed_documents, require
@@ -62,11 +63,24 @@ _made: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def mask_sequences(model: nn.Module) -> None:
-    """Have Ulysses, registered from now on, mask sequences of ``model`` as if one rank had them whole."""
+    """Have Ulysses, registered from now on, mask sequences of ``model`` as if one rank had them whole.
+
+    A call of ``model`` before that raises ConfigError: its ranks would each attend to a part alone.
+    """
     require()
     demand(TOUCHED, "Use sequence_parallel=1")
     _held.hold(model)
     _marked.update(model.modules())
+    model.register_forward_pre_hook(_check_registered)
+
+
+def _check_registered(model: nn.Module, _: Any) -> None:
+    if not _made:
+        raise ConfigError(
+            f"{type(model).__name__} was loaded with sequence_parallel, and its attention does not share "
+            "sequences yet: call UlyssesSPAttentionHF.register_with_transformers(model, ...) and "
+            "pass what it returns as mpu= to deepspeed.initialize (accelerate and zerostart train do)"
+        )
 
 
 def evaluate_in_parts() -> None:
