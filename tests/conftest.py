@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -47,9 +48,19 @@ def deepspeed_op() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_group_stays() -> Iterator[None]:
-    """A load in the tests' own process makes a process group of one; the next module starts without."""
+    """A load in the tests' own process makes a process group of one; the next module starts without.
+
+    And without its models, for which something of other libraries is replaced while they live: engines and
+    models refer to each other, and DeepSpeed keeps the last ZeRO-3 model in a list.
+    """
     yield
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    patches = sys.modules.get("zerostart.upstream.patches")
+    if patches is not None and patches.active():
+        offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+        if offload is not None:
+            offload.FWD_MODULE_STACK.clear()
+        gc.collect()
