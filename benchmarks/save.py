@@ -18,6 +18,7 @@ from typing import Any
 
 from cells import ROOT, Samples, made_checkpoint, run_cell
 from save_arms import ARMS
+from table import facts, surroundings
 
 
 def main() -> None:
@@ -31,12 +32,14 @@ def main() -> None:
             cells[arm].append(ranks)
             slowest = max(cell["seconds"] for cell in ranks)
             print(f"repeat {repeat + 1}/{options.repeats}  {arm:<24} {slowest:7.2f} s", flush=True)
+    about = facts("save.py")
     text = table(cells, total, options)
     print(text)
     options.out.write_text(
-        json.dumps({"bytes": total, "ranks": options.ranks, "cells": cells}, indent=1) + "\n"
+        json.dumps(about | {"bytes": total, "ranks": options.ranks, "cells": cells}, indent=1) + "\n"
     )
-    options.out.with_suffix(".md").write_text(text)
+    head = f"`{about['command']}`, {about['date']}. {surroundings(about)}"
+    options.out.with_suffix(".md").write_text(f"{head}\n\n{text}")
 
 
 def arguments() -> argparse.Namespace:

@@ -36,12 +36,17 @@ def loaded(checkpoint: Path, engine: str) -> Any:
 
 def prepare_ceiling(checkpoint: Path, out: Path) -> Prepared:
     """Write this rank's share of the bytes from memory that is there, in a file of its own, and sync it."""
-    import torch
-
     start_gloo()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     total = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-    data = torch.randint(0, 255, (total // ranks,), dtype=torch.uint8)
+    return raw_write(out, total // ranks, rank)
+
+
+def raw_write(out: Path, count: int, rank: int) -> Prepared:
+    """Write ``count`` bytes of memory that is there into a file of this rank's own, and sync it."""
+    import torch
+
+    data = torch.randint(0, 255, (count,), dtype=torch.uint8)
     view = memoryview(data.numpy())
     out.mkdir(parents=True, exist_ok=True)
 

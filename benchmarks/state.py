@@ -18,6 +18,7 @@ from typing import Any
 from cells import ROOT, made_checkpoint, run_cell
 from save import peak
 from state_arms import LOADS, SAVES
+from table import facts, surroundings
 
 
 def main() -> None:
@@ -33,12 +34,14 @@ def main() -> None:
                 f"{repeat + 1}/{options.repeats}  {arm:<26} {seconds:7.2f} s  plain {plain:7.2f} s",
                 flush=True,
             )
+    about = facts("state.py")
     text = table(cells, options)
     print(text)
     options.out.write_text(
-        json.dumps({"ranks": options.ranks, "on": options.resume_on, "cells": cells}) + "\n"
+        json.dumps(about | {"ranks": options.ranks, "on": options.resume_on, "cells": cells}) + "\n"
     )
-    options.out.with_suffix(".md").write_text(text)
+    head = f"`{about['command']}`, {about['date']}. {surroundings(about)}"
+    options.out.with_suffix(".md").write_text(f"{head}\n\n{text}")
 
 
 def arguments() -> argparse.Namespace:

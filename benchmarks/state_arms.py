@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from arms import CHUNK, back_free_memory, deepspeed_config, memory, start_gloo
-from save_arms import loaded, synced
+from save_arms import loaded, raw_write, synced
 
 #: Gives what is timed, and what is told of it besides.
 Told = dict[str, Any]
@@ -147,23 +147,9 @@ def prepare_plain_write(count: int) -> Callable[[Path, Path], Timed]:
     """This rank's share of ``count`` bytes, from memory that is there into a file of its own, and a sync."""
 
     def prepare(checkpoint: Path, out: Path) -> Timed:
-        import torch
-
         start_gloo()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        data = torch.randint(0, 255, (count // ranks,), dtype=torch.uint8)
-        view = memoryview(data.numpy())
-        out.mkdir(parents=True, exist_ok=True)
-
-        def write() -> None:
-            handle = os.open(out / f"{rank}.bin", os.O_WRONLY | os.O_CREAT)
-            for start in range(0, len(view), CHUNK):
-                part = view[start : start + CHUNK]
-                assert os.pwrite(handle, part, start) == len(part)
-            os.fsync(handle)
-            os.close(handle)
-
-        return write
+        return raw_write(out, count // ranks, rank)[0]
 
     return prepare
 

@@ -113,6 +113,25 @@ def hugepages() -> str:
     return path.read_text().split("[")[1].split("]")[0] if path.exists() else "absent"
 
 
+def facts(script: str) -> dict[str, Any]:
+    """When, by which command and on what the figures came about."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", f"benchmarks/{script}", *public_arguments(sys.argv[1:])]),
+        "machine": machine(),
+    }
+
+
+def surroundings(told: dict[str, Any]) -> str:
+    """The machine of `facts`, in a sentence."""
+    about = told["machine"]
+    packages = ", ".join(f"{name} {number}" for name, number in about["packages"].items())
+    return (
+        f"{about['cores']} cores ({about['processor']}), {about['memory_gib']} GiB, Linux {about['kernel']}, "
+        f"transparent huge pages {about['transparent_hugepages']}, Python {about['python']}, {packages}."
+    )
+
+
 def write_results(
     summary: dict[str, dict[str, Any]],
     cells: Cells,
@@ -122,23 +141,19 @@ def write_results(
 ) -> None:
     """Print the table, and write ``options.out`` (JSON, with every cell) and its neighbour in markdown."""
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-    facts: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "command": "python benchmarks/load.py " + shlex.join(public_arguments(sys.argv[1:])),
+    about: dict[str, Any] = facts("load.py") | {
         "checkpoint": checkpoint.name,
         "checkpoint_bytes": size,
         "ranks": options.ranks,
         "repeats": options.repeats,
         "cold": options.cold,
-        "machine": machine(),
         "same_weights_as_peer": agreement,
     }
     table = markdown(summary)
     print("\n" + table)
     print(f"same weights as the peer on every rank: {agreement}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(facts | {"summary": summary, "cells": cells}, indent=1) + "\n")
-    packages = ", ".join(f"{name} {number}" for name, number in facts["machine"]["packages"].items())
+    options.out.write_text(json.dumps(about | {"summary": summary, "cells": cells}, indent=1) + "\n")
     cache = (
         "files dropped from the page cache of this (virtual) machine"
         if options.cold
@@ -146,11 +161,9 @@ def write_results(
     )
     options.out.with_suffix(".md").write_text(
         f"# Loading {checkpoint.name}: {size / 1e9:.2f} GB on {options.ranks} ranks\n\n"
-        f"{facts['date']}, `{facts['command']}`. Medians of {options.repeats} fresh groups of processes, "
+        f"{about['date']}, `{about['command']}`. Medians of {options.repeats} fresh groups of processes, "
         f"alternating; slowest rank; {cache}.\n\n"
-        f"{facts['machine']['cores']} cores ({facts['machine']['processor']}), "
-        f"{facts['machine']['memory_gib']} GiB, Linux {facts['machine']['kernel']}, transparent huge pages "
-        f"{facts['machine']['transparent_hugepages']}, Python {facts['machine']['python']}, {packages}.\n\n"
+        f"{surroundings(about)}\n\n"
         f"{table}\n\nSame weights as the peer, rank by rank: {agreement}.\n"
     )
 
