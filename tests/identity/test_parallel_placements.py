@@ -24,8 +24,18 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize(("experts", "world"), [(2, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("placement", "experts", "world"),
+    [
+        *((placement, 2, 2) for placement in PLACEMENTS),
+        ("offload-param-persistent-some", 2, 4),
+        *(
+            pytest.param(placement, 2, 4, marks=pytest.mark.slow)
+            for placement in PLACEMENTS
+            if placement != "offload-param-persistent-some"
+        ),
+    ],
+)
 def test_experts_train_as_in_one_process(placement: str, experts: int, world: int, tmp_path: Path) -> None:
     path = checkpoint("qwen3_moe", tmp_path)
     wanted = run_ranks(alone, 1, path)[0]

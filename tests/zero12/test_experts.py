@@ -116,7 +116,8 @@ def compare(ranks: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ranks"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), (4, 2)]
+    ("world_size", "ranks"),
+    [*(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 1), (4, 2)]), (2, 2)],
 )
 def test_experts_start_as_on_the_stock_route(world_size: int, ranks: int) -> None:
     for found in run_ranks(compare, world_size, ranks, timeout=280):

@@ -96,7 +96,7 @@ def halved(full: Tensors, dtype: torch.dtype = torch.bfloat16) -> Tensors:
     return {name: tensor.to(torch.bfloat16).to(dtype) for name, tensor in full.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_masters_are_what_the_checkpoint_stores(world_size: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.float32, sharded=True)
     for found in run_ranks(check, world_size, path, timeout=240):
