@@ -1,6 +1,7 @@
 """Runs of flow matching on tiny transformers: examples on disk, a task that reads them, and plain torch.
 
-The reference calls each transformer as diffusers' own pipelines do, by their own functions, one example at a time.
+The reference calls each transformer as diffusers' own pipelines do, by their own functions, one example at a
+time.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from tests.diffusion.components import COMPONENTS
 from torch.nn.functional import mse_loss
 
-from tests.diffusion.components import COMPONENTS
 from zerostart.training.tasks.flow import FlowMatching
 from zerostart.training.tasks.flow_times import FlowConfig
 
@@ -115,7 +116,7 @@ def configured(folder: Path, family: str, engine: str, stage: int, count: int = 
 
 
 def recorded_run(values: dict) -> dict:
-    """Runs ``values`` on this rank: losses, what was drawn (number, time, noise) by batch, and what is saved."""
+    """Runs ``values`` here: losses, and what was drawn (number, time, noise) by batch."""
     from zerostart.training.config import parse_config
     from zerostart.training.runner import train
 

@@ -1,13 +1,13 @@
-"""Flow matching on several ranks: losses and weights of one process in plain torch that sees every example."""
+"""Flow matching on several ranks: losses and weights of one process in plain torch that sees all examples."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.training.flow_items import FAMILIES, configured, recorded_run, train_alone
 
 from ranks import run_ranks
-from tests.training.flow_items import FAMILIES, configured, recorded_run, train_alone
 
 #: What the runner promises in fp32: of losses relative, of weights relative to their norm.
 EXACT = 1e-5
@@ -18,7 +18,12 @@ def by_steps(ranks, accumulation):
     batches = [rank["batches"] for rank in ranks]
     steps = len(batches[0]) // accumulation
     return [
-        [one for rank in batches for batch in rank[k * accumulation : (k + 1) * accumulation] for one in batch]
+        [
+            one
+            for rank in batches
+            for batch in rank[k * accumulation : (k + 1) * accumulation]
+            for one in batch
+        ]
         for k in range(steps)
     ]
 
