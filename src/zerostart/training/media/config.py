@@ -88,47 +88,47 @@ class MediaConfig(Section):
     @model_validator(mode="after")
     def _sizes(self) -> MediaConfig:
         if (self.height is None) != (self.width is None):
-            raise ValueError("media.height and media.width go together: give both, or none and media.max_pixels")
+            raise ValueError("height and width go together: give both, or none and max_pixels")
         if self.height is not None and self.buckets != "own":
-            raise ValueError("media.buckets has no meaning beside media.height and media.width; leave one out")
+            raise ValueError("buckets has no meaning beside height and width; leave one out")
         if self.buckets == []:
-            raise ValueError("media.buckets is empty; list sizes [height, width], or write own or standard")
+            raise ValueError("buckets is empty; list sizes [height, width], or write own or standard")
         sizes = [] if isinstance(self.buckets, str) else self.buckets
         for size in [(self.height, self.width)] if self.height and self.width else sizes:
             if any(side % self.multiple_of for side in size if side):
                 raise ValueError(
-                    f"a size of {size[0]} x {size[1]} is not made of multiples of media.multiple_of "
+                    f"a size of {size[0]} x {size[1]} is not made of multiples of multiple_of "
                     f"{self.multiple_of}, which the model's patches ask for"
                 )
         if max(self.background) > 255:
-            raise ValueError(f"media.background {list(self.background)} is not made of numbers from 0 to 255")
+            raise ValueError(f"background {list(self.background)} is not made of numbers from 0 to 255")
         return self
 
     @model_validator(mode="after")
     def _times(self) -> MediaConfig:
         factor, remainder = self.time_division_factor, self.time_division_remainder
         if remainder >= factor:
-            raise ValueError(f"media.time_division_remainder {remainder} is not below the factor {factor}")
+            raise ValueError(f"time_division_remainder {remainder} is not below the factor {factor}")
         if self.num_frames % factor != remainder:
             below = self.num_frames - (self.num_frames - remainder) % factor
             near = " or ".join(str(count) for count in (below, below + factor) if count > 0)
             raise ValueError(
-                f"media.num_frames {self.num_frames} does not leave {remainder} when divided by {factor} "
-                f"(media.time_division_remainder and media.time_division_factor); {near} does"
+                f"num_frames {self.num_frames} does not leave {remainder} when divided by {factor} "
+                f"(time_division_remainder and time_division_factor); {near} does"
             )
         if self.frames == "even" and self.frame_rate is not None:
-            raise ValueError("media.frames even spreads frames over a video, at no media.frame_rate; leave one out")
+            raise ValueError("frames even spreads frames over a video, at no frame_rate; leave one out")
         return self
 
     @model_validator(mode="after")
     def _named(self) -> MediaConfig:
         for name, value in self.columns.items():
             if name in ("prompt", ""):
-                raise ValueError(f"media.columns: {name!r} names no files; media.prompt names the column of texts")
+                raise ValueError(f"columns: {name!r} names no files; prompt names the column of texts")
             if name not in KNOWN_COLUMNS and (isinstance(value, str) or value.kind is None):
                 known = ", ".join(KNOWN_COLUMNS)
                 raise ValueError(
-                    f"media.columns.{name} is none of {known}; say what it holds: "
+                    f"columns.{name} is none of {known}; say what it holds: "
                     f"{name}: {{column: ..., kind: image}} (or images, or video)"
                 )
         return self
