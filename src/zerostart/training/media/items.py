@@ -24,17 +24,19 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import Dataset
 
+from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.training.media.columns import Column, media_columns
 from zerostart.training.media.config import MediaConfig
-from zerostart.training.media.files import MediaFile, files_of
+from zerostart.training.media.files import MediaFile, files_of, needed
 from zerostart.training.media.hub import is_dataset, read_dataset
 from zerostart.training.media.parts import Part, parts_of
 from zerostart.training.media.table import read_table
 
-__all__ = ["MediaItems"]
+__all__ = ["MediaItems", "as_float", "as_picture", "read_media"]
 
 T = TypeVar("T")
 
@@ -46,7 +48,7 @@ _NOT_CONTENT = {"source", "base", "split", "items", "repeats", "workers"}
 
 
 class MediaItems(Dataset[dict[str, Any]]):
-    """One item a row, decoded when it is asked for; ``repeats`` are not counted (see `Repeated`)."""
+    """One item a row, decoded when it is asked for; ``repeats`` are for what is made of them."""
 
     def __init__(self, config: MediaConfig) -> None:
         """Read the table; raises :class:`ConfigError` for one that is absent, malformed, or lacks a column."""
@@ -180,3 +182,42 @@ def _digest(file: MediaFile) -> bytes:
     if not file.exists():
         raise ConfigError(f"{file.name}: no such file; media.base says what names are relative to")
     return file.digest()
+
+
+def read_media(config: MediaConfig, world: World) -> MediaItems:
+    """The media that ``config`` names, of which every file is there; collective.
+
+    Raises :class:`ConfigError` on every rank, with the same text, where a rank cannot read them, or has others.
+    """
+    with world.phase("reading the table of media"):
+        items = MediaItems(config)
+        mine = (len(items), items.digest())
+    ranks = world.all_gather_object(mine, "comparing the media")
+    if len(set(ranks)) == 1:
+        return items
+    rows = world.all_gather_object(b"".join(items.row_digests), "looking for the rows that differ")
+    other = next(rank for rank, told in enumerate(ranks) if told != ranks[0])
+    if rows[other] == rows[0]:
+        raise ConfigError(
+            f"the ranks are configured differently: rank {other} decodes the media otherwise than rank 0; start "
+            "all of them with the same configuration"
+        )
+    fewer = min(ranks[0][0], ranks[other][0])
+    first = next((i for i in range(fewer) if rows[0][16 * i :][:16] != rows[other][16 * i :][:16]), fewer)
+    longer = 0 if ranks[0][0] > first else other
+    where = world.broadcast_object(lambda: items.where(first), "naming the row that differs", source=longer)
+    raise ConfigError(
+        f"the media differ between the ranks: rank {other} ({ranks[other][0]:,} rows) from rank 0 "
+        f"({ranks[0][0]:,} rows), first in {where} as rank {longer} reads it. Every rank reads media.source for "
+        "itself: copy the same files to every machine, or name a directory they share"
+    )
+
+
+def as_float(pixels: torch.Tensor) -> torch.Tensor:
+    """uint8 of 0 to 255, of any shape, as float32 of -1 to 1: bit for bit as diffusers' image processors do."""
+    return 2.0 * (pixels.to(torch.float32) / 255.0) - 1.0
+
+
+def as_picture(pixels: torch.Tensor) -> Any:
+    """uint8 [3, H, W] as a Pillow image of mode RGB. Raises :class:`ConfigError` where Pillow is absent."""
+    return needed("PIL.Image").fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
