@@ -1,4 +1,4 @@
-"""The order of examples that differ in shape: one shape a batch, the same for any number of ranks, and resumed."""
+"""The order of examples that differ in shape: one shape a batch, the same for any number of ranks."""
 
 from collections import Counter
 
@@ -33,7 +33,10 @@ def test_whole_steps_of_batches_of_one_shape(shapes, batch_size, step, seed, epo
     left = Counter(shapes) - Counter(shapes[index] for index in seen)
     assert sum(count // batch_size for count in left.values()) < step
     # Steps of several shapes come last, and are no more than are needed.
-    mixed = [len({shapes[batch[0]] for batch in batches[at : at + step]}) > 1 for at in range(0, len(batches), step)]
+    mixed = [
+        len({shapes[batch[0]] for batch in batches[at : at + step]}) > 1
+        for at in range(0, len(batches), step)
+    ]
     assert mixed == sorted(mixed)
     assert buckets.never_seen() == sum(count for count in Counter(shapes).values() if count < batch_size)
 
@@ -76,7 +79,9 @@ class _Told:
 def test_examples_of_one_shape_come_as_accelerate_shuffles_them(count, batch_size, step, seed, epoch):
     sampler = SeedableRandomSampler(range(count), data_seed=seed)
     sampler.set_epoch(epoch)
-    order = [index for batch in epoch_of(Buckets([0] * count, batch_size, step, seed), epoch) for index in batch]
+    order = [
+        index for batch in epoch_of(Buckets([0] * count, batch_size, step, seed), epoch) for index in batch
+    ]
     assert order == list(sampler)[: count // (batch_size * step) * batch_size * step]
 
 

@@ -104,7 +104,9 @@ def test_sizes_are_those_of_diffsynth():
         ((10, 10), {"height": 480, "width": 832}, (480, 832)),
     ]:
         assert target_size(size, config(**keys)) == expected
-    with pytest.raises(ConfigError, match="of 10 x 640 pixels .* nothing is left in multiples of media.multiple_of 16"):
+    with pytest.raises(
+        ConfigError, match=r"of 10 x 640 pixels .* nothing is left in multiples of media\.multiple_of 16"
+    ):
         target_size((10, 640), config())
 
 

@@ -19,7 +19,12 @@ from zerostart.training.media.items import MediaItems, as_float, as_picture, rea
 
 ALONE = World(0, 1, None)
 ROWS = [
-    {"image": "china.jpg", "edit_image": ["flower.jpg", "china.jpg"], "prompt": "roofs, and a sky", "note": "1"},
+    {
+        "image": "china.jpg",
+        "edit_image": ["flower.jpg", "china.jpg"],
+        "prompt": "roofs, and a sky",
+        "note": "1",
+    },
     {"image": "flower.jpg", "edit_image": None, "prompt": None, "note": "2"},
 ]
 AS_CSV = """image,edit_image,prompt,note
@@ -81,7 +86,9 @@ def test_a_folder_without_a_table_has_its_texts_beside_the_files(folder):
     (folder / ".hidden").mkdir()
     shutil.copy(FLOWER, folder / ".hidden")
     (folder / "flower.jpg").rename(folder / "more" / "flower.jpg")
-    with pytest.raises(ConfigError, match=r"1 files have no \.txt .*\(more/flower\.jpg\).*media\.prompt to null"):
+    with pytest.raises(
+        ConfigError, match=r"1 files have no \.txt .*\(more/flower\.jpg\).*media\.prompt to null"
+    ):
         MediaItems(small(folder))
     (folder / "more" / "flower.txt").write_text("a flower")
     items = MediaItems(small(folder))
@@ -96,7 +103,9 @@ def test_a_folder_without_a_table_has_its_texts_beside_the_files(folder):
 
 def test_columns_by_other_names(folder):
     table = folder / "pairs.jsonl"
-    table.write_text(json.dumps({"after": "china.jpg", "before": "flower.jpg", "caption": "x", "image": "no file"}))
+    table.write_text(
+        json.dumps({"after": "china.jpg", "before": "flower.jpg", "caption": "x", "image": "no file"})
+    )
     columns = {"image": "after", "edit_image": "before", "depth": {"column": "before", "kind": "image"}}
     items = read_media(small(table, columns=columns, prompt="caption"), ALONE)
     assert {name for name, value in items[0].items() if not isinstance(value, str)} == set(columns)
@@ -109,8 +118,13 @@ def test_the_digest_is_of_contents_wherever_they_lie(folder, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     for name in ("china", "flower"):
         shutil.copy(folder / f"{name}.jpg", elsewhere / f"other-{name}.jpg")
-    (folder / "b.json").write_text(json.dumps(ROWS).replace("china.jpg", "other-china.jpg").replace('"flo', '"other-flo'))
-    here, there = MediaItems(small(folder / "a.json")), MediaItems(small(folder / "b.json", base=str(elsewhere)))
+    (folder / "b.json").write_text(
+        json.dumps(ROWS).replace("china.jpg", "other-china.jpg").replace('"flo', '"other-flo')
+    )
+    here, there = (
+        MediaItems(small(folder / "a.json")),
+        MediaItems(small(folder / "b.json", base=str(elsewhere))),
+    )
     assert here.digest() == there.digest()
     assert here.digest() == MediaItems(small(folder / "a.json", repeats=3, workers=1)).digest()
     assert here.contents() == MediaItems(small(folder / "a.json", width=32)).contents()
@@ -130,7 +144,11 @@ def test_the_digest_is_of_contents_wherever_they_lie(folder, tmp_path_factory):
         ("a.csv", "image,image\nx,y\n", r"a\.csv, line 1: the names of the columns"),
         ("a.csv", "image,prompt\n", r"a\.csv is empty: it has no row"),
         ("a.csv", "image,promt\nx,y\n", r"no column 'prompt' but image, promt .*did you mean promt\?"),
-        ("a.csv", "file,prompt\nx,y\n", r"none of its columns \(file, prompt\) is one of video, image,.*file_name"),
+        (
+            "a.csv",
+            "file,prompt\nx,y\n",
+            r"none of its columns \(file, prompt\) is one of video, image,.*file_name",
+        ),
         ("a.csv", b"image,prompt\n\xff\xfe,y\n", r"a\.csv is not UTF-8"),
         ("a.json", '{"image": "x"}', r"a\.json: a table is a list of objects, not a JSON dict"),
         ("a.json", '[{"image": "x"}, 3]', r"a\.json, entry 2: a row is an object"),
@@ -138,7 +156,11 @@ def test_the_digest_is_of_contents_wherever_they_lie(folder, tmp_path_factory):
         ("a.jsonl", '{"image": "x", "prompt": 3}', r"line 1, column 'prompt': 3 is not a text"),
         ("a.jsonl", '{"image": ["x"], "prompt": "y"}', r"column 'image': a list, where one picture belongs"),
         ("a.jsonl", '{"image": 7, "prompt": "y"}', r"column 'image': 7 is not the name of a file"),
-        ("a.jsonl", '{"image": "https://a/b.png", "prompt": "y"}', r"https://a/b\.png is an address; download"),
+        (
+            "a.jsonl",
+            '{"image": "https://a/b.png", "prompt": "y"}',
+            r"https://a/b\.png is an address; download",
+        ),
         ("a.jsonl", '{"image": "", "prompt": "y"}', r"line 1: its cells under image are all empty"),
         ("a.txt", "image", r"a table is a \.csv, \.json or \.jsonl file, not \.txt"),
     ],
@@ -162,12 +184,14 @@ def test_absent_and_damaged_files_are_told_by_row(folder):
     items = MediaItems(small(folder / "t.json", items=3))
     assert len(items) == 3
     for index, entry in ((0, 1), (2, 3)):
-        with pytest.raises(ConfigError, match=rf"entry {entry}, column 'image': .*cannot be read as a picture.*replace it"):
+        with pytest.raises(
+            ConfigError, match=rf"entry {entry}, column 'image': .*cannot be read as a picture.*replace it"
+        ):
             items[index]
     with pytest.raises(ConfigError, match="no such file or directory"):
         MediaItems(small(folder / "absent.csv"))
+    (folder / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no metadata\.csv.*picture or video"):
-        (folder / "empty").mkdir()
         MediaItems(small(folder / "empty"))
     with pytest.raises(ConfigError, match=r"media\.base .*no such directory"):
         MediaItems(small(folder / "t.json", base=str(folder / "nowhere")))
@@ -209,7 +233,9 @@ def test_values_for_encoders_are_those_of_diffusers():
         expected = VaeImageProcessor(do_resize=False).preprocess(picture)[0]
         pixels = torch.tensor(list(picture.getdata()), dtype=torch.uint8).view(427, 640, 3).permute(2, 0, 1)
     assert torch.equal(as_float(pixels), expected)
-    assert list(as_picture(pixels).getdata())[:1000] == [tuple(value) for value in pixels.flatten(1).T[:1000].tolist()]
+    assert list(as_picture(pixels).getdata())[:1000] == [
+        tuple(value) for value in pixels.flatten(1).T[:1000].tolist()
+    ]
 
 
 def read_own(folder, rows):
@@ -229,7 +255,9 @@ def read_own(folder, rows):
 
 
 def test_ranks_with_other_media_are_told_so(folder):
-    row, other, absent = ({"image": name, "prompt": "x"} for name in ("china.jpg", "flower.jpg", "absent.jpg"))
+    row, other, absent = (
+        {"image": name, "prompt": "x"} for name in ("china.jpg", "flower.jpg", "absent.jpg")
+    )
     cases = [([row], [row]), ([row], [other]), ([row], [row, other]), ([row], [absent])]
     outcomes = rank_outcomes(read_own, 2, str(folder), cases, timeout=60)
     assert all(outcome.ok for outcome in outcomes), outcomes
@@ -244,7 +272,10 @@ def test_ranks_with_other_media_are_told_so(folder):
 
 def test_datasets_that_hugging_face_saved(folder):
     datasets = pytest.importorskip("datasets")
-    columns = {"image": [str(folder / "china.jpg"), str(folder / "flower.jpg")], "text": ["roofs", "a flower"]}
+    columns = {
+        "image": [str(folder / "china.jpg"), str(folder / "flower.jpg")],
+        "text": ["roofs", "a flower"],
+    }
     made = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
     (folder / "t.json").write_text(json.dumps([{"image": "china.jpg", "prompt": "roofs"}]))
     expected = MediaItems(small(folder / "t.json"))[0]
@@ -262,5 +293,7 @@ def test_without_the_library_a_dataset_is_refused_by_name():
     try:
         import datasets  # noqa: F401
     except ImportError:
-        with pytest.raises(ConfigError, match=r"media\.source hf:a/b is a dataset of Hugging Face.*pip install datasets"):
+        with pytest.raises(
+            ConfigError, match=r"media\.source hf:a/b is a dataset of Hugging Face.*pip install datasets"
+        ):
             MediaItems(small("hf:a/b"))

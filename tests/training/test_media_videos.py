@@ -77,7 +77,12 @@ def test_short_videos_are_refused_with_their_row(folder):
 
 def test_videos_of_an_item_have_one_size_and_number_of_frames(folder):
     write_video(folder / "short.mkv", numbered_frames(7, 64, 64))
-    row = {"video": "v.mkv", "control_video": "short.mkv", "first_frame": str(CHINA), "edit_image": str(CHINA)}
+    row = {
+        "video": "v.mkv",
+        "control_video": "short.mkv",
+        "first_frame": str(CHINA),
+        "edit_image": str(CHINA),
+    }
     item = items(folder, [row], max_pixels=32 * 32)[0]
     assert item["video"].shape == item["control_video"].shape == (3, 5, 16, 32)
     assert item["first_frame"].shape == (3, 16, 32)
@@ -122,7 +127,12 @@ def test_damaged_videos_are_told_by_row(folder, tmp_path):
     rows = [{"video": name} for name in ("cut.mkv", "text.mp4", "frames", "none")]
     found = items(tmp_path, rows, num_frames=2, time_division_factor=1, time_division_remainder=0)
     for index, message in enumerate(
-        [r"cut\.mkv .*replace it", r"text\.mp4 cannot be read as a video", "make them alike", "no frame in this"]
+        [
+            r"cut\.mkv .*replace it",
+            r"text\.mp4 cannot be read as a video",
+            "make them alike",
+            "no frame in this",
+        ]
     ):
         with pytest.raises(ConfigError, match=rf"entry {index + 1}, column 'video': .*{message}"):
             found[index]

@@ -1,8 +1,8 @@
 """An order of examples in which those of one batch have tensors of the same shapes.
 
-It follows from the seed, the epoch, the size of a batch and the number of batches in a step alone: so any number
-of ranks that share a step of that many batches see the same examples in each step, also when one goes on from
-a checkpoint of another.
+It follows from the seed, the epoch, the size of a batch and the number of batches in a step alone: so any
+number of ranks that share a step of that many batches see the same examples in each step, also when one
+goes on from a checkpoint of another.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ logger = logging.getLogger("zerostart")
 class Buckets(Sampler[list[int]]):
     """Batches of indices; those with the same one of ``shapes`` are a bucket.
 
-    In each epoch the examples come in a new order. Whenever ``step`` batches of ``batch_size`` of one bucket have come
-    together they are the next step. What is left of the buckets in the end makes up steps of several buckets,
-    each batch still of one. What then fills no batch, and batches that fill no step, are left out of this
-    epoch: others in each.
+    In each epoch the examples come in a new order. Whenever ``step`` batches of ``batch_size`` of one
+    bucket have come together they are the next step. What is left of the buckets in the end makes up steps
+    of several buckets, each batch still of one. What then fills no batch, and batches that fill no step,
+    are left out of this epoch: others in each.
     """
 
     def __init__(self, shapes: Sequence[Hashable], batch_size: int, step: int, seed: int) -> None:
@@ -94,7 +94,8 @@ class Buckets(Sampler[list[int]]):
 def order_of(items: Items, task: Task, count: int) -> tuple[dict[str, Any], Buckets | None]:
     """In which order a ``DataLoader`` takes ``items``, of which ``count`` batches go to the ranks at a time.
 
-    Its arguments for that, and the buckets where ``task`` has them. Raises :class:`ConfigError` for too few items.
+    Its arguments for that, and the buckets where ``task`` has them. Raises :class:`ConfigError` for too few
+    items.
     """
     train = task.config.train
     needed, told = train.batch_size * count, f"the data has {len(items)} {task.examples} to train on"
@@ -105,13 +106,14 @@ def order_of(items: Items, task: Task, count: int) -> tuple[dict[str, Any], Buck
     buckets = Buckets(items.shapes(), train.batch_size, count * train.accumulation, train.seed)
     if not len(buckets):
         raise ConfigError(
-            f"{told}; one step takes {needed * train.accumulation} (train.batch_size, times train.accumulation, "
-            "times ranks), and those of one batch have the same shapes: lower one of these, or raise media.repeats"
+            f"{told}; one step takes {needed * train.accumulation} (train.batch_size, times "
+            "train.accumulation, times ranks), and those of one batch have the same shapes: lower one of "
+            "these, or raise media.repeats"
         )
     if buckets.never_seen():
         logger.warning(
-            "%d of %d %s are never trained on, for fewer than train.batch_size %d have their shapes: lower that, "
-            "or have fewer sizes (media.buckets)",
+            "%d of %d %s are never trained on, for fewer than train.batch_size %d have their shapes: lower "
+            "that, or have fewer sizes (media.buckets)",
             buckets.never_seen(),
             len(items),
             task.examples,

@@ -34,7 +34,10 @@ class Clip(ABC):
 
     @abstractmethod
     def pictures(self, indices: Sequence[int]) -> Iterator[Any]:
-        """The frames at ``indices``, which never fall, as Pillow images of mode RGB. Raises :class:`ConfigError`."""
+        """Frames by their numbers, which never fall, as Pillow images of mode RGB.
+
+        Raises :class:`ConfigError`.
+        """
 
 
 def clip_of(files: Sequence[MediaFile], background: Color) -> Clip:
@@ -79,8 +82,8 @@ class _Stills(Clip):
             width, height = picture.size
             if (height, width) != self.size:
                 raise ConfigError(
-                    f"{self._files[index].name} has {height} x {width} pixels, and the first frame of its video "
-                    f"{self.size[0]} x {self.size[1]} (height x width); make them alike"
+                    f"{self._files[index].name} has {height} x {width} pixels, and the first frame of its "
+                    f"video {self.size[0]} x {self.size[1]} (height x width); make them alike"
                 )
             yield picture
 
@@ -167,8 +170,8 @@ class _Stream(Clip):
                     number, frame = next(frames, (index, None))
                     if frame is None:
                         raise ConfigError(
-                            f"{self._file.name}: {reached + 1} frames can be decoded, but its packets tell of "
-                            f"{index + 1} or more; encode it anew, or take its row out of the table"
+                            f"{self._file.name}: {reached + 1} frames can be decoded, but its packets tell "
+                            f"of {index + 1} or more; encode it anew, or take its row out of the table"
                         )
                 yield _upright(frame)
 

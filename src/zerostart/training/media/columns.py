@@ -14,7 +14,7 @@ __all__ = ["Column", "media_columns"]
 
 @dataclass(frozen=True)
 class Column:
-    """A column ``column`` of the table, ``name`` in the items; ``own``: in a size that each picture has for itself."""
+    """``column`` of the table, ``name`` in the items; ``own``: each picture has a size for itself."""
 
     name: str
     column: str
@@ -51,7 +51,10 @@ def _column(name: str, value: str | ColumnConfig) -> Column:
     kind = given.kind or kind
     assert kind is not None, "the configuration was checked for it"
     return Column(
-        name, given.column or name, kind, (given.size or size or ("own" if kind == "images" else "item")) == "own"
+        name,
+        given.column or name,
+        kind,
+        (given.size or size or ("own" if kind == "images" else "item")) == "own",
     )
 
 

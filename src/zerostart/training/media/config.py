@@ -18,8 +18,8 @@ class ColumnConfig(Section):
     """A column of the table whose cells name files.
 
     ``column`` is its name there; None: that in the items. ``kind`` ``images`` is a list of any number,
-    ``image`` exactly one. ``size`` ``item`` crops to the size of the item's ``video`` or ``image``, ``own`` to a
-    size that is chosen for each picture by itself. A kind or size of None is that of `KNOWN_COLUMNS`.
+    ``image`` exactly one. ``size`` ``item`` crops to the size of the item's ``video`` or ``image``, ``own``
+    to a size that is chosen for each picture by itself. A kind or size of None is that of `KNOWN_COLUMNS`.
     """
 
     column: str | None = None
@@ -44,23 +44,25 @@ KNOWN_COLUMNS: dict[str, tuple[Kind, Fitted]] = {
 class MediaConfig(Section):
     """Pictures and videos to train on.
 
-    ``source`` is a table (``.csv``, ``.json``, ``.jsonl``), a directory with a ``metadata`` table in it or with
-    files and texts side by side, a directory that Hugging Face ``datasets`` saved, or ``hf:NAME`` for a dataset that it
-    loads, of which ``split`` is taken. Names of files are relative to ``base``, by default the table's own directory.
-    ``prompt`` is the column of texts; None: there are none. ``columns`` says which columns name files, by their
-    names in the items; without it those of `KNOWN_COLUMNS` do. ``items`` limits how many rows are taken (0: all).
+    ``source`` is a table (``.csv``, ``.json``, ``.jsonl``), a directory with a ``metadata`` table in it or
+    with files and texts side by side, a directory that Hugging Face ``datasets`` saved, or ``hf:NAME`` for
+    a dataset that it loads, of which ``split`` is taken. Names of files are relative to ``base``, by
+    default the table's own directory. ``prompt`` is the column of texts; None: there are none. ``columns``
+    says which columns name files, by their names in the items; without it those of `KNOWN_COLUMNS` do.
+    ``items`` limits how many rows are taken (0: all).
 
-    A picture is scaled until it covers its target, and cropped around its centre. The target is ``height`` by
-    ``width``; without them what is nearest to its own shape among ``buckets``, sizes [height, width]. ``standard`` are sizes
-    of about ``max_pixels`` from 1:2 to 2:1; ``own`` is each picture's own size, scaled down to ``max_pixels`` where it has more.
-    All sizes are multiples of ``multiple_of``.
+    A picture is scaled until it covers its target, and cropped around its centre. The target is ``height``
+    by ``width``; without them what is nearest to its own shape among ``buckets``, sizes [height, width].
+    ``standard`` are sizes of about ``max_pixels`` from 1:2 to 2:1; ``own`` is each picture's own size,
+    scaled down to ``max_pixels`` where it has more. All sizes are multiples of ``multiple_of``.
 
-    A video gives ``num_frames`` frames, or where it is shorter the largest number that leaves ``time_division_remainder``
-    when divided by ``time_division_factor``: its ``first`` ones, or some in ``even`` distances from its first to its last.
-    ``frame_rate`` (a second) has them picked by their times; None takes them as they follow.
+    A video gives ``num_frames`` frames, or where it is shorter the largest number that leaves
+    ``time_division_remainder`` when divided by ``time_division_factor``: its ``first`` ones, or some in
+    ``even`` distances from its first to its last. ``frame_rate`` (a second) has them picked by their times;
+    None takes them as they follow.
 
-    Transparent parts become ``background`` (red, green, blue of 0 to 255). An epoch goes over the rows ``repeats`` times.
-    ``workers`` processes decode beside each rank (0: the rank itself does).
+    Transparent parts become ``background`` (red, green, blue of 0 to 255). An epoch goes over the rows
+    ``repeats`` times. ``workers`` processes decode beside each rank (0: the rank itself does).
     """
 
     places: ClassVar[frozenset[str]] = frozenset({"source", "base"})

@@ -75,8 +75,9 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def files_of(cell: Any, kind: Kind, base: Path, where: str) -> tuple[MediaFile, ...]:
     """The files that a cell names: relative to ``base``, or absolute; or holds (``bytes`` of a dataset).
 
-    None for a cell that is empty. A text that begins with ``[`` is a JSON list, as CSV needs it, where several
-    files can be. Raises :class:`ConfigError` for what names no file; ``where`` says which cell it is.
+    None for an empty cell. A text that begins with ``[`` is a JSON list, as CSV needs it, where
+    several files can be. Raises :class:`ConfigError` for what names no file; ``where`` says which cell it
+    is.
     """
     if kind != "image" and isinstance(cell, str) and cell.lstrip().startswith("["):
         cell = _listed(cell, where)
@@ -101,7 +102,7 @@ def _listed(text: str, where: str) -> Sequence[Any]:
 
 
 def _file(cell: Any, base: Path, where: str) -> MediaFile:
-    """Of a name, or of the ``{"bytes": ..., "path": ...}`` that ``datasets`` gives for what it doesn't decode."""
+    """Of a name, or of the ``{"bytes": ..., "path": ...}`` that ``datasets`` gives undecoded."""
     if isinstance(cell, dict) and cell.keys() == {"bytes", "path"}:
         if cell["bytes"] is not None:
             return MediaFile(cell["path"] or where, None, cell["bytes"])

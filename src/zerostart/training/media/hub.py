@@ -41,7 +41,9 @@ def read_dataset(source: str, split: str, base: str | None, items: int) -> Table
             found = datasets.load_from_disk(str(Path(source).expanduser()))
     except Exception as error:  # of many types
         told = " ".join(str(error).split())
-        raise ConfigError(f"media.source {source}: no split {split!r} to be loaded from it: {told}") from error
+        raise ConfigError(
+            f"media.source {source}: no split {split!r} to be loaded from it: {told}"
+        ) from error
     if isinstance(found, dict):
         if split not in found:
             raise ConfigError(

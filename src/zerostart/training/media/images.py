@@ -17,7 +17,7 @@ _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
 
 @contextmanager
 def readable(file: MediaFile, what: str) -> Iterator[None]:
-    """Inside a library reads ``file``: what it fails with is raised as :class:`ConfigError`, which names the file."""
+    """Inside a library reads ``file``; raises :class:`ConfigError`, which names it, for whatever that fails with."""
     try:
         yield
     except (ConfigError, MemoryError):

@@ -10,8 +10,9 @@ An item is what one row of the table gives::
         "seed": "12", ...                   # every other column, as the table has it
     }
 
-with red, green and blue of 0 to 255 on the CPU. A column of kind image or video whose cell is empty is absent
-from the item. `as_float` gives values in -1 to 1 as diffusers' image processors do, `as_picture` a Pillow image.
+with red, green and blue of 0 to 255 on the CPU. A column of kind image or video whose cell is empty is
+absent from the item. `as_float` gives values in -1 to 1 as diffusers' image processors do, `as_picture` a
+Pillow image.
 
 :func:`read_media` is the entry: collective, and the same on every rank when it returns.
 """
@@ -51,7 +52,7 @@ class MediaItems(Dataset[dict[str, Any]]):
     """One item a row, decoded when it is asked for; ``repeats`` are for what is made of them."""
 
     def __init__(self, config: MediaConfig) -> None:
-        """Read the table; raises :class:`ConfigError` for one that is absent, malformed, or lacks a column."""
+        """Read the table; raises :class:`ConfigError` where it is absent, malformed, or lacks a column."""
         self.config = config
         if is_dataset(config.source):
             self._table = read_dataset(config.source, config.split, config.base, config.items)
@@ -76,7 +77,7 @@ class MediaItems(Dataset[dict[str, Any]]):
         return self._table.where(index)
 
     def shapes(self) -> list[Hashable]:
-        """A key for each item: items with the same key have tensors of the same shapes. By headers, in threads.
+        """A key for each item: those with the same key have tensors of the same shapes. By headers, in threads.
 
         Raises :class:`ConfigError`, naming row and file.
         """
@@ -187,7 +188,8 @@ def _digest(file: MediaFile) -> bytes:
 def read_media(config: MediaConfig, world: World) -> MediaItems:
     """The media that ``config`` names, of which every file is there; collective.
 
-    Raises :class:`ConfigError` on every rank, with the same text, where a rank cannot read them, or has others.
+    Raises :class:`ConfigError` on every rank, with the same text, where a rank cannot read them, or has
+    others.
     """
     with world.phase("reading the table of media"):
         items = MediaItems(config)
@@ -199,8 +201,8 @@ def read_media(config: MediaConfig, world: World) -> MediaItems:
     other = next(rank for rank, told in enumerate(ranks) if told != ranks[0])
     if rows[other] == rows[0]:
         raise ConfigError(
-            f"the ranks are configured differently: rank {other} decodes the media otherwise than rank 0; start "
-            "all of them with the same configuration"
+            f"the ranks are configured differently: rank {other} decodes the media otherwise than rank 0; "
+            "start all of them with the same configuration"
         )
     fewer = min(ranks[0][0], ranks[other][0])
     first = next((i for i in range(fewer) if rows[0][16 * i :][:16] != rows[other][16 * i :][:16]), fewer)
@@ -208,13 +210,13 @@ def read_media(config: MediaConfig, world: World) -> MediaItems:
     where = world.broadcast_object(lambda: items.where(first), "naming the row that differs", source=longer)
     raise ConfigError(
         f"the media differ between the ranks: rank {other} ({ranks[other][0]:,} rows) from rank 0 "
-        f"({ranks[0][0]:,} rows), first in {where} as rank {longer} reads it. Every rank reads media.source for "
-        "itself: copy the same files to every machine, or name a directory they share"
+        f"({ranks[0][0]:,} rows), first in {where} as rank {longer} reads it. Every rank reads media.source "
+        "for itself: copy the same files to every machine, or name a directory they share"
     )
 
 
 def as_float(pixels: torch.Tensor) -> torch.Tensor:
-    """uint8 of 0 to 255, of any shape, as float32 of -1 to 1: bit for bit as diffusers' image processors do."""
+    """uint8 of 0 to 255, of any shape, as float32 of -1 to 1, bit for bit as diffusers' processors do."""
     return 2.0 * (pixels.to(torch.float32) / 255.0) - 1.0
 
 

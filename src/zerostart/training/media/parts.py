@@ -93,8 +93,8 @@ def parts_of(
 ) -> dict[str, Part]:
     """By name what the ``files`` of a row give; nothing for a picture or a video that the row lacks.
 
-    The first of ``columns`` with files that has no size of its own gives the item its size. All videos of that
-    size have equally many frames. Raises :class:`ConfigError`, by ``told``.
+    The first of ``columns`` with files that has no size of its own gives the item its size. All videos of
+    that size have equally many frames. Raises :class:`ConfigError`, by ``told``.
     """
     present = [column for column in columns if files[column.name] or column.kind == "images"]
     clips = {
@@ -113,7 +113,11 @@ def parts_of(
     if leading is not None:
         size = told(leading, lambda: target_size(sizes(leading)[0], config))
     most = min(
-        [told(c, lambda c=c: _frames(clips[c.name], config)) for c in present if c.name in clips and not c.own],
+        [
+            told(c, lambda c=c: _frames(clips[c.name], config))
+            for c in present
+            if c.name in clips and not c.own
+        ],
         default=config.num_frames,
     )
 

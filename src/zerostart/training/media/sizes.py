@@ -78,7 +78,7 @@ def _nearest(size: Size, sizes: Sequence[Size]) -> Size:
 
 
 def fitted(picture: Any, target: Size) -> Any:
-    """A Pillow image scaled (bilinear, antialiased) until it covers ``target``, then cropped around its centre.
+    """A Pillow image scaled (bilinear, antialiased) until it covers ``target``, cropped around its centre.
 
     The numbers are those of torchvision's ``resize`` and ``center_crop``, which DiffSynth-Studio uses.
     """
@@ -105,7 +105,7 @@ def frames_needed(config: MediaConfig, rate: Fraction | None) -> int | None:
 
 
 def picked_frames(config: MediaConfig, frames: int, rate: Fraction | None, most: int) -> list[int]:
-    """Which of ``frames`` frames, at ``rate`` a second (None: it has none), are taken; at most ``most`` of them.
+    """Which of ``frames`` frames, at ``rate`` a second (None: at none), are taken; at most ``most``.
 
     Raises :class:`ConfigError` where there are too few.
     """
@@ -125,7 +125,6 @@ def picked_frames(config: MediaConfig, frames: int, rate: Fraction | None, most:
     if wanted is None or rate is None:
         return list(range(count))
     return [min(round(index / wanted * rate), frames - 1) for index in range(count)]
-
 
 
 def _wanted_rate(config: MediaConfig, rate: Fraction | None) -> Fraction | None:

@@ -155,8 +155,8 @@ def _files_in(folder: Path, prompt: str | None) -> Iterator[tuple[str, Row]]:
         yield str(path), row
     if not found:
         raise ConfigError(
-            f"media.source {folder}: no {', '.join(TABLES)}, picture or video in this directory; pictures are "
-            f"known by {' '.join(IMAGE_SUFFIXES)}, videos by {' '.join(VIDEO_SUFFIXES)}"
+            f"media.source {folder}: no {', '.join(TABLES)}, picture or video in this directory; pictures "
+            f"are known by {' '.join(IMAGE_SUFFIXES)}, videos by {' '.join(VIDEO_SUFFIXES)}"
         )
     if without:
         shown = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
