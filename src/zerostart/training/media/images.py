@@ -17,7 +17,7 @@ _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
 
 @contextmanager
 def readable(file: MediaFile, what: str) -> Iterator[None]:
-    """Inside a library reads ``file``; raises :class:`ConfigError`, which names it, for whatever that fails with."""
+    """Inside a library reads ``file``; raises :class:`ConfigError`, which names it, where that fails."""
     try:
         yield
     except (ConfigError, MemoryError):
@@ -41,8 +41,12 @@ def opened_image(file: MediaFile) -> Iterator[Any]:
 def image_size(file: MediaFile) -> tuple[int, int]:
     """Height and width of a picture that stands upright, by its header. Raises :class:`ConfigError`."""
     with opened_image(file) as image:
-        width, height = image.size
-        return (width, height) if image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE else (height, width)
+        if image.getexif().get(_ORIENTATION) not in _ON_ITS_SIDE:
+            return image.height, image.width
+        if image.format == "TIFF":  # whose own reader turns it, in the versions that do
+            upright = needed("PIL.ImageOps").exif_transpose(image)
+            return upright.height, upright.width
+        return image.width, image.height
 
 
 def rgb_image(file: MediaFile, background: tuple[int, int, int]) -> Any:

@@ -77,7 +77,7 @@ class MediaItems(Dataset[dict[str, Any]]):
         return self._table.where(index)
 
     def shapes(self) -> list[Hashable]:
-        """A key for each item: those with the same key have tensors of the same shapes. By headers, in threads.
+        """A key for each item: those with the same key have tensors of the same shapes. By headers alone.
 
         Raises :class:`ConfigError`, naming row and file.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -98,7 +99,7 @@ def parts_of(
     """
     present = [column for column in columns if files[column.name] or column.kind == "images"]
     clips = {
-        column.name: told(column, lambda c=column: clip_of(files[c.name], config.background))
+        column.name: told(column, partial(clip_of, files[column.name], config.background))
         for column in present
         if column.kind == "video"
     }
@@ -114,7 +115,7 @@ def parts_of(
         size = told(leading, lambda: target_size(sizes(leading)[0], config))
     most = min(
         [
-            told(c, lambda c=c: _frames(clips[c.name], config))
+            told(c, partial(_frames, clips[c.name], config))
             for c in present
             if c.name in clips and not c.own
         ],
@@ -133,7 +134,7 @@ def parts_of(
             return _Picture(files[column.name], targets, config)
         return _Pictures(files[column.name], targets[: len(files[column.name])], config)
 
-    return {column.name: told(column, lambda c=column: part(c)) for column in present}
+    return {column.name: told(column, partial(part, column)) for column in present}
 
 
 def _picked(clip: Clip, config: MediaConfig, most: int) -> list[int]:
