@@ -196,8 +196,9 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     )
     # What is drawn differs from rank to rank in training.
     collator = task.collator(train.seed + accelerator.process_index)
+    data: Any = items  # which DataLoader takes without it being its Dataset
     loader: Any = DataLoader(
-        items, collate_fn=collator, num_workers=config.media.workers if config.media else 0, **order
+        data, collate_fn=collator, num_workers=config.media.workers if config.media else 0, **order
     )
     with current_world().collectives("preparing the training"), untold():
         if engine.wraps or engine.whole:
