@@ -15,8 +15,8 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, mo
 
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import LoadArguments
-from zerostart.training.mistakes import TaskMistake, told
 from zerostart.training.media.config import MediaConfig
+from zerostart.training.mistakes import TaskMistake, told
 from zerostart.training.sections import Count, Positive, Section, TaskConfig
 
 if TYPE_CHECKING:

@@ -114,11 +114,7 @@ def parts_of(
     if leading is not None:
         size = told(leading, lambda: target_size(sizes(leading)[0], config))
     most = min(
-        [
-            told(c, partial(_frames, clips[c.name], config))
-            for c in present
-            if c.name in clips and not c.own
-        ],
+        [told(c, partial(_frames, clips[c.name], config)) for c in present if c.name in clips and not c.own],
         default=config.num_frames,
     )
 
