@@ -1,6 +1,7 @@
 """Runs on pictures of two shapes: the same losses however ranks divide a step, and resumed."""
 
 import json
+import multiprocessing
 
 import pytest
 import torch
@@ -27,6 +28,10 @@ class Colors(nn.Module):
         return self.outer(torch.tanh(self.inner(pixels.mean((2, 3)))))
 
 
+def stacked(items):
+    return {"pixels": torch.stack([as_float(item["image"]) for item in items])}
+
+
 class Halves(Task):
     """A task of a user, on the pictures themselves."""
 
@@ -43,7 +48,7 @@ class Halves(Task):
         return Colors
 
     def collator(self, seed):
-        return lambda items: {"pixels": torch.stack([as_float(item["image"]) for item in items])}
+        return stacked
 
     def seen(self, batch):
         return len(batch["pixels"])
@@ -56,6 +61,7 @@ class Halves(Task):
 def run(values, keys):
     from zerostart.training.runner import train
 
+    multiprocessing.current_process()._config["daemon"] = False  # the ranks of a launcher may have children
     for key, value in keys.items():
         section, _, leaf = key.rpartition(".")
         if section:
