@@ -43,7 +43,10 @@ def _explain(problem: dict[str, Any], root: type[BaseModel], task: type[Section]
     if problem["type"] == "missing":
         return f"{key} is required"
     message = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{key}: {message}, not {problem['input']!r}" if key else message
+    if not key:
+        return message
+    given = "" if isinstance(problem["input"], dict) else f", not {problem['input']!r}"  # a section is long
+    return f"{key}: {message}{given}"
 
 
 def _fields(location: Sequence[str], root: type[BaseModel], task: type[Section]) -> list[str]:

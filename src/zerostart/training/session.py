@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from zerostart.distributed.world import current_world
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError, EngineError
 from zerostart.loading.record import record_of
+from zerostart.training.buckets import Buckets, order_of
 from zerostart.training.config import TrainConfig
 from zerostart.training.failures import untold
 from zerostart.training.schedule import learning_rate_schedule
@@ -42,6 +44,7 @@ class Session:
     engine: Engine  # that the model was loaded for
     items_a_round: int  # in one batch on every rank, or on all that share one
     sharing: Sharing | None  # of sequences that ranks share
+    buckets: Buckets | None  # the order of examples that differ in shape
     draws: bool  # whether making a batch draws from a generator that is no rank's own random state
     position: tuple[int, int] = (0, 0)  # the epoch, and the rounds of it that were had
 
@@ -51,14 +54,19 @@ class Session:
         device: torch.device = self.accelerator.device
         return device
 
-    def batches(self, epoch: int = 0) -> Iterator[Batch]:
-        """This rank's batches, epoch after epoch from ``epoch`` on, each in a new order."""
+    def batches(self, epoch: int = 0, had: int = 0) -> Iterator[Batch]:
+        """This rank's batches, epoch after epoch from ``epoch`` on, each in a new order.
+
+        Of the first one ``had`` batches are passed over without being made, where there are buckets.
+        """
+        if self.buckets is not None:
+            self.buckets.pass_over(had * self.items_a_round // self.buckets.batch_size)
         while True:
             self.loader.set_epoch(epoch)
-            for number, batch in enumerate(self.loader, start=1):
+            for number, batch in enumerate(self.loader, start=had + 1):
                 self.position = (epoch, number)
                 yield batch
-            epoch += 1
+            epoch, had = epoch + 1, 0
 
     def batches_after(self, epoch: int, items: int) -> Iterator[Batch]:
         """The batches that follow when all ranks together have had ``items`` of ``epoch``.
@@ -66,6 +74,12 @@ class Session:
         The order is the same for any number of ranks; where rounds were of another size, and do not end at
         the same place, some come again.
         """
+        if self.buckets is not None:
+            had = items // self.items_a_round
+            if had >= len(self.loader):
+                return self.batches(epoch + 1)
+            batches = self.batches(epoch, had)
+            return chain([next(batches)], batches)  # begun, as `next` below has it: that draws
         batches = self.batches(0 if self.draws else epoch)
         for _ in range(epoch * len(self.loader) * self.draws + items // self.items_a_round):
             next(batches)
@@ -176,10 +190,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     accelerator = _accelerator(config, engine)
     place, count = engine.mesh.batch(accelerator.process_index)
     needed = train.batch_size * count
-    if len(items) < needed:
-        raise ConfigError(
-            f"the data has {len(items)} {task.examples} to train on; one batch on every rank takes {needed}"
-        )
+    order, buckets = order_of(items, task, count)
     optimizer = torch.optim.AdamW(
         _parameter_groups(model, train.weight_decay), lr=train.learning_rate, betas=train.betas
     )
@@ -187,11 +198,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     collator = task.collator(train.seed + accelerator.process_index)
     data: Any = items  # which DataLoader takes without it being its Dataset
     loader: Any = DataLoader(
-        data,
-        batch_size=train.batch_size,
-        shuffle=True,
-        drop_last=True,
-        collate_fn=collator,
+        data, collate_fn=collator, num_workers=config.media.workers if config.media else 0, **order
     )
     with current_world().collectives("preparing the training"), untold():
         if engine.wraps or engine.whole:
@@ -210,7 +217,9 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     sharing = None
     if engine.mesh.sequence_parallel > 1:
         sharing = Sharing(*engine.sequence_chunks(accelerator.process_index), train.batch_size)
-    return Session(accelerator, model, prepared, scheduler, loader, task, engine, needed, sharing, draws)
+    return Session(
+        accelerator, model, prepared, scheduler, loader, task, engine, needed, sharing, buckets, draws
+    )
 
 
 def _prepared(accelerator: Any, loader: Any, place: int, count: int) -> Any:

@@ -84,6 +84,8 @@ class Task(ABC):
     A task is made from the configuration of a run, on every rank. ``Settings`` has the keys of the section
     ``task``. ``sections`` are those of the sections ``data``, ``media``, ``cache`` and ``samples`` that the
     task takes, ``needs`` those of them that it cannot do without; others are refused by name.
+    ``whole_steps`` has an epoch be whole steps, of batches whose examples have one shape (`Buckets`);
+    without it all are shuffled together, and an epoch may end within a step.
     ``shares_sequences`` says whether several ranks may share each example (``engine.sequence_parallel``).
     ``examples`` is what people call them; ``counted`` is the key in ``metrics.jsonl`` of what a step has
     seen, and its rate in short; ``data_key`` the key of the configuration that says where the data are.
@@ -92,6 +94,7 @@ class Task(ABC):
     Settings: ClassVar[type[TaskConfig]] = TaskConfig
     sections: ClassVar[frozenset[str]] = frozenset()
     needs: ClassVar[frozenset[str]] = frozenset()
+    whole_steps: ClassVar[bool] = True
     shares_sequences: ClassVar[bool] = False
     examples: ClassVar[str] = "items"
     counted: ClassVar[tuple[str, str]] = ("items", "items/s")

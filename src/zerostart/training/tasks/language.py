@@ -44,6 +44,7 @@ class _Language(Task):
 
     sections: ClassVar[frozenset[str]] = frozenset({"data"})
     needs: ClassVar[frozenset[str]] = frozenset({"data"})
+    whole_steps: ClassVar[bool] = False  # sequences of all lengths go together
     examples: ClassVar[str] = "sequences"
     counted: ClassVar[tuple[str, str]] = ("tokens", "tok/s")
     weightless: ClassVar[str] = (
