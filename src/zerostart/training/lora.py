@@ -9,50 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from zerostart.errors import ConfigError
 from zerostart.training.diffsynth_names import names_for
 from zerostart.training.lora_presets import PRESETS
+from zerostart.training.trained_sections import LoraConfig
 
-__all__ = ["ADAPTER", "LoraConfig", "add_lora", "lora_targets"]
+__all__ = ["ADAPTER", "add_lora", "lora_targets"]
 
 #: PEFT's name for the one adapter.
 ADAPTER = "default"
 _ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
-
-
-class LoraConfig(BaseModel):
-    """Low-rank adapters, trained in the place of the model, which stays as it was loaded.
-
-    Each gives its module ``alpha / rank`` times the product of two factors of rank ``rank``; ``alpha`` None is
-    ``rank``. ``targets`` is ``auto`` (those of DiffSynth's scripts for its families, else every linear layer
-    of the model's repeated blocks), the name of a preset, a list of names (``to_q`` is every module that is
-    called so, ``blocks.*.attn1.to_q`` one of each block), or DiffSynth's comma-separated list as it is, in
-    the names of DiffSynth's model. What ``exclude`` names is left out. ``init``: the first factor is drawn as
-    PEFT draws it, or from a normal distribution; the second is zero, so that training starts from the model.
-    ``start_from`` is a LoRA file, or its directory, that training goes on from: of PEFT, diffusers or
-    DiffSynth.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rank: Annotated[int, Field(ge=1)] = 32
-    alpha: Annotated[float, Field(gt=0.0)] | None = None
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    targets: str | list[str] = "auto"
-    exclude: list[str] = Field(default_factory=list)
-    init: Literal["default", "gaussian"] = "default"
-    start_from: str | None = None
-
-    @property
-    def scaling(self) -> float:
-        """What the product of the factors is multiplied by."""
-        return 1.0 if self.alpha is None else self.alpha / self.rank
 
 
 def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]:

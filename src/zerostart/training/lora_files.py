@@ -21,7 +21,8 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from zerostart.training.diffsynth_names import PREFIX, names_for
-from zerostart.training.lora import ADAPTER, LoraConfig
+from zerostart.training.lora import ADAPTER
+from zerostart.training.trained_sections import LoraConfig
 
 __all__ = ["start_from"]
 

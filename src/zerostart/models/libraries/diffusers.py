@@ -27,6 +27,7 @@ class Diffusers(ModelLibrary):
 
     name = "diffusers"
     weights_stem = "diffusion_pytorch_model"
+    adapter_format = "diffusers"
 
     def handles(self, kind: type) -> bool:
         """Whether it is a ``ModelMixin``."""
