@@ -47,9 +47,9 @@ class Session:
     items_a_round: int  # in one batch on every rank, or on all that share one
     sharing: Sharing | None  # of sequences that ranks share
     draws: bool  # whether making a batch draws from a generator that is no rank's own random state
-    ema: Ema | None  # the average of the weights
-    adapted: bool  # whether a LoRA is trained, and the model is as it was loaded
     position: tuple[int, int] = (0, 0)  # the epoch, and the rounds of it that were had
+    ema: Ema | None = None  # the average of the weights
+    adapted: bool = False  # whether a LoRA is trained, and the model is as it was loaded
 
     @property
     def device(self) -> torch.device:
@@ -219,23 +219,11 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     sharing = None
     if engine.mesh.sequence_parallel > 1:
         sharing = Sharing(*engine.sequence_chunks(accelerator.process_index), train.batch_size)
-    ema = None
+    opened = Session(accelerator, model, prepared, scheduler, loader, task, engine, needed, sharing, draws)
+    opened.adapted = config.lora is not None
     if config.ema is not None:
-        ema = Ema(config.ema, model, None if engine.wraps else prepared, current_world())
-    return Session(
-        accelerator,
-        model,
-        prepared,
-        scheduler,
-        loader,
-        task,
-        engine,
-        needed,
-        sharing,
-        draws,
-        ema,
-        config.lora is not None,
-    )
+        opened.ema = Ema(config.ema, model, None if engine.wraps else prepared, current_world())
+    return opened
 
 
 def _prepared(accelerator: Any, loader: Any, place: int, count: int) -> Any:
