@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.diffusion.components import COMPONENTS
 from torch import nn
 
-from tests.diffusion.components import COMPONENTS
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from zerostart.training.config import parse_config
@@ -59,9 +59,9 @@ def test_lists_of_diffsynths_scripts(family: str) -> None:
 
 def test_the_preset_of_the_npu_script() -> None:
     """Every entry of the list in ``FLUX.2-dev-Lora-NPU.sh``, in its order."""
-    first = "to_q to_k to_v add_q_proj add_k_proj add_v_proj to_qkv_mlp_proj to_out.0 to_add_out linear_in linear_out"
+    first = "to_q to_k to_v add_q_proj add_k_proj add_v_proj to_qkv_mlp_proj to_out.0 to_add_out"
     singles = [f"single_transformer_blocks.{number}.attn.to_out" for number in range(48)]
-    assert PRESETS["flux2-npu"].split(",") == [*first.split(), *singles]
+    assert PRESETS["flux2-npu"].split(",") == [*first.split(), "linear_in", "linear_out", *singles]
     model = COMPONENTS["flux.2 dev"].build()
     assert lora_targets(model, LoraConfig(targets="flux2-npu")) == lora_targets(model, LoraConfig())
 
@@ -75,7 +75,9 @@ def test_patterns() -> None:
         lora_targets(model, LoraConfig(targets=["to_q", "to_qq"]))
     with pytest.raises(ConfigError, match=r"lora\.exclude has 'nobody'"):
         lora_targets(model, LoraConfig(targets=["to_q"], exclude=["nobody"]))
-    plain = nn.Sequential(nn.Embedding(3, 4), nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)]), nn.Linear(4, 2))
+    plain = nn.Sequential(
+        nn.Embedding(3, 4), nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)]), nn.Linear(4, 2)
+    )
     assert lora_targets(plain, LoraConfig()) == ("1.0",)
 
 
@@ -130,12 +132,22 @@ def test_files_that_are_gone_on_from(tmp_path: Path) -> None:
             delta = layer.get_delta_weight("default")
             torch.testing.assert_close(delta, factors[name][1] @ factors[name][0] * scaling)
     other, narrow, _ = adapted(rank=1)
-    with pytest.raises(CheckpointError, match=r"lora\.rank 1 gives .* set lora\.rank to 2"):
-        start_from(other, names, narrow.model_copy(update={"start_from": str(tmp_path / "peft")}), current_world())
-    with pytest.raises(CheckpointError, match="of other adapters than lora.targets gives: 1 of these"):
-        start_from(model, [*names, "proj_out"], given, current_world())
-    with pytest.raises(CheckpointNotFoundError, match="is no LoRA file"):
-        start_from(model, names, config.model_copy(update={"start_from": str(tmp_path / "no")}), current_world())
+    cases = [
+        (other, names, narrow, "peft", CheckpointError, r"lora\.rank 1 gives .* set lora\.rank to 2"),
+        (
+            model,
+            [*names, "proj_out"],
+            config,
+            "peft",
+            CheckpointError,
+            r"than lora\.targets gives: 1 of these",
+        ),
+        (model, names, config, "no", CheckpointNotFoundError, "is no LoRA file"),
+    ]
+    for refused, wanted, how, file, error, message in cases:
+        given = how.model_copy(update={"start_from": str(tmp_path / file)})
+        with pytest.raises(error, match=message):
+            start_from(refused, wanted, given, current_world())
 
 
 @pytest.mark.parametrize(
@@ -153,7 +165,10 @@ def test_an_average_is_diffusers(rules: dict[str, float]) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    ema, expected = Ema(_config(rules), model, optimizer, current_world()), EMAModel(model.parameters(), **rules)
+    ema, expected = (
+        Ema(_config(rules), model, optimizer, current_world()),
+        EMAModel(model.parameters(), **rules),
+    )
     for step in range(20):
         model(torch.randn(4, 7)).square().sum().backward()
         optimizer.step()

@@ -177,13 +177,13 @@ def adapter_contents(
 
 
 def _scaling(config: Any, adapter: str) -> float:
-    """What products of the adapter's factors are multiplied by; raises ConfigError if that is no one number."""
+    """What products of its factors are multiplied by; raises ConfigError if that is no one number."""
     if config.use_rslora or config.use_dora or config.rank_pattern or config.alpha_pattern:
         raise ConfigError(
             f"the adapter {adapter!r} (DoRA, or another scaling in each module) cannot be saved in a format "
             "that says nothing of it; save it as PEFT does"
         )
-    return float(config.lora_alpha) / config.r
+    return float(config.lora_alpha) / float(config.r)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Saving other values than those of the parameters: fp32 masters, of which these are the rounding, or averages."""
+"""Saving other values than those of the parameters: fp32 masters, or averages."""
 
 from __future__ import annotations
 

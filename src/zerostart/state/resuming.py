@@ -188,8 +188,8 @@ def _beside(beside: Sequence[Kept], saved: _Saved) -> list[_Wanted]:
     for kept in beside:
         if f"{kept.key}/{kept.name}" not in saved.state.weights:
             raise CheckpointError(
-                f"{saved.path} has no {kept.key} of {kept.name}: it was saved without; leave {kept.key} out, or "
-                "start anew"
+                f"{saved.path} has no {kept.key} of {kept.name}: it was saved without; leave {kept.key} out, "
+                "or start anew"
             )
     return [(f"{kept.key}/{kept.name}", kept.shard.layout, kept.shard.storage) for kept in beside]
 

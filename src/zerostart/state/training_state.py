@@ -2,7 +2,8 @@
 
 ``model/`` has parameters and persistent buffers under their state-dict names. ``state/`` has everything else:
 ``master/NAME``, ``optimizer/KEY/NAME``, ``gradient/NAME``, ``random/GENERATOR`` (a row for each rank) and
-``extra...``, and what a run keeps for parameters beside, as ``KEY/NAME``. Numbers, settings and counters are in ``state.json``.
+``extra...``, and what a run keeps for parameters beside, as ``KEY/NAME``. Numbers, settings and counters are
+in ``state.json``.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def collected(
 ) -> Content:
     """Everything that is saved, where it lies; ``frozen``: with parameters that are not trained.
 
-    ``beside`` are further tensors that are kept for parameters. Raises ConfigError for what has no place in a checkpoint.
+    ``beside`` are further tensors that are kept for parameters. Raises ConfigError for what has no place in a
+    checkpoint.
     """
     training = training_of(model, optimizer, world)
     places = training.places

@@ -1,7 +1,7 @@
 """An exponential moving average of what is trained, in shards: each rank averages what its optimizer steps.
 
 Of mixed precision it follows the fp32 masters. The arithmetic is that of diffusers' ``EMAModel``, element by
-element, so that no rank needs what another has. Parameters that are not trained have no average; they are what
+element, so that no rank needs what another has. Parameters that are not trained have no average, and are what
 they are.
 """
 

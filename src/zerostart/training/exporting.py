@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["save_request", "step_folder"]
 
-#: Of diffusers' LoRA files: the name, what names begin with, and the key of PEFT's configuration in the header.
+#: Of diffusers' LoRA files: the name, what names begin with, and where PEFT's configuration is in the header.
 _LORA_WEIGHTS, _COMPONENT, _METADATA = "pytorch_lora_weights", "transformer.", "lora_adapter_metadata"
 
 
@@ -81,7 +81,9 @@ def _adapter_format(model: nn.Module, config: TrainConfig, step: int) -> Adapter
         return AdapterFormat(_LORA_WEIGHTS, component, False, described, configured=False)
     names = names_for(inner)
     if names is not None and names.fused:
-        made = component  # modules that are one there: its loader puts together what diffusers' names stand for
+        made = (
+            component  # modules that are one there: its loader puts together what diffusers' names stand for
+        )
     else:
         of = _diffsynth(model)
         made = _without(prefix, lambda name: PREFIX + _with_adapter(of(name)))
@@ -98,8 +100,8 @@ def _diffsynth(model: nn.Module) -> Callable[[str], str]:
     names = names_for(inner)
     if names is None or names.fused:
         raise ConfigError(
-            f"output.format diffsynth: DiffSynth has no {type(inner).__name__} with the same modules; leave it "
-            "out, for the model's own library"
+            f"output.format diffsynth: DiffSynth has no {type(inner).__name__} with the same modules; leave "
+            "it out, for the model's own library"
         )
     return names.of
 

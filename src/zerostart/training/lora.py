@@ -1,8 +1,8 @@
 """LoRA of a sharded model: which modules are adapted, what adapters begin with, and how they get there.
 
-The adapters are PEFT's, put into the model in place once it is loaded: its class, its forward and the shards of
-its own weights stay. What an adapter begins with is drawn from the run's seed alone, on the CPU, so that it is
-the same on every rank, and what one process draws.
+The adapters are PEFT's, put into the model in place once it is loaded: its class, its forward and its own
+shards stay. What an adapter begins with is drawn from the run's seed alone, on the CPU, so that it is the
+same on every rank, and what one process draws.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]:
     """Put adapters into the loaded ``model`` and freeze everything else; gives the adapted modules' names.
 
-    The same on every rank. They are whole until the engine has the model. Raises ConfigError where PEFT is not
-    installed, and for targets that name nothing.
+    The same on every rank. They are whole until the engine has the model. Raises ConfigError where PEFT is
+    not installed, and for targets that name nothing.
     """
     try:
         from peft import LoraConfig as PeftConfig
@@ -40,7 +40,7 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]
     targets = lora_targets(model, config)
     given: Any = PeftConfig(
         r=config.rank,
-        lora_alpha=config.rank if config.alpha is None else config.alpha,
+        lora_alpha=config.rank if config.alpha is None else config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=list(targets),
         init_lora_weights=True if config.init == "default" else config.init,

@@ -1,7 +1,7 @@
 """LoRA files that training goes on from, whoever wrote them: PEFT, diffusers or DiffSynth-Studio.
 
-They hold the two factors of each adapted module. How modules are called, and where the factor that the product
-is multiplied by is written down, is each library's own.
+They hold the two factors of each adapted module. How modules are called, and where what the product is
+multiplied by is written down, is each library's own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _METADATA = "lora_adapter_metadata"
 
 @dataclass
 class _Factors:
-    """The factors [rank, inputs] and [outputs, rank] of one module, and what their product is multiplied by."""
+    """The factors [rank, inputs] and [outputs, rank] of one module, and what scales their product."""
 
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
@@ -63,8 +63,8 @@ def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, wor
     with world.phase("starting from the LoRA file"):
         factors = _by_module(_parsed(tensors, metadata, path), list(adapted), model, path)
         with torch.no_grad():
-            for name, found in factors.items():
-                _give(model.get_submodule(name), name, found, config, path)
+            for name, held in factors.items():
+                _give(model.get_submodule(name), name, held, config, path)
 
 
 def _file_of(path: Path) -> Path:
@@ -73,7 +73,9 @@ def _file_of(path: Path) -> Path:
     named = [path / name for name in _FILES if (path / name).is_file()]
     files = named or (sorted(path.glob("*.safetensors")) if path.is_dir() else [])
     if len(files) != 1:
-        what = "has several safetensors files; name one" if files else "is no LoRA file, nor a directory of one"
+        what = (
+            "has several safetensors files; name one" if files else "is no LoRA file, nor a directory of one"
+        )
         raise CheckpointNotFoundError(f"lora.start_from {path} {what}")
     return files[0]
 
@@ -148,8 +150,8 @@ def _by_module(
     missing = [name for name in adapted if name not in factors]
     if missing or unexpected:
         raise CheckpointError(
-            f"lora.start_from {path} is of other adapters than lora.targets gives: {len(missing)} of these it "
-            f"does not have, and has {len(unexpected)} others, among them {(missing or unexpected)[0]}; give "
+            f"lora.start_from {path} is of other adapters than lora.targets gives: {len(missing)} of these "
+            f"it does not have, and has {len(unexpected)} others, such as {(missing or unexpected)[0]}; give "
             "the targets that it was trained with"
         )
     return factors
@@ -160,7 +162,8 @@ def _give(layer: Any, name: str, found: _Factors, config: LoraConfig, path: Path
     if ADAPTER not in getattr(layer, "lora_A", {}):
         raise ConfigError(f"lora.start_from: the adapter of {name} ({type(layer).__name__}) cannot be filled")
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-    assert found.a is not None and found.b is not None, "looked at when it was parsed"
+    assert found.a is not None, "looked at when it was parsed"
+    assert found.b is not None, "the same"
     if a.shape != found.a.shape or b.shape != found.b.shape:
         raise CheckpointError(
             f"lora.start_from {path} has factors of the shapes {tuple(found.a.shape)} and "

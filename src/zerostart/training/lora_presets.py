@@ -4,9 +4,9 @@ from __future__ import annotations
 
 __all__ = ["PRESETS"]
 
-#: As DiffSynth-Studio's scripts have them after ``--lora_target_modules``, to the letter. ``flux2-npu`` is that
-#: of its FLUX.2-dev script for NPUs (``FLUX.2-dev-Lora-NPU.sh``), which names the last projection of each of
-#: the 48 single blocks. Entries that a smaller model does not have are passed over.
+#: As DiffSynth-Studio's scripts have them after ``--lora_target_modules``, to the letter. ``flux2-npu`` is
+#: that of its FLUX.2-dev script for NPUs (``FLUX.2-dev-Lora-NPU.sh``), which has the last projection of each
+#: of the 48 single blocks. Entries that a smaller model does not have are passed over.
 PRESETS = {
     "flux2-npu": (
         "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_qkv_mlp_proj,to_out.0,to_add_out,linear_in,"

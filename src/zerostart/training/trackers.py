@@ -1,4 +1,4 @@
-"""Trackers of a run: accelerate's by name, one of ours that writes a table, and pictures for those that take them."""
+"""Trackers of a run: accelerate's by name, a table of our own, and pictures for those that take them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _table(path: Path, writes: bool) -> Any:
 
 
 class Table:
-    """The file at ``path``. A run that goes on writes anew what was written of the steps that it does again."""
+    """The file at ``path``. A run that goes on writes anew what is there of the steps that it does again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

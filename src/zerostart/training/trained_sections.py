@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from zerostart.training.sections import Count, Positive, Section
+from zerostart.training.sections import Positive, Section
 
 if TYPE_CHECKING:
     from zerostart.training.config import TrainConfig
@@ -17,8 +17,8 @@ __all__ = ["EmaConfig", "LoraConfig", "check_trained"]
 class LoraConfig(Section):
     """Low-rank adapters, trained in the place of the model, which stays as it was loaded.
 
-    Each gives its module ``alpha / rank`` times the product of two factors of rank ``rank``; ``alpha`` None is
-    ``rank``. ``targets`` is ``auto`` (those of DiffSynth's scripts for its families, else every linear layer
+    Each gives its module ``alpha / rank`` times the product of two factors of rank ``rank``; ``alpha`` None:
+    as much. ``targets`` is ``auto`` (those of DiffSynth's scripts for its families, else every linear layer
     of the model's repeated blocks), the name of a preset, a list of names (``to_q`` is every module that is
     called so, ``blocks.*.attn1.to_q`` one of each block), or DiffSynth's comma-separated list as it is, in
     the names of DiffSynth's model. What ``exclude`` names is left out. ``init``: the first factor is drawn as
@@ -85,14 +85,15 @@ def check_trained(config: TrainConfig) -> None:
     if output.merge and lora is None:
         raise ValueError("output.merge merges a LoRA, and there is no section lora; leave it out")
     if output.merge and config.ema is not None:
-        raise ValueError("output.merge with ema is not available: an average of adapters is saved as adapters")
+        raise ValueError("output.merge with ema is not available: averaged adapters are saved as adapters")
     if output.format == "peft" and lora is None:
         raise ValueError("output.format peft is of adapters, and there is no section lora; leave it out")
     if output.merge and (output.format is not None or output.trainable_only):
-        raise ValueError("output.merge saves a whole model; leave output.format and output.trainable_only out")
+        raise ValueError("output.merge saves a whole model; leave output.format and trainable_only out")
     if output.pipeline and not output.merge and (lora is not None or output.trainable_only):
         raise ValueError("output.pipeline wants a whole model; set output.merge, or leave it out")
-    if output.remove_prefix and not (lora is not None or output.trainable_only or output.format == "diffsynth"):
+    named = lora is not None or output.trainable_only or output.format == "diffsynth"
+    if output.remove_prefix and not named:
         raise ValueError(
             "output.remove_prefix is for files of what was trained: set output.trainable_only or "
             "output.format diffsynth"
