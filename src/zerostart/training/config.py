@@ -17,7 +17,7 @@ from zerostart.errors import ConfigError
 from zerostart.loading.arguments import LoadArguments
 from zerostart.training.mistakes import TaskMistake, told
 from zerostart.training.sections import Count, Positive, Section, TaskConfig
-from zerostart.training.trained_sections import EmaConfig, LoraConfig, check_trained
+from zerostart.training.trained_sections import EmaConfig, LoraConfig
 
 if TYPE_CHECKING:
     from zerostart.engines import Engine
@@ -224,6 +224,8 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _compatible(self) -> TrainConfig:
+        from zerostart.training.trained_rules import check_trained
+
         engine, precision = self.engine.chosen(), self.train.mixed_precision
         if precision not in engine.precisions:
             raise ValueError(
