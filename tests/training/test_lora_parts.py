@@ -245,3 +245,14 @@ def test_a_table_goes_on(tmp_path: Path) -> None:
     assert path.read_text().splitlines() == ["step,key,value", "0,loss,1.0"]
     check_trackers(["csv"])
     assert log_images([table], {}, 1) == []
+
+
+def test_the_class_of_a_saved_transformer_is_that_of_diffusers(tmp_path: Path) -> None:
+    """FSDP2 gives what it shards a class of its own, which nobody could open."""
+    import zerostart
+
+    COMPONENTS["z-image"].build().save_pretrained(tmp_path / "model")
+    model = zerostart.load(tmp_path / "model", engine="fsdp2", progress=False)
+    zerostart.save(model, tmp_path / "saved")
+    expected, written = (json.loads((tmp_path / n / "config.json").read_text()) for n in ("model", "saved"))
+    assert written["_class_name"] == expected["_class_name"] == "ZImageTransformer2DModel"

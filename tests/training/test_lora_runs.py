@@ -32,7 +32,7 @@ def given(tmp_path, tokenizer_path):
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES))
 
-    def make(source, engine, output, ranks=2, **sections):
+    def make(source, engine, folder, ranks=2, **sections):
         train = {
             "steps": STEPS,
             "batch_size": 4 // ranks,
@@ -53,7 +53,7 @@ def given(tmp_path, tokenizer_path):
             "task": {"name": "causal-lm"},
             "engine": engine,
             "train": train,
-            "output": {"directory": str(tmp_path / output), **sections.pop("output", {})},
+            "output": {"directory": str(tmp_path / folder), **sections.pop("output", {})},
             **sections,
         }
 
