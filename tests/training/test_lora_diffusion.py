@@ -1,6 +1,5 @@
 """A LoRA of tiny diffusion transformers: what plain PEFT trains, and files that each library opens."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.diffusion.components import COMPONENTS
+from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
 from tests.training.flow_items import FAMILIES, configured, recorded_run, velocity
 from tests.training.test_flow_runs import by_steps
 from torch.nn.functional import mse_loss
@@ -98,7 +98,7 @@ def test_thirty_steps_are_those_of_one_process(family, engine, stage, checkpoint
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["wan", "qwen-image", "flux2", "z-image"])
 def test_diffsynths_names(family, tmp_path):
-    """Its loader knows the modules by their names, and what it fuses is what was trained."""
+    """As its scripts save a LoRA, without their prefix, and with what scales it in the second factor."""
     prefix = {"format": "diffsynth", "remove_prefix": "pipe.dit."}
     out, adapters, _ = trained(tmp_path, family, "fsdp2", 3, output=prefix)
     from zerostart.training.diffsynth_names import names_for
@@ -112,14 +112,74 @@ def test_diffsynths_names(family, tmp_path):
         )
         scaled = tensor * 2 if ".lora_B." in name else tensor  # alpha / rank, which nothing there tells
         torch.testing.assert_close(found[stored], scaled, rtol=0, atol=2e-4, msg=name)
-    if importlib.util.find_spec("diffsynth") is None:
-        return
+
+
+def read_by_diffsynth(file, source):
+    """On one rank: what DiffSynth's own model is when its own loader has fused the file into it."""
+    from diffusers import WanTransformer3DModel
+
+    import_diffsynth()
+    from diffsynth.models.wan_video_dit import WanModel
     from diffsynth.utils.lora.general import GeneralLoRALoader
 
-    plain = GeneralLoRALoader().convert_state_dict(found)
-    assert {name.removesuffix(".lora_A.weight") for name in plain if ".lora_A." in name} == {
-        names.of(name.removesuffix(".lora_A.weight")) for name in adapters if ".lora_A." in name
-    }
+    from zerostart.training.diffsynth_names import names_for
+
+    theirs = WanModel(
+        dim=24,
+        in_dim=4,
+        ffn_dim=32,
+        out_dim=4,
+        text_dim=16,
+        freq_dim=64,
+        eps=1e-6,
+        patch_size=(1, 2, 2),
+        num_heads=2,
+        num_layers=2,
+        has_image_input=False,
+    )
+    ours = WanTransformer3DModel.from_pretrained(source)
+    names = names_for(ours)
+    theirs.load_state_dict({names.of(name): tensor for name, tensor in ours.state_dict().items()})
+    GeneralLoRALoader().fuse_lora_to_base_model(theirs, load_file(file))
+    fused = theirs.state_dict()
+    return {name: fused[names.of(name)].numpy() for name in ours.state_dict()}
+
+
+@needs_diffsynth
+@pytest.mark.slow
+def test_diffsynth_fuses_the_file(tmp_path):
+    """Into its own model: what diffusers fuses into ours."""
+    output = {"format": "diffsynth", "remove_prefix": "pipe.dit."}
+    out, adapters, _ = trained(tmp_path, "wan", "deepspeed", 3, output=output)
+    source = tmp_path / "wan" / "transformer"
+    (fused,) = run_ranks(read_by_diffsynth, 1, out / "step-3.safetensors", source)
+    before = load_file(source / "diffusion_pytorch_model.safetensors")
+    for name, tensor in before.items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A.weight" in adapters:
+            tensor += 2 * adapters[f"{layer}.lora_B.weight"] @ adapters[f"{layer}.lora_A.weight"]
+        torch.testing.assert_close(torch.from_numpy(fused[name]), tensor, rtol=0, atol=2e-4, msg=name)
+
+
+def converted_by_diffsynth(file):
+    import_diffsynth()
+    from diffsynth.models.flux_dit import FluxDiT
+    from diffsynth.utils.lora.flux import FluxLoRALoader
+
+    with torch.device("meta"):
+        modules = {name for name, _ in FluxDiT().named_modules()}
+    return sorted(FluxLoRALoader().convert_state_dict(load_file(file))), modules
+
+
+@needs_diffsynth
+@pytest.mark.slow
+def test_diffsynth_puts_together_what_it_has_in_one(tmp_path):
+    """FLUX.1's projections, of which diffusers has several in the place of one."""
+    out, *_ = trained(tmp_path, "flux", "fsdp2", 3, output={"format": "diffsynth"})
+    ((names, modules),) = run_ranks(converted_by_diffsynth, 1, out / "step-3.safetensors")
+    assert {name.partition(".lora_")[0] for name in names} <= modules
+    assert "blocks.0.attn.a_to_qkv.lora_A.weight" in names
+    assert "single_blocks.0.to_qkv_mlp.lora_B.weight" in names
 
 
 @pytest.mark.slow
