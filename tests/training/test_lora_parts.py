@@ -18,7 +18,7 @@ from zerostart.training.freezing import train_only
 from zerostart.training.lora import add_lora, lora_targets
 from zerostart.training.lora_files import start_from
 from zerostart.training.lora_presets import PRESETS
-from zerostart.training.trackers import Table, check_trackers, log_images
+from zerostart.training.trackers import Table, check_trackers, log_images, made_trackers
 from zerostart.training.trained_sections import EmaConfig, LoraConfig
 
 #: The lists of DiffSynth's scripts, by what they train here, and how many layers of these they adapt.
@@ -244,6 +244,10 @@ def test_a_table_goes_on(tmp_path: Path) -> None:
     Table(path).add(0, {"loss": 1.0})
     assert path.read_text().splitlines() == ["step,key,value", "0,loss,1.0"]
     check_trackers(["csv"])
+    for writes, rows in ((False, 2), (True, 3)):
+        (tracker,) = made_trackers(["csv"], tmp_path, writes)
+        tracker.log({"loss": 2.0}, step=1)
+        assert len(path.read_text().splitlines()) == rows
     assert log_images([table], {}, 1) == []
 
 

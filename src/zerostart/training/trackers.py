@@ -61,8 +61,8 @@ def _table(path: Path, writes: bool) -> Any:
         requires_logging_directory = False
 
         def __init__(self) -> None:
+            self.tracker = Table(path) if writes else None  # which the base class looks for
             super().__init__()
-            self.tracker = Table(path) if writes else None
 
         def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
             """Write a row for each value. Raises WriteError."""
