@@ -287,6 +287,12 @@ class Engine(abc.ABC):
         """
         return self.mesh.world_size
 
+    def shard_added(self, model: nn.Module, mixed_precision: str) -> None:  # noqa: B027
+        """Shard what was added to a loaded model since (adapters), on all ranks alike, before it is trained.
+
+        Nothing is to be done where the engine takes up parameters as they are then.
+        """
+
     def begin_batch(self, model: nn.Module, last: bool) -> None:  # noqa: B027
         """Called before the forward of each batch whose gradients are accumulated for one step.
 

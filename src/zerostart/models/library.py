@@ -105,6 +105,8 @@ class ModelLibrary(ABC):
     name: ClassVar[str]
     #: What the names of weight files begin with, by which the library finds them in a directory.
     weights_stem: ClassVar[str] = "model"
+    #: How adapters are written where nothing else is asked for: as PEFT does, or as diffusers does.
+    adapter_format: ClassVar[str] = "peft"
     #: Whether a class is built from the configuration beside the weights, and not by calling it.
     from_config: ClassVar[bool] = True
     #: Whether loading leaves tensors that share memory sharing it, as ``load_state_dict`` does.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -22,7 +22,46 @@ from zerostart.state.contents import Contents, Held
 from zerostart.state.full_tensors import whole_tensor
 from zerostart.state.writing import plain
 
-__all__ = ["Adapted", "adapted_model", "adapter_contents", "has_adapters", "merged"]
+__all__ = [
+    "PEFT_FORMAT",
+    "Adapted",
+    "AdapterFormat",
+    "adapted_model",
+    "adapter_contents",
+    "has_adapters",
+    "merged",
+]
+
+
+def _as_it_is(name: str) -> str:
+    return name
+
+
+def _nothing_said(config: Any) -> dict[str, str] | None:
+    return None
+
+
+@dataclass(frozen=True)
+class AdapterFormat:
+    """How the file of an adapter is written; as it stands: as PEFT does.
+
+    ``stem`` is its name. ``renamed`` gives the names of tensors from those that PEFT has of them in the model
+    that is adapted (``blocks.0.to_q.lora_A.weight``), and ``prefixed`` says that what PEFT puts before these
+    stays. ``metadata`` gives the metadata of the file from PEFT's configuration, ``configured`` says that
+    this lies beside it, and ``folded`` that nothing else tells what the product of the factors is multiplied
+    by, so that the second one is.
+    """
+
+    stem: str = "adapter_model"
+    renamed: Callable[[str], str] = _as_it_is
+    prefixed: bool = True
+    metadata: Callable[[Any], dict[str, str] | None] = _nothing_said
+    configured: bool = True
+    folded: bool = False
+
+
+#: What PEFT's ``save_pretrained`` writes.
+PEFT_FORMAT = AdapterFormat()
 
 
 @dataclass(frozen=True)
@@ -94,9 +133,13 @@ def _replacing(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def adapter_contents(
-    adapted: Adapted, adapter: str, shards: Mapping[int, Shard], dtype: torch.dtype | None
+    adapted: Adapted,
+    adapter: str,
+    shards: Mapping[int, Shard],
+    dtype: torch.dtype | None,
+    written_as: AdapterFormat = PEFT_FORMAT,
 ) -> Contents:
-    """What PEFT's ``save_pretrained`` puts into the file of one adapter, under its names.
+    """What PEFT's ``save_pretrained`` puts into the file of one adapter, under the names of ``written_as``.
 
     ``shards`` are those of the model's tensors by their ``id``. Raises ConfigError for a kind of adapter
     whose file holds more than tensors of the model.
@@ -113,6 +156,7 @@ def adapter_contents(
             by_twin[id(twins[name])] = shard
     chosen = get_peft_model_state_dict(adapted.model, state_dict=twins, adapter_name=adapter)
     contents = Contents()
+    times = _scaling(adapted.model.peft_config[adapter], adapter) if written_as.folded else 1.0
     for name, twin in chosen.items():
         shard = by_twin.get(id(twin))
         if shard is None:
@@ -121,12 +165,35 @@ def adapter_contents(
                 f"the adapter {adapter!r} ({kind}) computes {name} when it is saved, which no shard holds; "
                 "use PEFT's save_pretrained on the gathered model"
             )
-        stored = f"{adapted.prefix}{name}"
+        stored = written_as.renamed(f"{adapted.prefix}{name}" if written_as.prefixed else name)
         floating = dtype is not None and shard.storage.dtype.is_floating_point
         kept = dtype if floating and dtype is not None else shard.storage.dtype
         contents.entries.append((stored, spelling(kept), shard.layout.shape))
-        contents.outgoing.append(plain(stored, shard, kept))
+        outgoing = plain(stored, shard, kept)
+        if times != 1.0 and ".lora_B." in name:
+            outgoing = replace(outgoing, change=_Times(times))
+        contents.outgoing.append(outgoing)
     return contents
+
+
+def _scaling(config: Any, adapter: str) -> float:
+    """What products of its factors are multiplied by; raises ConfigError if that is no one number."""
+    if config.use_rslora or config.use_dora or config.rank_pattern or config.alpha_pattern:
+        raise ConfigError(
+            f"the adapter {adapter!r} (DoRA, or another scaling in each module) cannot be saved in a format "
+            "that says nothing of it; save it as PEFT does"
+        )
+    return float(config.lora_alpha) / float(config.r)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Multiplies what is written."""
+
+    by: float
+
+    def __call__(self, first: int, data: torch.Tensor) -> torch.Tensor:
+        return (data.float() * self.by).to(data.dtype)
 
 
 def merged(model: nn.Module, held: Sequence[Held]) -> list[Held]:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError
 from zerostart.state.background import Saving, begin, finish_last
 from zerostart.state.host_copies import kept_on_host
+from zerostart.state.optimizing import Kept
 from zerostart.state.publishing import agreed_place, publishing
 from zerostart.state.settings import save_settings
 from zerostart.state.training_state import MARKER, MODEL, SAVED_AT, STATE, Content, collected
@@ -33,10 +34,12 @@ def save_state(
     wait: bool,
     budget: int | None = None,
     frozen: bool = True,
+    beside: Sequence[Kept] = (),
 ) -> Saving:
     """See ``zerostart.save_state``. ``budget``: most bytes of host memory for the copies; None: what is free.
 
     ``frozen=False`` leaves out parameters that are not trained, which ``load_state`` then leaves as they are.
+    ``beside`` are further tensors that are kept for parameters, by a key that nothing else here has.
     Raises InsufficientMemoryError, on every rank, where they do not fit, and ConfigError where ranks save
     other things than each other.
     """
@@ -45,7 +48,7 @@ def save_state(
     world = current_world()
     with world.phase("saving the training state"):
         with world.phase("looking at what is saved"):
-            content = collected(model, optimizer, extra, world, frozen)
+            content = collected(model, optimizer, extra, world, frozen, beside)
         _check_alike(content, world)
         place = agreed_place(path, world)
         if wait:

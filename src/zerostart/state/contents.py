@@ -8,7 +8,7 @@ the model's own name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,7 @@ from zerostart.recipe.inverse import inverted, reversal
 from zerostart.state.writing import Entry, Outgoing
 from zerostart.transfer.writing import Change
 
-__all__ = ["Contents", "Held", "contents_of", "held_tensors"]
+__all__ = ["Contents", "Held", "contents_of", "held_tensors", "renamed_contents"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,20 @@ def contents_of(
         contents.outgoing.append(Outgoing(recipe, item.shard, item.change))
         if name in reasons or name in taken:
             contents.own_names[name] = reasons.get(name, "its name in the checkpoint is taken")
+    return contents
+
+
+def renamed_contents(
+    held: Iterable[Held], renamed: Callable[[str], str], dtype: torch.dtype | None
+) -> Contents:
+    """``held`` as it lies in the model, under the names that ``renamed`` gives for the model's own."""
+    contents = Contents()
+    for item in held:
+        name, kind = renamed(item.name), _out(item.shard.storage.dtype, dtype)
+        shape = item.shard.layout.shape
+        contents.entries.append((name, spelling(kind, item.name), shape))
+        recipe = Recipe(Target(name, shape, kind), geometry.whole(name, shape))
+        contents.outgoing.append(Outgoing(recipe, item.shard, item.change))
     return contents
 
 

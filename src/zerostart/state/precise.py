@@ -1,9 +1,9 @@
-"""Saving what an engine trains: its fp32 masters in the place of the parameters that are their rounding."""
+"""Saving other values than those of the parameters: fp32 masters, or averages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -15,7 +15,18 @@ from zerostart.state.contents import Held
 from zerostart.state.optimizing import masters_of
 from zerostart.state.training_state import training_of
 
-__all__ = ["with_masters"]
+__all__ = ["Instead", "replaced", "with_masters"]
+
+
+@dataclass(frozen=True)
+class Instead:
+    """Values that stand for those of parameters, by their first names: this rank's share of each.
+
+    ``ties`` has the first name of every other one.
+    """
+
+    shards: Mapping[str, Shard]
+    ties: Mapping[str, str]
 
 
 def with_masters(model: nn.Module, held: Sequence[Held], world: World) -> list[Held]:
@@ -25,12 +36,20 @@ def with_masters(model: nn.Module, held: Sequence[Held], world: World) -> list[H
     """
     training = training_of(model, None, world)
     found = {kept.name: kept.shard for kept in masters_of(training.steps, training.places)}
-    firsts = [training.places.ties.get(item.name, item.name) for item in held]
+    return replaced(held, Instead(found, training.places.ties), world)
+
+
+def replaced(held: Sequence[Held], instead: Instead, world: World) -> list[Held]:
+    """``held`` with this rank's share of what stands in the place of a tensor, where any rank has some.
+
+    Collective.
+    """
+    firsts = [instead.ties.get(item.name, item.name) for item in held]
     # A rank may have no element of a master of which others have all.
-    mine = torch.tensor([name in found for name in firsts], dtype=torch.int64, device="cpu")
-    holders = world.all_reduce_sum(mine, "looking for masters").tolist()
+    mine = torch.tensor([name in instead.shards for name in firsts], dtype=torch.int64, device="cpu")
+    holders = world.all_reduce_sum(mine, "looking for what is saved instead").tolist()
     return [
-        replace(item, shard=found.get(name, _nothing(item.shard))) if count else item
+        replace(item, shard=instead.shards.get(name, _nothing(item.shard))) if count else item
         for item, name, count in zip(held, firsts, holders, strict=True)
     ]
 

@@ -52,6 +52,8 @@ logger = logging.getLogger("zerostart")
 
 #: A tensor of the checkpoint, and where this rank's share of it goes: the name, the layout, 1-D storage.
 _Wanted = tuple[str, Layout, torch.Tensor]
+#: What tensors of the state are kept for, in the first part of their names; other ones are whole.
+_OF_PARAMETERS = frozenset({"master", "optimizer", "gradient", "random"})
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,14 @@ class _Saved:
         return found | {f"{MODEL}/{name}": entry.dtype for name, entry in self.model.weights.items()}
 
 
-def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> Any:
-    """See ``zerostart.load_state``, which raises what this raises."""
+def load_state(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Any, beside: Sequence[Kept] = ()
+) -> Any:
+    """See ``zerostart.load_state``, which raises what this raises.
+
+    ``beside`` are tensors that were kept for parameters, to be filled; raises CheckpointError where one was
+    not saved.
+    """
     world = current_world()
     with world.phase("restoring the training state"):
         with world.phase("looking at the place to restore from"):
@@ -83,7 +91,7 @@ def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -
             training = training_of(model, optimizer, world)
             check_restorable(training.places)
             _check_names(training, saved)
-            wanted = _parameters(training, saved, world)
+            wanted = [*_parameters(training, saved, world), *_beside(beside, saved)]
         with torch.no_grad():
             _read(saved, wanted, world)
             if training.steps:
@@ -174,6 +182,16 @@ def _parameters(training: Training, saved: _Saved, world: World) -> list[_Wanted
         shard = whole_shard(name, buffer, world)
         wanted.append((f"{MODEL}/{name}", shard.layout, shard.storage))
     return wanted
+
+
+def _beside(beside: Sequence[Kept], saved: _Saved) -> list[_Wanted]:
+    for kept in beside:
+        if f"{kept.key}/{kept.name}" not in saved.state.weights:
+            raise CheckpointError(
+                f"{saved.path} has no {kept.key} of {kept.name}: it was saved without; leave {kept.key} out, "
+                "or start anew"
+            )
+    return [(f"{kept.key}/{kept.name}", kept.shard.layout, kept.shard.storage) for kept in beside]
 
 
 def _source(name: str, dtype: torch.dtype, saved: _Saved) -> str:
@@ -284,7 +302,7 @@ def _extra(saved: _Saved, world: World) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     wanted: list[_Wanted] = []
     for name, entry in saved.state.weights.items():
-        if name.partition("/")[0] in ("master", "optimizer", "gradient", "random"):
+        if name.partition("/")[0] in _OF_PARAMETERS | set(saved.document.get("beside", ())):
             continue
         found[name] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="cpu")
         wanted.append((name, replicated(entry.shape), found[name].view(-1)))

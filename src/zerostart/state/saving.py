@@ -20,9 +20,17 @@ from zerostart.engines import Shard
 from zerostart.errors import ConfigError
 from zerostart.loading.record import LoadRecord, bare_model, kept_record
 from zerostart.models import ModelLibrary, library_of
-from zerostart.state.adapters import Adapted, adapted_model, adapter_contents, has_adapters, merged
-from zerostart.state.contents import Contents, Held, contents_of, held_tensors
-from zerostart.state.precise import with_masters
+from zerostart.state.adapters import (
+    PEFT_FORMAT,
+    Adapted,
+    AdapterFormat,
+    adapted_model,
+    adapter_contents,
+    has_adapters,
+    merged,
+)
+from zerostart.state.contents import Contents, Held, contents_of, held_tensors, renamed_contents
+from zerostart.state.precise import Instead, replaced, with_masters
 from zerostart.state.publishing import Publication, publishing
 from zerostart.state.settings import save_settings
 from zerostart.state.writing import Written, write_tensors
@@ -49,6 +57,10 @@ class SaveRequest:
     memory_limit: int | None = None
     beside: Callable[[Path], object] | None = None
     copied: bool = True
+    adapter_format: AdapterFormat = PEFT_FORMAT
+    renamed: Callable[[str], str] | None = None
+    stem: str | None = None
+    instead: Instead | None = None
 
     def check(self) -> None:
         """Raise ConfigError for what no save can serve."""
@@ -143,13 +155,18 @@ def _model(
         held, tied = held_tensors(inner, record, world)
         if request.dtype == torch.float32:
             held = with_masters(model, held, world)
+        if request.instead is not None:
+            held = replaced(held, request.instead, world)
         if request.merge_adapters:
             held = merged(inner, held)
         if request.trainable_only:
             held = [item for item in held if item.trained]
-        contents = contents_of(inner, held, record, request.dtype)
+        if request.renamed is not None:
+            contents = renamed_contents(held, request.renamed, request.dtype)
+        else:
+            contents = contents_of(inner, held, record, request.dtype)
         contents.tied = tied
-        stem = _stem(inner, record)
+        stem = request.stem or _stem(inner, record)
     written = write_tensors(
         publication.directory,
         contents.entries,
@@ -179,13 +196,17 @@ def _adapters(
 ) -> list[Done]:
     """Every adapter in a folder of its name, the one named "default" at the top, as PEFT has it."""
     with world.phase("looking at the adapters"):
-        shards = _by_identity(inner, held_tensors(inner, record, world)[0])
+        held = held_tensors(inner, record, world)[0]
+        if request.instead is not None:
+            held = replaced(held, request.instead, world)
+        shards = _by_identity(inner, held)
+    written_as = request.adapter_format
     done = []
     for adapter in adapted.names:
         folder = "." if adapter == "default" else adapter
         directory = publication.directory / folder
         with world.phase("looking at the adapters"):
-            contents = adapter_contents(adapted, adapter, shards, request.dtype)
+            contents = adapter_contents(adapted, adapter, shards, request.dtype, written_as)
             if world.rank == 0:
                 directory.mkdir(exist_ok=True)
         written = write_tensors(
@@ -193,12 +214,13 @@ def _adapters(
             contents.entries,
             contents.outgoing,
             world,
-            stem="adapter_model",
+            stem=written_as.stem,
             max_shard_size=2**62,  # PEFT reads one file
+            metadata=written_as.metadata(adapted.model.peft_config[adapter]),
             memory_limit=request.memory_limit,
         )
         with world.phase("saving the adapter's configuration"):
-            if world.rank == 0:
+            if world.rank == 0 and written_as.configured:
                 adapted.save_config(adapter, directory)
         done.append((folder, written, contents))
     return done

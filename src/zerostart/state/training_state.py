@@ -2,7 +2,8 @@
 
 ``model/`` has parameters and persistent buffers under their state-dict names. ``state/`` has everything else:
 ``master/NAME``, ``optimizer/KEY/NAME``, ``gradient/NAME``, ``random/GENERATOR`` (a row for each rank) and
-``extra...``. Numbers, settings and counters are in ``state.json``.
+``extra...``, and what a run keeps for parameters beside, as ``KEY/NAME``. Numbers, settings and counters are
+in ``state.json``.
 """
 
 from __future__ import annotations
@@ -119,10 +120,18 @@ class Content:
         yield from self.state[1]
 
 
-def collected(model: nn.Module, optimizer: Any, extra: Any, world: World, frozen: bool = True) -> Content:
+def collected(
+    model: nn.Module,
+    optimizer: Any,
+    extra: Any,
+    world: World,
+    frozen: bool = True,
+    beside: Sequence[Kept] = (),
+) -> Content:
     """Everything that is saved, where it lies; ``frozen``: with parameters that are not trained.
 
-    Raises ConfigError for what has no place in a checkpoint.
+    ``beside`` are further tensors that are kept for parameters. Raises ConfigError for what has no place in a
+    checkpoint.
     """
     training = training_of(model, optimizer, world)
     places = training.places
@@ -137,6 +146,7 @@ def collected(model: nn.Module, optimizer: Any, extra: Any, world: World, frozen
         replace(k.shard, name=f"optimizer/{k.key}/{k.name}") for k in moments_of(training.steps, places)
     ]
     shares += [replace(k.shard, name=f"gradient/{k.name}") for k in gradients_of(training)]
+    shares += [replace(k.shard, name=f"{k.key}/{k.name}") for k in beside]
     shares += _random(world)
     tensors: dict[str, torch.Tensor] = {}
     document: dict[str, Any] = {
@@ -145,6 +155,7 @@ def collected(model: nn.Module, optimizer: Any, extra: Any, world: World, frozen
         "torch": torch.__version__,
         "model": type(places.module).__name__,
         "ties": places.ties,
+        "beside": sorted({kept.key for kept in beside}),
         "left_out": left_out,
         "optimizer": taken(training.steps, places),
         "engine": _engine(training, tensors),

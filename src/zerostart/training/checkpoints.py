@@ -17,6 +17,7 @@ from zerostart.errors import ConfigError
 from zerostart.state.background import Saving
 from zerostart.state.checkpointing import save_state
 from zerostart.state.keeping import complete, prune
+from zerostart.state.optimizing import Kept
 from zerostart.state.resuming import load_state
 from zerostart.state.training_state import MARKER
 from zerostart.state.values import decoded
@@ -88,6 +89,10 @@ class Checkpoints:
         """None where the engine has it."""
         return None if self._session.engine.wraps else self._session.optimizer
 
+    @property
+    def _averages(self) -> list[Kept]:
+        return [] if self._session.ema is None else self._session.ema.kept
+
     def due(self, step: int, stopped: bool) -> bool:
         """Whether to save after ``step``; a run that ends early always does."""
         return bool(self._config.every) and (stopped or step % self._config.every == 0)
@@ -103,10 +108,19 @@ class Checkpoints:
             "schedule": self._session.scheduler.state_dict(),
             "losses": [past.first_loss, past.last_loss],
             "held_out": [list(item) for item in past.held_out.items()],
+            "ema": None if self._session.ema is None else self._session.ema.updates,
         }
         path = self._folder / f"step-{past.steps:08d}"
         wait = not self._config.background
-        self._last = save_state(path, self._session.model, self._optimizer, extra, wait)
+        self._last = save_state(
+            path,
+            self._session.model,
+            self._optimizer,
+            extra,
+            wait,
+            frozen=not self._session.adapted,
+            beside=self._averages,
+        )
         world = current_world()
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
@@ -126,7 +140,9 @@ class Checkpoints:
             )
         # Before random states are restored: what is passed over draws again what was drawn for it.
         batches = self._session.batches_after(extra["epoch"], extra["sequences"])
-        load_state(path, self._session.model, self._optimizer)
+        load_state(path, self._session.model, self._optimizer, self._averages)
+        if self._session.ema is not None:
+            self._session.ema.updates = extra["ema"]
         self._session.scheduler.load_state_dict(extra["schedule"])
         first, last = extra["losses"]
         return Past(extra["step"], first, last, dict(extra["held_out"])), batches

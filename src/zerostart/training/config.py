@@ -18,6 +18,7 @@ from zerostart.loading.arguments import LoadArguments
 from zerostart.training.media.config import MediaConfig
 from zerostart.training.mistakes import TaskMistake, told
 from zerostart.training.sections import Count, Positive, Section, TaskConfig
+from zerostart.training.trained_sections import EmaConfig, LoraConfig
 
 if TYPE_CHECKING:
     from zerostart.engines import Engine
@@ -129,7 +130,8 @@ class TrainingConfig(Section):
     to ``learning_rate``, the first of them above 0; ``max_grad_norm`` 0 turns clipping off.
     ``evaluate_every`` 0 evaluates at the start and the end only. With ``checkpoint_blocks`` the model's
     blocks are run again in the backward in the place of keeping their activations; ``offload``: with what is
-    kept of them in host memory.
+    kept of them in host memory. ``trainable`` names the modules or parameters (``blocks.*.attn1``) that are
+    trained, all others being frozen; None: all are trained, or a LoRA.
     """
 
     steps: Positive
@@ -145,6 +147,7 @@ class TrainingConfig(Section):
     seed: Count = 42
     evaluate_every: Count = 0
     checkpoint_blocks: bool | Literal["offload"] = False
+    trainable: list[str] | None = None
 
 
 class OutputConfig(Section):
@@ -152,12 +155,21 @@ class OutputConfig(Section):
 
     A directory that holds anything is refused, unless ``overwrite`` says that a model in it may go.
     ``pipeline`` puts the trained component into a whole pipeline there, whose other parts are copied.
+    ``format`` is how trained tensors alone, or a LoRA, are written: for diffusers, for PEFT or for
+    DiffSynth-Studio; None: as the library of the model has it. ``trainable_only`` leaves out what was frozen,
+    ``remove_prefix`` takes this from the beginning of the names in such a file, and ``merge`` saves the whole
+    model with the LoRA in its weights. ``every`` so many steps there is an export in ``exports`` (0: none).
     """
 
     directory: str
     max_shard_size: str = "5GB"
     overwrite: bool = False
     pipeline: bool = False
+    format: Literal["diffusers", "peft", "diffsynth"] | None = None
+    trainable_only: bool = False
+    remove_prefix: str = ""
+    merge: bool = False
+    every: Count = 0
 
 
 class CheckpointConfig(Section):
@@ -209,9 +221,13 @@ class TrainConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     logging: LoggingConfig = LoggingConfig()
     media: MediaConfig | None = None
+    lora: LoraConfig | None = None
+    ema: EmaConfig | None = None
 
     @model_validator(mode="after")
     def _compatible(self) -> TrainConfig:
+        from zerostart.training.trained_rules import check_trained
+
         engine, precision = self.engine.chosen(), self.train.mixed_precision
         if precision not in engine.precisions:
             raise ValueError(
@@ -224,6 +240,7 @@ class TrainConfig(Section):
                 f"model.dtype {self.model.dtype} contradicts train.mixed_precision {precision}: "
                 f"{engine.title} keeps the model in {kept} there"
             )
+        check_trained(self)
         self._check_task()
         return self
 

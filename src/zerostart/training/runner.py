@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -20,13 +21,14 @@ from zerostart.state.keeping import complete
 from zerostart.training.checkpoints import FOLDER, METRICS, Checkpoints, Past, begun_before, newest
 from zerostart.training.config import TrainConfig
 from zerostart.training.evaluate import HeldOut
-from zerostart.training.export import export_model
+from zerostart.training.export import export_model, export_step
 from zerostart.training.failures import Failures, untold
 from zerostart.training.inputs import read_inputs
 from zerostart.training.progress import Display, Metrics, peak_memory_bytes, shown_loss
 from zerostart.training.session import Session, check_surroundings, open_session
 from zerostart.training.stop import StopSignal
 from zerostart.training.tasks.base import Batch
+from zerostart.training.trained import choose_trained
 
 __all__ = ["TrainResult", "train"]
 
@@ -90,14 +92,17 @@ def train(config: TrainConfig) -> TrainResult:
     ):
         display.say(str(zerostart.report(model)))
         task.begin(model)
+        if told := choose_trained(model, config, world):
+            display.say(told)
         session = open_session(config, model, task, inputs.items)
         checkpoints = Checkpoints(config.checkpoint, directory, session, inputs.items.digest())
-        run = _Run(config, session, inputs.held_out, display, stop, checkpoints)
+        exports = functools.partial(export_step, model, task, directory, session.ema)
+        run = _Run(config, session, inputs.held_out, display, stop, checkpoints, exports)
         with untold(), _peers_named(directory), checkpoints.ended():
             run.to_the_end(resumed)
         display.say("saving the model")
-        export_model(model, task, directory)
         result = run.result(directory)
+        export_model(model, task, directory, result.steps, session.ema)
         display.say(str(result))
     session.end()
     return result
@@ -159,15 +164,18 @@ class _Run:
         display: Display,
         stop: StopSignal,
         checkpoints: Checkpoints,
+        exports: Callable[[int], None],
     ) -> None:
         self._config = config.train
         self._task = session.task
         self._tracked = bool(config.tracking.trackers)
         self._session = session
         self._held_out = held_out
+        self._averaged = config.ema is not None and config.ema.evaluate
         self._display = display
         self._stop = stop
         self._checkpoints = checkpoints
+        self._export, self._export_every = exports, config.output.every
         self._past = Past()
         self._stopped = False
         self._failures = Failures(current_world(), session.sum_over_ranks)
@@ -200,6 +208,10 @@ class _Run:
                 self._failures.tell()
                 self._checkpoints.save(self._past)
                 self._display.start()
+            if self._export_every and step % self._export_every == 0:
+                self._failures.tell()
+                self._export(step)
+                self._display.start()
             if self._stopped:
                 break
         self._failures.tell()
@@ -222,6 +234,7 @@ class _Run:
         norm = session.clip(self._config.max_grad_norm)
         with self._failures.kept():  # the first step makes the optimizer's state
             session.update()
+            session.average(step)
         # Whether anyone has been asked to stop, all have to know.
         loss, wishes = summed(loss, float(self._stop.requested))
         self._stopped = wishes > 0
@@ -246,7 +259,10 @@ class _Run:
 
     def _evaluate(self, step: int) -> None:
         if self._held_out is not None:
-            loss = self._held_out.loss(self._session)
+            if self._averaged:
+                self._failures.tell()
+            with self._session.averaged(self._averaged):
+                loss = self._held_out.loss(self._session)
             self._past.held_out[step] = loss
             with self._failures.kept():
                 self._display.evaluation(step, loss)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +25,12 @@ from zerostart.errors import ConfigError, EngineError
 from zerostart.loading.record import record_of
 from zerostart.training.buckets import Buckets, order_of
 from zerostart.training.config import TrainConfig
+from zerostart.training.ema import Ema
 from zerostart.training.failures import untold
 from zerostart.training.schedule import learning_rate_schedule
 from zerostart.training.sequences import Sharing
 from zerostart.training.tasks.base import Batch, Items, Task
+from zerostart.training.trackers import check_trackers, made_trackers
 
 __all__ = ["Session", "check_surroundings", "open_session"]
 
@@ -47,6 +51,8 @@ class Session:
     buckets: Buckets | None  # the order of examples that differ in shape
     draws: bool  # whether making a batch draws from a generator that is no rank's own random state
     position: tuple[int, int] = (0, 0)  # the epoch, and the rounds of it that were had
+    ema: Ema | None = None  # the average of the weights
+    adapted: bool = False  # whether a LoRA is trained, and the model is as it was loaded
 
     @property
     def device(self) -> torch.device:
@@ -132,6 +138,17 @@ class Session:
             self.scheduler.step()
         self.optimizer.zero_grad()
 
+    def average(self, step: int) -> None:
+        """Let the average of the weights follow, after the update of ``step``; every rank by itself."""
+        if self.ema is not None and step % self.ema.config.every == 0:
+            self.ema.update()
+
+    def averaged(self, wanted: bool) -> AbstractContextManager[None]:
+        """Inside, the weights are their average, if that is ``wanted`` and there is one; collective."""
+        if self.ema is None or not wanted:
+            return nullcontext()
+        return self.ema.applied(self.model, current_world())
+
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Each value added up over all ranks; collective."""
         totals = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -147,7 +164,7 @@ class Session:
         hold the group: its destructor keeps the GIL while it joins gloo's threads (torch 2.13), and one of
         these may be waiting for the GIL to release a tensor.
         """
-        del self.model, self.optimizer, self.scheduler, self.loader
+        del self.model, self.optimizer, self.scheduler, self.loader, self.ema
         self.accelerator.free_memory()
         self.accelerator.end_training()
 
@@ -159,14 +176,7 @@ def check_surroundings(config: TrainConfig) -> None:
     ``accelerate launch`` has set up another engine, which would wrap the sharded model a second time, or has
     ranks share what the configuration of the run does not know of.
     """
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-
-    installed = {str(tracker) for tracker in get_available_trackers()}
-    for name in config.tracking.trackers:
-        if name not in installed:
-            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
-            what = "is not installed" if name in LOGGER_TYPE_TO_CLASS else f"is unknown; known are {known}"
-            raise ConfigError(f"tracking.trackers: {name} {what}")
+    check_trackers(config.tracking.trackers)
     allowed = config.engine.chosen().launched_by
     for variable in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
         if os.environ.get(variable, "false").lower() == "true" and variable != allowed:
@@ -217,9 +227,13 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     sharing = None
     if engine.mesh.sequence_parallel > 1:
         sharing = Sharing(*engine.sequence_chunks(accelerator.process_index), train.batch_size)
-    return Session(
+    opened = Session(
         accelerator, model, prepared, scheduler, loader, task, engine, needed, sharing, buckets, draws
     )
+    opened.adapted = config.lora is not None
+    if config.ema is not None:
+        opened.ema = Ema(config.ema, model, None if engine.wraps else prepared, current_world())
+    return opened
 
 
 def _prepared(accelerator: Any, loader: Any, place: int, count: int) -> Any:
@@ -265,7 +279,10 @@ def _accelerator(config: TrainConfig, engine: Engine) -> Any:
     )
 
     common: dict[str, Any] = {
-        "log_with": config.tracking.trackers or None,
+        "log_with": made_trackers(
+            config.tracking.trackers, Path(config.output.directory).expanduser(), current_world().rank == 0
+        )
+        or None,
         "project_dir": config.output.directory,
         "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True, data_seed=config.train.seed),
         # A step is `accumulation` batches, also where an epoch ends in between.

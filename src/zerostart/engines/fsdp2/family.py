@@ -207,6 +207,13 @@ class FSDP2(Engine):
             ignored=(("FSDP2-wrapped module .* returned a view tensor", UserWarning),),
         )
 
+    def shard_added(self, model: nn.Module, mixed_precision: str) -> None:
+        """See ``Engine``: as units of their own. Raises EngineError for what cannot be one."""
+        from zerostart.engines.fsdp2.added import shard_added
+
+        if self.units:
+            shard_added(model, self.settings.options(), mixed_precision != "no")
+
     def begin_batch(self, model: nn.Module, last: bool) -> None:
         """See ``Engine``."""
         from torch.distributed.fsdp import FSDPModule

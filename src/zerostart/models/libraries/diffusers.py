@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class Diffusers(ModelLibrary):
 
     name = "diffusers"
     weights_stem = "diffusion_pytorch_model"
+    adapter_format = "diffusers"
 
     def handles(self, kind: type) -> bool:
         """Whether it is a ``ModelMixin``."""
@@ -93,9 +95,13 @@ class Diffusers(ModelLibrary):
             model.register_to_config(_name_or_path=name)
 
     def save_settings(self, model: nn.Module, directory: Path, dtype: torch.dtype | None) -> bool:
-        """By ``save_config``."""
+        """By ``save_config``, of the class as the library defines it: FSDP2 puts one of its own in front."""
         described: Any = model
         described.save_config(directory)
+        path = directory / CONFIG_NAME
+        written = json.loads(path.read_text(encoding="utf-8"))
+        written["_class_name"] = type(model).__name__.removeprefix("FSDP")
+        path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         return True
 
     def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:

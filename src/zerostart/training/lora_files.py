@@ -1,0 +1,175 @@
+"""LoRA files that training goes on from, whoever wrote them: PEFT, diffusers or DiffSynth-Studio.
+
+They hold the two factors of each adapted module. How modules are called, and where what the product is
+multiplied by is written down, is each library's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.distributed.world import World
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from zerostart.training.diffsynth_names import PREFIX, names_for
+from zerostart.training.lora import ADAPTER
+from zerostart.training.trained_sections import LoraConfig
+
+__all__ = ["start_from"]
+
+#: What the files are called in a directory; DiffSynth's are called by their step.
+_FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+_BEFORE = ("base_model.model.", "transformer.", "diffusion_model.", PREFIX)
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>A|B|down|up)(\.[^.]+)?\.weight")
+#: Where diffusers keeps the configuration of an adapter in the header of its file.
+_METADATA = "lora_adapter_metadata"
+
+
+@dataclass
+class _Factors:
+    """The factors [rank, inputs] and [outputs, rank] of one module, and what scales their product."""
+
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    scaling: float = 1.0
+
+
+def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, world: World) -> None:
+    """Give the adapters of ``model`` the values in the file ``config.start_from``; every rank reads it.
+
+    The modules ``adapted`` have adapters, still whole. Raises CheckpointNotFoundError, CheckpointError for a
+    file of other adapters, and ConfigError for one that says more than factors and what they are scaled by.
+    """
+    assert config.start_from is not None, "whoever calls this has looked"
+    with world.phase("reading the LoRA file"):
+        path = _file_of(Path(config.start_from).expanduser())
+        tensors, metadata = _read(path)
+        digest = hashlib.blake2b(repr(metadata).encode(), digest_size=8)
+        for name in sorted(tensors):
+            found = tensors[name].contiguous()
+            digest.update(f"{name} {found.dtype} {tuple(found.shape)}".encode())
+            digest.update(found.reshape(-1).view(torch.uint8).numpy().data)
+    # A rank that has read another file hears of it here.
+    world.raise_together(None, f"starting from the LoRA file with the checksum {digest.hexdigest()}")
+    with world.phase("starting from the LoRA file"):
+        factors = _by_module(_parsed(tensors, metadata, path), list(adapted), model, path)
+        with torch.no_grad():
+            for name, held in factors.items():
+                _give(model.get_submodule(name), name, held, config, path)
+
+
+def _file_of(path: Path) -> Path:
+    if path.is_file():
+        return path
+    named = [path / name for name in _FILES if (path / name).is_file()]
+    files = named or (sorted(path.glob("*.safetensors")) if path.is_dir() else [])
+    if len(files) != 1:
+        what = (
+            "has several safetensors files; name one" if files else "is no LoRA file, nor a directory of one"
+        )
+        raise CheckpointNotFoundError(f"lora.start_from {path} {what}")
+    return files[0]
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a file, and the configuration of the adapter that lies in it or beside it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            written = (file.metadata() or {}).get(_METADATA)
+        beside = path.with_name("adapter_config.json")
+        if written is not None:
+            held = json.loads(written)
+            return tensors, {key.rpartition(".")[2]: value for key, value in held.items()}
+        return tensors, json.loads(beside.read_text()) if beside.is_file() else {}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"lora.start_from {path} cannot be read: {error}") from error
+
+
+def _parsed(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], path: Path
+) -> dict[str, _Factors]:
+    """Factors by the names of modules in the file."""
+    for key in ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "modules_to_save"):
+        if metadata.get(key):
+            raise ConfigError(f"lora.start_from {path} has {key}, which is not available in a run")
+    found: dict[str, _Factors] = {}
+    alphas: dict[str, float] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".alpha") and tensor.numel() == 1:
+            alphas[name.removesuffix(".alpha")] = float(tensor)
+            continue
+        match = _FACTOR.fullmatch(name)
+        if match is None or tensor.dim() < 2:
+            raise CheckpointError(f"lora.start_from {path} has {name}, which is no factor of an adapter")
+        factors = found.setdefault(match["module"], _Factors())
+        if match["kind"] in ("A", "down"):
+            factors.a = tensor
+        else:
+            factors.b = tensor
+    for module, factors in found.items():
+        if factors.a is None or factors.b is None:
+            raise CheckpointError(f"lora.start_from {path} has one factor alone of {module}")
+        rank = factors.a.shape[0]
+        if module in alphas:
+            factors.scaling = alphas[module] / rank
+        elif metadata.get("lora_alpha") is not None:
+            rooted = metadata.get("use_rslora")
+            factors.scaling = float(metadata["lora_alpha"]) / (math.sqrt(rank) if rooted else rank)
+    return found
+
+
+def _by_module(
+    found: Mapping[str, _Factors], adapted: list[str], model: nn.Module, path: Path
+) -> dict[str, _Factors]:
+    """The same by the names of the model's modules. Raises CheckpointError unless there are just these."""
+    names = names_for(model)
+    known = {name: name for name in adapted}
+    if names is not None and not names.fused:
+        known |= {names.of(name): name for name in adapted}
+    factors: dict[str, _Factors] = {}
+    unexpected = []
+    for given, held in found.items():
+        candidates = (given, *(given.removeprefix(before) for before in _BEFORE if given.startswith(before)))
+        name = next((known[candidate] for candidate in candidates if candidate in known), None)
+        if name is None:
+            unexpected.append(given)
+        else:
+            factors[name] = held
+    missing = [name for name in adapted if name not in factors]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"lora.start_from {path} is of other adapters than lora.targets gives: {len(missing)} of these "
+            f"it does not have, and has {len(unexpected)} others, such as {(missing or unexpected)[0]}; give "
+            "the targets that it was trained with"
+        )
+    return factors
+
+
+def _give(layer: Any, name: str, found: _Factors, config: LoraConfig, path: Path) -> None:
+    """Copy the factors into one adapter, scaled so that the product weighs what it weighed in the file."""
+    if ADAPTER not in getattr(layer, "lora_A", {}):
+        raise ConfigError(f"lora.start_from: the adapter of {name} ({type(layer).__name__}) cannot be filled")
+    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    assert found.a is not None, "looked at when it was parsed"
+    assert found.b is not None, "the same"
+    if a.shape != found.a.shape or b.shape != found.b.shape:
+        raise CheckpointError(
+            f"lora.start_from {path} has factors of the shapes {tuple(found.a.shape)} and "
+            f"{tuple(found.b.shape)} for {name}, and lora.rank {config.rank} gives {tuple(a.shape)} and "
+            f"{tuple(b.shape)}; set lora.rank to {found.a.shape[0]}, or name another file"
+        )
+    times = found.scaling / config.scaling
+    a.copy_(found.a)
+    b.copy_(found.b if times == 1.0 else found.b.float() * times)

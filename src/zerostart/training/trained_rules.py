@@ -1,0 +1,38 @@
+"""What cannot be trained, averaged and saved together, told before anything is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zerostart.training.config import TrainConfig
+
+__all__ = ["check_trained"]
+
+
+def check_trained(config: TrainConfig) -> None:
+    """Raise ValueError for sections that contradict each other in what is trained, averaged and saved."""
+    output, lora = config.output, config.lora
+    if lora is not None and config.train.trainable:
+        raise ValueError("train.trainable and lora both say what is trained; leave one of them out")
+    if lora is not None and config.engine.expert_parallel > 1:
+        raise ValueError(
+            f"engine.expert_parallel {config.engine.expert_parallel} is not available with lora: adapters of "
+            "experts that ranks share are not; leave one of them out"
+        )
+    if output.merge and lora is None:
+        raise ValueError("output.merge merges a LoRA, and there is no section lora; leave it out")
+    if output.merge and config.ema is not None:
+        raise ValueError("output.merge with ema is not available: averaged adapters are saved as adapters")
+    if output.format == "peft" and lora is None:
+        raise ValueError("output.format peft is of adapters, and there is no section lora; leave it out")
+    if output.merge and (output.format is not None or output.trainable_only):
+        raise ValueError("output.merge saves a whole model; leave output.format and trainable_only out")
+    if output.pipeline and not output.merge and (lora is not None or output.trainable_only):
+        raise ValueError("output.pipeline wants a whole model; set output.merge, or leave it out")
+    named = lora is not None or output.trainable_only or output.format == "diffsynth"
+    if output.remove_prefix and not named:
+        raise ValueError(
+            "output.remove_prefix is for files of what was trained: set output.trainable_only or "
+            "output.format diffsynth"
+        )
