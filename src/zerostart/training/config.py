@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, mo
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import LoadArguments
 from zerostart.training.mistakes import TaskMistake, told
+from zerostart.training.samples.settings import SamplesConfig
 from zerostart.training.sections import Count, Positive, Section, TaskConfig
 
 if TYPE_CHECKING:
@@ -207,6 +208,7 @@ class TrainConfig(Section):
     resume: str | None = None
     tracking: TrackingConfig = TrackingConfig()
     logging: LoggingConfig = LoggingConfig()
+    samples: SamplesConfig | None = None
 
     @model_validator(mode="after")
     def _compatible(self) -> TrainConfig:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from zerostart.errors import ConfigError, WriteError
 
-__all__ = ["check_writers", "write_drawn"]
+__all__ = ["check_writers", "read_pictures", "write_drawn"]
 
 
 def check_writers(videos: bool) -> None:
@@ -63,3 +65,17 @@ def _video(path: Path, rows: torch.Tensor, fps: int) -> None:
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
+
+
+def read_pictures(folder: Path) -> np.ndarray[Any, Any] | None:
+    """The pictures that were written into ``folder``, in their order: bytes, [N, H, W, 3]; None if there are none.
+
+    Raises :class:`WriteError` where one is not there any more.
+    """
+    from PIL import Image
+
+    files = sorted(folder.glob("*.png"))
+    try:
+        return np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files]) if files else None
+    except OSError as error:
+        raise WriteError(f"{folder}: a sample that was written cannot be read: {error}") from error

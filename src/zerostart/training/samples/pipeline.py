@@ -21,10 +21,17 @@ __all__ = ["Drawing", "Prompt"]
 
 #: What encoders have made of a prompt: tensors of one item, [L, D] and the like, by the pipelines' names.
 Prompt = Mapping[str, torch.Tensor]
+#: What a pipeline takes beside text, if it has to.
+_MEDIA = ("image", "video", "control_image", "mask_image")
+#: Pipelines that draw from text alone as well, where no picture is given.
+_NEEDS_NO_IMAGE = ("Flux2Pipeline", "Flux2KleinPipeline", "FluxKontextPipeline")
 
 
 class Drawing:
-    """How the pipeline in a directory draws prompts that are encoded already, with a model that is given."""
+    """How the pipeline in a directory draws prompts that are encoded already, with a model that is given.
+
+    ``negatives`` are the texts that it guides away from, none or one.
+    """
 
     def __init__(self, source: str, component: str, settings: SamplesConfig) -> None:
         """Look at the pipeline in ``source``, whose model ``component`` is trained; nothing is loaded.
@@ -38,28 +45,44 @@ class Drawing:
                 f"samples are drawn by a pipeline, and {self._root} has no {PIPELINE_INDEX}: name the "
                 "pipeline's directory as model.source, or leave samples out"
             )
+        models = {one.name: one for one in found}
         self._component = component
         self._settings = settings
-        self._vae = next((one for one in found if one.name == "vae"), None)
         self._index = read_json(self._root / PIPELINE_INDEX, "pipeline index")
         self._kind = pipeline_class(self._index.get("_class_name"), self._root)
         self._takes = inspect.signature(self._kind.__call__).parameters
-        self._check()
+        self._check(models)
+        self._vae = models["vae"]
+        config = read_json(models[component].path / "config.json", "model configuration")
+        self._guidance, guides = self._guided(bool(config.get("guidance_embeds")))
+        self.negatives = (settings.negative_prompt,) * (guides and "negative_prompt_embeds" in self._takes)
 
-    def _check(self) -> None:
+    def _check(self, models: Mapping[str, Any]) -> None:
         name = self._kind.__name__
-        if self._vae is None:
-            raise ConfigError(f"samples: {self._root} has no vae to decode them; leave samples out")
+        for needed in (self._component, "vae"):
+            if needed not in models:
+                raise ConfigError(f"samples: {self._root} has no {needed} to draw with; leave samples out")
         if self._index.get("boundary_ratio") is not None:
             raise ConfigError(
                 f"samples: {name} draws with two experts, of which {self._component} alone is loaded; leave "
                 "samples out, and draw with the pipeline when both are trained"
             )
-        others = {"image", "video", "mask_image", "control_image"} - {"image"} * (name in _TEXT_IS_ENOUGH)
-        if "prompt_embeds" not in self._takes or others & self._takes.keys():
-            raise ConfigError(f"samples are drawn from text alone, and {name} takes more; leave samples out")
+        media = [key for key in _MEDIA if key in self._takes and name not in _NEEDS_NO_IMAGE]
+        if media or "prompt_embeds" not in self._takes:
+            raise ConfigError(
+                f"samples are drawn from text alone, and {name} takes more ({', '.join(media)}); leave "
+                "samples out"
+            )
         if "num_frames" not in self._takes and self._settings.num_frames is not None:
-            raise ConfigError(f"samples.num_frames: {name} draws pictures, which have no frames; leave it out")
+            raise ConfigError(f"samples.num_frames: {name} draws pictures; leave it out")
+
+    def _guided(self, embedded: bool) -> tuple[dict[str, float], bool]:
+        """What the pipeline calls its guidance, and whether it calls the model a second time for it."""
+        scale, classifier_free = self._settings.guidance, self._takes.get("true_cfg_scale")
+        if classifier_free is None or embedded:
+            return ({} if scale is None else {"guidance_scale": scale}), classifier_free is None
+        scale = classifier_free.default if scale is None else scale
+        return {"true_cfg_scale": scale}, scale > 1.0
 
     @property
     def videos(self) -> bool:
@@ -72,11 +95,9 @@ class Drawing:
 
         The autoencoder is loaded whole on every rank. Raises what a load raises.
         """
-        assert self._vae is not None
-        kind = component_class(self._vae.library, self._vae.kind, str(self._vae.path))
-        vae = zerostart.load(
-            str(self._vae.path), model=kind, engine="fsdp2", zero_stage=0, dtype=dtype, progress=False
-        )
+        path = str(self._vae.path)
+        kind = component_class(self._vae.library, self._vae.kind, path)
+        vae = zerostart.load(path, model=kind, engine="fsdp2", zero_stage=0, dtype=dtype, progress=False)
         vae.eval().requires_grad_(False)
         left_out: dict[str, Any] = {
             name: None
@@ -88,15 +109,20 @@ class Drawing:
         pipe.register_modules(**{self._component: model})
         return pipe
 
-    def draw(self, pipe: Any, prompts: Sequence[Prompt], negative: Prompt, seeds: Sequence[int]) -> torch.Tensor:
+    def draw(
+        self, pipe: Any, prompts: Sequence[Prompt], negatives: Sequence[Prompt], seeds: Sequence[int]
+    ) -> torch.Tensor:
         """One picture or video of each prompt, [B, F, 3, H, W] from 0 to 1; collective where ranks share it.
 
-        The prompts' tensors have the same shapes. ``negative`` is what is guided away from.
+        The prompts' tensors have the same shapes. ``negatives`` are what the texts of that name are encoded as.
         """
         settings = self._settings
-        given = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
-        arguments: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        arguments |= self._embedded(pipe, prompts) | self._guided(pipe, [negative] * len(prompts))
+        sizes = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
+        arguments: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+        arguments |= self._guidance | self._embedded(pipe, prompts)
+        for negative in negatives:
+            away = self._embedded(pipe, [negative] * len(prompts))
+            arguments |= {f"negative_{name}": value for name, value in away.items()}
         made = pipe(
             num_inference_steps=settings.steps,
             # From the host, each its own: a prompt has the same noise on every device and in every batch.
@@ -107,21 +133,6 @@ class Drawing:
         pictures = torch.as_tensor(made).float().cpu()
         return pictures if pictures.dim() == 5 else pictures[:, None]
 
-    def _guided(self, pipe: Any, away: Sequence[Prompt]) -> dict[str, Any]:
-        """What the pipeline calls its guidance, and what it guides away from where it does."""
-        embeds = getattr(getattr(pipe, self._component).config, "guidance_embeds", False)
-        scale = self._settings.guidance
-        classifier_free = self._takes.get("true_cfg_scale")
-        if classifier_free is None or embeds:
-            arguments: dict[str, Any] = {} if scale is None else {"guidance_scale": scale}
-            used = classifier_free is None
-        else:
-            arguments = {"true_cfg_scale": classifier_free.default if scale is None else scale}
-            used = arguments["true_cfg_scale"] > 1.0
-        if used and "negative_prompt_embeds" in self._takes:
-            arguments |= {f"negative_{name}": value for name, value in self._embedded(pipe, away).items()}
-        return arguments
-
     def _embedded(self, pipe: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """The tensors of the prompts that the pipeline takes, each [B, ...], or lists where it takes those."""
         found: dict[str, Any] = {}
@@ -131,7 +142,3 @@ class Drawing:
             lists = str(self._takes[name].annotation).startswith("list[")
             found[name] = rows if lists else torch.stack(rows)
         return found
-
-
-#: Pipelines that draw from text, and take pictures beside it if there are any.
-_TEXT_IS_ENOUGH = ("Flux2Pipeline", "Flux2KleinPipeline")

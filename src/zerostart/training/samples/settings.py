@@ -18,9 +18,8 @@ class SamplesConfig(Section):
     ``steps`` steps, at ``height`` and ``width`` in pixels and ``num_frames`` frames (each its own default
     where it is not given). ``guidance`` is the pipeline's ``true_cfg_scale``, or its ``guidance_scale`` where
     it has no such or the transformer embeds its guidance; ``negative_prompt`` is what it guides away from.
-    The prompts are gone through ``count`` times. The noise of sample
-    ``i`` is drawn from ``seed`` + ``i``, the same every time. ``batch_size`` samples are drawn at once. ``with_ema`` draws with the averaged weights. Videos are played
-    at ``fps`` frames a second.
+    The prompts are gone through ``count`` times, and ``batch_size`` samples are drawn at once. The noise of
+    sample ``i`` is drawn from ``seed`` + ``i``, the same every time. Videos are played at ``fps`` frames a second.
     """
 
     prompts: Annotated[list[str], Field(min_length=1)]
@@ -34,9 +33,4 @@ class SamplesConfig(Section):
     seed: Count = 0
     count: Positive = 1
     batch_size: Positive = 1
-    with_ema: bool = False
     fps: Positive = 16
-
-    def due(self, step: int, last: bool) -> bool:
-        """Whether to draw after ``step`` steps, the ``last`` of which may be that one."""
-        return step == 0 or last or bool(self.every and step % self.every == 0)
