@@ -86,8 +86,8 @@ class Task(ABC):
     ``task``. ``sections`` are those of the sections ``data``, ``media``, ``cache`` and ``samples`` that the
     task takes, ``needs`` those of them that it cannot do without; others are refused by name.
     ``shares_sequences`` says whether several ranks may share each example (``engine.sequence_parallel``).
-    ``examples`` is what people call them; ``counted`` is the key in ``metrics.jsonl`` of what a step has seen,
-    and its rate in short; ``data_key`` the key of the configuration that says where the data are.
+    ``examples`` is what people call them; ``counted`` is the key in ``metrics.jsonl`` of what a step has
+    seen, and its rate in short; ``data_key`` the key of the configuration that says where the data are.
     """
 
     Settings: ClassVar[type[TaskConfig]] = TaskConfig
@@ -165,7 +165,7 @@ class Task(ABC):
 
     @abstractmethod
     def collator(self, seed: int) -> Collator:
-        """How examples become a batch; ``seed`` is for what is drawn while that is done, another on each rank.
+        """How examples become a batch; ``seed`` is for what is drawn while that is done, one for each rank.
 
         A collator that draws has its generator as the attribute ``generator``. Raises ConfigError.
         """
@@ -173,8 +173,8 @@ class Task(ABC):
     def drawn(self, batch: Batch, epoch: int) -> Batch:
         """``batch``, on the device, with what is drawn for each of its examples in ``epoch`` (-1: held out).
 
-        It is to depend on the seed of the run, the epoch and the example alone, so that it is the same however
-        many ranks there are.
+        It is to depend on the seed of the run, the epoch and the example alone, and so be the same however many
+        ranks there are.
         """
         return batch
 

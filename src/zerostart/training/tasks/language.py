@@ -40,7 +40,7 @@ class MaskedConfig(TaskConfig):
 
 
 class _Language(Task):
-    """What both have in common. ``unpredicted`` are the first tokens of a sequence that have no prediction."""
+    """What both have in common. ``unpredicted``: the first tokens of a sequence that have no prediction."""
 
     sections: ClassVar[frozenset[str]] = frozenset({"data"})
     needs: ClassVar[frozenset[str]] = frozenset({"data"})
