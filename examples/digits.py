@@ -11,7 +11,7 @@ from sklearn.svm import SVC
 from torch.nn.functional import interpolate
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-SIZE = 32
+SIZE = 16
 HELD_OUT = 360  # the last ones: for neither the models nor the judge to learn from
 
 
