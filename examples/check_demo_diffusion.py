@@ -7,12 +7,12 @@ pipeline from the saved files alone, given the words and the noise, draws the la
 import sys
 from pathlib import Path
 
-import digits
 import numpy as np
 import torch
 from diffusers import FluxPipeline
 from diffusers.utils import logging
 
+import digits
 from zerostart.training.config import load_config
 
 LEAST = 0.8  # of the samples are recognised after the training
@@ -25,7 +25,10 @@ def main() -> int:
     prompts = config.samples.prompts * config.samples.count
     shown = np.array([[digits.caption(n) for n in range(10)].index(prompt) for prompt in prompts])
     folders = sorted((directory / "samples").iterdir())
-    before, after = (torch.stack([digits.from_picture(p) for p in sorted(f.glob("*.png"))]) for f in (folders[0], folders[-1]))
+    before, after = (
+        torch.stack([digits.from_picture(p) for p in sorted(f.glob("*.png"))])
+        for f in (folders[0], folders[-1])
+    )
 
     judge = digits.Judge()
     real, labels = digits.held_out()
@@ -46,7 +49,7 @@ def main() -> int:
 
 
 def drawn_again(directory: Path, samples) -> torch.Tensor:
-    """The first ten samples, by plain diffusers from words and noise: [10, 3, 32, 32]."""
+    """The first ten samples, by plain diffusers from words and noise: [10, 3, 16, 16]."""
     logging.set_verbosity_error()
     pipeline = FluxPipeline.from_pretrained(directory)
     pipeline.set_progress_bar_config(disable=True)

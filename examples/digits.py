@@ -1,4 +1,4 @@
-"""scikit-learn's 1797 handwritten digits as pictures with captions, and a judge of what digit a picture shows."""
+"""scikit-learn's 1797 handwritten digits as pictures with captions, and a judge of what pictures show."""
 
 import csv
 from pathlib import Path
@@ -20,7 +20,7 @@ def caption(digit: int) -> str:
 
 
 def pictures() -> tuple[torch.Tensor, np.ndarray]:
-    """The digits, 8 x 8 pixels made larger: [1797, 3, 32, 32] from 0 to 1, and which each is, [1797]."""
+    """The digits, 8 x 8 pixels made larger: [1797, 3, 16, 16] from 0 to 1, and which each is, [1797]."""
     digits = load_digits()
     small = torch.tensor(digits.images, dtype=torch.float32)[:, None] / digits.images.max()
     large = interpolate(small, size=SIZE, mode="bicubic", align_corners=False).clamp(0, 1)
@@ -67,7 +67,7 @@ class Judge:
         self._machine = SVC(C=10).fit(_features(images), labels)
 
     def share_recognised(self, images: torch.Tensor, digits: np.ndarray) -> float:
-        """Of ``images``, [N, 3, 32, 32] from 0 to 1, the share that shows what it should, from 0 to 1."""
+        """Of ``images``, [N, 3, 16, 16] from 0 to 1, the share that shows what it should, from 0 to 1."""
         return float(self._machine.score(_features(images), digits))
 
 

@@ -8,12 +8,13 @@ import argparse
 import time
 from pathlib import Path
 
-import digits
 import torch
-from demo import minilm_directory
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from torch.nn.functional import mse_loss
 from transformers import AutoModel, AutoTokenizer
+
+import digits
+from demo import minilm_directory
 
 TOKENS = 8  # of a caption, padding included
 
@@ -21,7 +22,7 @@ TOKENS = 8  # of a caption, padding included
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=300, help="of the autoencoder's training")
+    parser.add_argument("--steps", type=int, default=250, help="of the autoencoder's training")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -49,16 +50,18 @@ def main() -> None:
         ),
     )
     pipeline.save_pretrained(options.folder / "pipeline")
-    sizes = {name: sum(p.numel() for p in getattr(pipeline, name).parameters()) for name in ("vae", "transformer")}
+    sizes = {
+        name: sum(p.numel() for p in getattr(pipeline, name).parameters()) for name in ("vae", "transformer")
+    }
     print(", ".join(f"{name}: {size:,} parameters" for name, size in sizes.items()))
 
 
 def trained_autoencoder(steps: int) -> AutoencoderKL:
-    """Pictures of 3 x 32 x 32 become latents of 4 x 8 x 8."""
+    """Pictures of 3 x 16 x 16 become latents of 4 x 8 x 8."""
     vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(16, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(16, 32),
         layers_per_block=1,
         norm_num_groups=8,
         sample_size=digits.SIZE,
@@ -79,7 +82,10 @@ def trained_autoencoder(steps: int) -> AutoencoderKL:
         optimizer.step()
         schedule.step()
         if step % 50 == 0:
-            print(f"autoencoder step {step}/{steps}  error {error:.4f}  {time.monotonic() - start:.0f} s", flush=True)
+            print(
+                f"autoencoder step {step}/{steps}  error {error:.4f}  {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
     vae.eval()
     with torch.no_grad():
         every = torch.cat([vae.encode(batch).latent_dist.mode() for batch in images.split(128)])

@@ -1,4 +1,4 @@
-"""A flow-matching run of a small pipeline on examples that are made here: what runs with samples are tested on."""
+"""A flow-matching run of a small pipeline on examples that are made here, for tests of samples."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ class Drawn(FlowMatching):
 
     def items(self, world: Any) -> Any:
         config = self.where.config
-        channels = int(config["in_channels"]) // (4 if config["_class_name"] == "FluxTransformer2DModel" else 1)
+        channels = int(config["in_channels"]) // (
+            4 if config["_class_name"] == "FluxTransformer2DModel" else 1
+        )
         frames = (2,) * (config["_class_name"] == "WanTransformer3DModel")
         return self.numbered(Examples(Path(self.config.model.source), (channels, *frames, 4, 4)))
 

@@ -144,7 +144,11 @@ def test_batches_have_prompts_of_one_shape() -> None:
     [
         ({"_class_name": "WanImageToVideoPipeline"}, {}, "WanImageToVideoPipeline takes more .image"),
         ({"_class_name": "WanVACEPipeline"}, {}, "WanVACEPipeline takes more .video"),
-        ({"_class_name": "WanPipeline", "boundary_ratio": 0.9}, {}, "two experts, of which transformer alone"),
+        (
+            {"_class_name": "WanPipeline", "boundary_ratio": 0.9},
+            {},
+            "two experts, of which transformer alone",
+        ),
         ({"_class_name": "FluxPipeline"}, {"num_frames": 5}, "num_frames: FluxPipeline draws pictures"),
         ({"_class_name": "FluxPipeline", "vae": [None, None]}, {}, "has no vae to draw with"),
     ],

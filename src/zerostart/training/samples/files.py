@@ -68,7 +68,7 @@ def _video(path: Path, rows: torch.Tensor, fps: int) -> None:
 
 
 def read_pictures(folder: Path) -> np.ndarray[Any, Any] | None:
-    """The pictures that were written into ``folder``, in their order: bytes, [N, H, W, 3]; None if there are none.
+    """The pictures that were written into ``folder``, in their order: bytes, [N, H, W, 3]; None for none.
 
     Raises :class:`WriteError` where one is not there any more.
     """

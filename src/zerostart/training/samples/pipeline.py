@@ -114,7 +114,7 @@ class Drawing:
     ) -> torch.Tensor:
         """One picture or video of each prompt, [B, F, 3, H, W] from 0 to 1; collective where ranks share it.
 
-        The prompts' tensors have the same shapes. ``negatives`` are what the texts of that name are encoded as.
+        The prompts' tensors have the same shapes. ``negatives`` are the encoded texts of that name.
         """
         settings = self._settings
         sizes = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
@@ -134,7 +134,7 @@ class Drawing:
         return pictures if pictures.dim() == 5 else pictures[:, None]
 
     def _embedded(self, pipe: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """The tensors of the prompts that the pipeline takes, each [B, ...], or lists where it takes those."""
+        """The prompts' tensors that the pipeline takes, each [B, ...], or lists where it takes those."""
         found: dict[str, Any] = {}
         for name in prompts[0].keys() & self._takes.keys():
             rows = [prompt[name].to(pipe.vae.device) for prompt in prompts]

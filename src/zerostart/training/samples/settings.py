@@ -12,14 +12,15 @@ __all__ = ["SamplesConfig"]
 
 
 class SamplesConfig(Section):
-    """What a run draws with the model in training, before the first step, after the last, and ``every`` steps.
+    """What a run draws with the model in training: before the first step, after the last, ``every`` steps.
 
     ``every`` 0 leaves out those in between. The pipeline of ``model.source`` draws each of ``prompts`` in
     ``steps`` steps, at ``height`` and ``width`` in pixels and ``num_frames`` frames (each its own default
     where it is not given). ``guidance`` is the pipeline's ``true_cfg_scale``, or its ``guidance_scale`` where
     it has no such or the transformer embeds its guidance; ``negative_prompt`` is what it guides away from.
     The prompts are gone through ``count`` times, and ``batch_size`` samples are drawn at once. The noise of
-    sample ``i`` is drawn from ``seed`` + ``i``, the same every time. Videos are played at ``fps`` frames a second.
+    sample ``i`` is drawn from ``seed`` + ``i``, the same every time. Videos are played at ``fps`` frames a
+    second.
     """
 
     prompts: Annotated[list[str], Field(min_length=1)]
