@@ -6,14 +6,14 @@ import gc
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zerostart.errors import WriteError
+from zerostart.errors import ConfigError, WriteError
 from zerostart.training.samples.files import check_writers, read_pictures, write_drawn
 from zerostart.training.samples.pipeline import Drawing, Prompt
 from zerostart.training.trackers import log_images
@@ -39,6 +39,8 @@ def open_sampler(config: TrainConfig, task: Task, directory: Path) -> Sampler | 
     settings = config.samples
     if settings is None:
         return None
+    if settings.with_ema and getattr(config, "ema", None) is None:
+        raise ConfigError("samples.with_ema: no weights are averaged; add the section ema, or leave it out")
     drawing = Drawing(config.model.source, config.model.component or "transformer", settings)
     check_writers(drawing.videos)
     texts = [*settings.prompts, *drawing.negatives]
@@ -86,7 +88,9 @@ class Sampler:
             if session.accelerator.is_main_process:
                 _clear(folder)
         failures.tell()
-        drawn = self._drawn(session)
+        averaging: Any = getattr(session, "averaged", None)  # where weights can be averaged
+        with averaging(True) if self._settings.with_ema else nullcontext():
+            drawn = self._drawn(session)
         with failures.kept():
             self._write(drawn, folder)
         failures.tell()  # all have written theirs

@@ -19,7 +19,8 @@ class SamplesConfig(Section):
     where it is not given). ``guidance`` is the pipeline's ``true_cfg_scale``, or its ``guidance_scale`` where
     it has no such or the transformer embeds its guidance; ``negative_prompt`` is what it guides away from.
     The prompts are gone through ``count`` times, and ``batch_size`` samples are drawn at once. The noise of
-    sample ``i`` is drawn from ``seed`` + ``i``, the same every time. Videos are played at ``fps`` frames a
+    sample ``i`` is drawn from ``seed`` + ``i``, the same every time. ``with_ema`` draws with
+    the averaged weights of the section ``ema``. Videos are played at ``fps`` frames a
     second.
     """
 
@@ -34,4 +35,5 @@ class SamplesConfig(Section):
     seed: Count = 0
     count: Positive = 1
     batch_size: Positive = 1
+    with_ema: bool = False
     fps: Positive = 16
