@@ -1,6 +1,7 @@
 """Runs of flow matching on tiny transformers: examples on disk, a task that reads them, and plain torch.
 
-The reference calls each transformer as diffusers' own pipelines do, by their own functions, one example at a time.
+The reference calls each transformer as diffusers' own pipelines do, by their own functions, one example at a
+time.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import json
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
 import torch
+from tests.diffusion.components import COMPONENTS
 from torch.nn.functional import mse_loss
 
-from tests.diffusion.components import COMPONENTS
 from zerostart.training.tasks.flow import FlowMatching
 from zerostart.training.tasks.flow_times import FlowConfig
 
@@ -104,6 +106,8 @@ def configured(folder: Path, family: str, engine: str, stage: int, count: int = 
         index = {"_class_name": "DiffusionPipeline", "_diffusers_version": "0.35.0"}
         named = ["diffusers", COMPONENTS[FAMILIES[family][0]].kind]
         (source / "model_index.json").write_text(json.dumps({**index, "transformer": named}))
+        (source / "scheduler").mkdir()
+        (source / "scheduler" / "scheduler_config.json").write_text("{}")
         torch.save(examples(family, count), source / "examples.pt")
     return {
         "model": {"source": str(source)},
@@ -114,12 +118,17 @@ def configured(folder: Path, family: str, engine: str, stage: int, count: int = 
     }
 
 
-def recorded_run(values: dict) -> dict:
-    """Runs ``values`` on this rank: losses, what was drawn (number, time, noise) by batch, and what is saved."""
-    from zerostart.training.config import parse_config
-    from zerostart.training.runner import train
+def recorded_run(values: dict, dies_after: int | None = None) -> dict:
+    """Runs ``values`` here: losses, draws (number, time, noise) by batch, and the weights at the end.
 
-    batches, drawn = [], FlowMatching.drawn
+    With ``dies_after`` the run fails after that step.
+    """
+    import zerostart
+    from zerostart.training import runner
+    from zerostart.training.config import parse_config
+
+    batches, weights, drawn = [], {}, FlowMatching.drawn
+    step, export = runner._Run._step, runner.export_model
 
     def recording(self, batch, epoch):
         made = drawn(self, batch, epoch)
@@ -130,8 +139,21 @@ def recorded_run(values: dict) -> dict:
             batches.append(list(zip(numbers, made["t"].tolist(), noises, strict=True)))
         return made
 
-    FlowMatching.drawn = recording
-    result = train(parse_config(values))
+    def dying(self, number, source):
+        if dies_after is not None and number > dies_after:
+            raise OSError("the machine is gone")
+        step(self, number, source)
+
+    def exporting(model, *others):
+        weights.update(zerostart.full_tensors(model, rank=None))
+        return export(model, *others)
+
+    FlowMatching.drawn, runner._Run._step, runner.export_model = recording, dying, exporting
+    if dies_after is not None:
+        with pytest.raises(OSError, match="the machine is gone"):
+            runner.train(parse_config(values))
+        return {"batches": batches}
+    result = runner.train(parse_config(values))
     lines = [json.loads(line) for line in Path(result.directory, "metrics.jsonl").read_text().splitlines()]
     return {
         "batches": batches,
@@ -139,6 +161,7 @@ def recorded_run(values: dict) -> dict:
         "held_out": result.held_out,
         "directory": result.directory,
         "items": [line["items"] for line in lines if "items" in line],
+        "weights": weights,
     }
 
 

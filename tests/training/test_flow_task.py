@@ -1,12 +1,13 @@
-"""What flow matching draws, weighs and calls: against the formulas and the calls of diffusers and DiffSynth."""
+"""What flow matching draws, weighs and calls: against formulas and calls of diffusers and DiffSynth."""
 
+import json
 import math
 
 import pytest
 import torch
-
 from tests.diffusion.components import COMPONENTS
 from tests.training.flow_items import FAMILIES, build, configured, examples, noise, velocity
+
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.training import Task, register_task
 from zerostart.training.config import parse_config
@@ -59,7 +60,9 @@ def test_pictures_that_an_example_starts_from():
     model, x = build("flux").eval(), noise(1, 1, 8, 8, seed=1)
     item = {**examples("flux", 1)[0], "image_latents.0": noise(1, 4, 8, seed=4)}
     kind, pipe = KINDS["flux"](model.config), diffusers.FluxKontextPipeline
-    tokens = torch.cat([pipe._pack_latents(x, 1, 1, 8, 8), pipe._pack_latents(item["image_latents.0"][None], 1, 1, 4, 8)], 1)
+    tokens = torch.cat(
+        [pipe._pack_latents(x, 1, 1, 8, 8), pipe._pack_latents(item["image_latents.0"][None], 1, 1, 4, 8)], 1
+    )
     ids = pipe._prepare_latent_image_ids(1, 4, 4, "cpu", torch.float32)
     more = pipe._prepare_latent_image_ids(1, 2, 4, "cpu", torch.float32)
     more[:, 0] = 1
@@ -67,7 +70,14 @@ def test_pictures_that_an_example_starts_from():
     with torch.no_grad():
         found = kind.velocity(model, x, t, kind.conditions([item]), 1.0)
         wanted = model(
-            tokens, text, pooled, t, torch.cat([ids, more]), torch.zeros(8, 3), torch.ones(1), return_dict=False
+            tokens,
+            text,
+            pooled,
+            t,
+            torch.cat([ids, more]),
+            torch.zeros(8, 3),
+            torch.ones(1),
+            return_dict=False,
         )[0][:, :16]
     torch.testing.assert_close(found, pipe._unpack_latents(wanted, 64, 64, 8))
 
@@ -80,12 +90,14 @@ def test_pictures_that_an_example_starts_from():
     text = item["prompt_embeds"][None]
     with torch.no_grad():
         found = kind.velocity(model, x, t, kind.conditions([item]), 1.0)
-        wanted = model(tokens, text, t, ids, pipe._prepare_text_ids(text), torch.ones(1), return_dict=False)[0]
+        wanted = model(tokens, text, t, ids, pipe._prepare_text_ids(text), torch.ones(1), return_dict=False)[
+            0
+        ]
     torch.testing.assert_close(found[0], pipe._unpack_latents_with_ids(wanted[:, :16], ids[:, :16])[0])
 
 
 def test_wan_with_frames_that_are_given():
-    """Beside the latents where the transformer has channels for them, else in the place of the first frame."""
+    """Beside the latents where the transformer has channels for them, else as the first frame."""
     torch.manual_seed(1)
     model = COMPONENTS["wan2.1 i2v"].build().eval()
     kind, x, t = KINDS["wan"](model.config), noise(1, 4, 3, 4, 4, seed=1), torch.tensor([0.6])
@@ -97,7 +109,7 @@ def test_wan_with_frames_that_are_given():
         embeds = (item["prompt_embeds"][None], item["image_embeds"][None])
         wanted = model(given, t * 1000, *embeds, return_dict=False)[0]
         assert torch.equal(found, wanted)
-        with pytest.raises(ConfigError, match="examples give 4 channels .* takes 8"):
+        with pytest.raises(ConfigError, match=r"examples give 4 channels .* takes 8"):
             kind.velocity(model, x, t, {"prompt_embeds": embeds[0]}, 1.0)
 
     model = build("wan").eval()
@@ -122,9 +134,7 @@ def test_wan_with_frames_that_are_given():
     control = noise(6, 3, 4, 4, seed=8)
     with torch.no_grad():
         found = kind.velocity(model, x, t, kind.conditions([{**item, "control_latents": control}]), 1.0)
-        wanted = model(
-            x, t * 1000, embeds[0], None, control[None], torch.ones(2), return_dict=False
-        )[0]
+        wanted = model(x, t * 1000, embeds[0], None, control[None], torch.ones(2), return_dict=False)[0]
     assert torch.equal(found, wanted)
 
 
@@ -141,7 +151,9 @@ def test_times_are_the_distribution_between_its_boundaries(sampling, boundaries)
     theirs = theirs[(theirs >= low) & (theirs <= high)]
     places = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
     settings = {"logit_mean": 0.3, "logit_std": 1.2} if sampling == "logit-normal" else {}
-    ours = times(boundaries=boundaries, sampling=sampling, shift=3.0, **settings).at(places, torch.full_like(places, 3.0))
+    ours = times(boundaries=boundaries, sampling=sampling, shift=3.0, **settings).at(
+        places, torch.full_like(places, 3.0)
+    )
     assert ours.min() >= low
     assert ours.max() <= high
     torch.testing.assert_close(ours, torch.quantile(theirs, places), rtol=0, atol=0.01)
@@ -209,9 +221,6 @@ def test_texts_are_dropped_for_the_one_that_stands_for_none(tmp_path):
         task.items(None)
     empty = torch.zeros(6, 16)
 
-    class WithPrompt(type(task).__mro__[1]):
-        pass
-
     class Items(list):
         def prompt(self, text):
             assert text == ""
@@ -227,12 +236,24 @@ def test_texts_are_dropped_for_the_one_that_stands_for_none(tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"task": {"boundaries": [0.9, 0.1]}}, ConfigError, "boundaries are the lowest time and a higher one"),
+        (
+            {"task": {"boundaries": [0.9, 0.1]}},
+            ConfigError,
+            "boundaries are the lowest time and a higher one",
+        ),
         ({"task": {"family": "sdxl"}}, ConfigError, "family sdxl is unknown; choose one of wan"),
         ({"task": {"samplin": "x"}}, ConfigError, r"unknown key task.samplin; did you mean task\.sampling"),
-        ({"data": {"source": "x"}}, ConfigError, "the section data is not for task.name .*, which takes media"),
+        (
+            {"data": {"source": "x"}},
+            ConfigError,
+            "the section data is not for task.name .*, which takes media",
+        ),
         ({"engine": {"sequence_parallel": 2}}, ConfigError, "sequence_parallel 2 is not available"),
-        ({"model": {"component": "vae"}}, ConfigError, r"model\.component vae: the models of .* are transformer"),
+        (
+            {"model": {"component": "vae"}},
+            ConfigError,
+            r"model\.component vae: the models of .* are transformer",
+        ),
         ({"output": {"directory": "x", "pipeline": True}}, None, ""),
     ],
 )
@@ -264,8 +285,6 @@ def test_what_is_no_transformer_is_named(tmp_path):
 
 
 def test_the_experts_of_a_pipeline_have_their_own_times(tmp_path):
-    import json
-
     values = configured(tmp_path, "wan", "fsdp2", 3)
     root = tmp_path / "wan"
     (root / "transformer").rename(root / "transformer_2")

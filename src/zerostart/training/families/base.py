@@ -1,8 +1,8 @@
 """What a family of diffusion transformers is: how it is called, and in what its flow is told.
 
-Everywhere else time ``t`` goes from 0 (the data) to 1 (noise), latents at it are ``(1 - t) * data + t * noise``,
-and the velocity is ``noise - data``; what a transformer wants in their place, and how its latents lie, is
-here.
+Everywhere else time ``t`` goes from 0 (the data) to 1 (noise), latents at it are ``(1 - t) * data + t *
+noise``, and the velocity is ``noise - data``; what a transformer wants in their place, and how its latents
+lie, is here.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Conditions = dict[str, Any]
 class Family(ABC):
     """A transformer by its ``config``, with the ``index`` of its pipeline, where it is of one.
 
-    ``classes`` are the names of diffusers' classes; ``shift`` is the one that training uses (of times ``u`` that
-    are drawn, ``shift * u / (1 + (shift - 1) * u)`` is taken). ``keys`` are those that an example may have
-    beside ``latents``, of which ``required`` have to be there; of pictures that it starts from,
-    ``image_latents.0`` and so on, there are ``most_images`` at most. ``masked``: texts of different lengths may
-    be in one batch.
+    ``classes`` are the names of diffusers' classes; ``shift`` is the one that training uses (of times ``u``
+    that are drawn, ``shift * u / (1 + (shift - 1) * u)`` is taken). ``keys`` are those that an example may
+    have beside ``latents``, of which ``required`` have to be there; of pictures that it starts from,
+    ``image_latents.0`` and so on, there are ``most_images`` at most. ``masked``: texts of different lengths
+    may be in one batch.
     """
 
     name: ClassVar[str]
@@ -108,7 +108,8 @@ class Family(ABC):
     ) -> torch.Tensor:
         """The velocity that ``model`` predicts for ``latents`` ([batch, ...]) at times ``t`` ([batch]).
 
-        Floating tensors of ``conditions`` and ``latents`` are in the dtype of the model; ``t`` is float32. ``guidance`` is told to transformers that were distilled for it. Shaped as ``latents``.
+        Floating tensors of ``conditions`` and ``latents`` are in the dtype of the model; ``t`` is float32.
+        ``guidance`` is told to transformers that were distilled for it. Shaped as ``latents``.
         """
 
     def trained(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -117,7 +118,7 @@ class Family(ABC):
 
     def images(self, conditions: Conditions) -> list[torch.Tensor]:
         """The latents of the pictures that an example starts from, in their order, each [batch, ...]."""
-        found = []
+        found: list[torch.Tensor] = []
         while (image := conditions.get(f"image_latents.{len(found)}")) is not None:
             found.append(image)
         return found

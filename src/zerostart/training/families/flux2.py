@@ -18,7 +18,7 @@ _APART = 10  # from one picture to the next, in places
 
 
 class Flux2(Family):
-    """Latents are [C, H, W] as the transformer has them (patches of 2 by 2 already in C); time from 0 to 1."""
+    """Latents are [C, H, W] as the transformer has them, patches of 2 by 2 already in C; time from 0 to 1."""
 
     name: ClassVar[str] = "flux2"
     classes: ClassVar[frozenset[str]] = frozenset({"Flux2Transformer2DModel"})

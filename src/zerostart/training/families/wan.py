@@ -19,8 +19,8 @@ class Wan(Family):
     """Latents are [C, F, H, W]; a timestep goes from 0 to 1000.
 
     ``condition`` is what a transformer with more input channels than the latents have gets beside them (the
-    given frames and their mask), or, where it has no more (Wan 2.2 5B), the latents of the first frame, which is
-    then put in its place, at time 0, and is no part of the loss.
+    given frames and their mask), or, where it has no more (Wan 2.2 5B), the latents of the first frame, which
+    is then put in its place, at time 0, and is no part of the loss.
     """
 
     name: ClassVar[str] = "wan"

@@ -105,6 +105,7 @@ class Task(ABC):
     @classmethod
     def check(cls, config: TrainConfig) -> None:
         """Raise ValueError for a configuration that this task cannot run; before anything is read."""
+        return
 
     # Before the load.
 
@@ -160,6 +161,7 @@ class Task(ABC):
 
     def begin(self, model: nn.Module) -> None:
         """The loaded model is about to be trained; no engine has wrapped it yet. Raises ConfigError."""
+        return
 
     # Batches.
 
@@ -173,8 +175,8 @@ class Task(ABC):
     def drawn(self, batch: Batch, epoch: int) -> Batch:
         """``batch``, on the device, with what is drawn for each of its examples in ``epoch`` (-1: held out).
 
-        It is to depend on the seed of the run, the epoch and the example alone, and so be the same however many
-        ranks there are.
+        It is to depend on the seed of the run, the epoch and the example alone, and so be the same however
+        many ranks there are.
         """
         return batch
 
@@ -204,9 +206,11 @@ class Task(ABC):
 
     def beside(self, folder: Path) -> None:
         """Write what belongs beside the weights in ``folder``; on one rank. Raises ZerostartError."""
+        return
 
     def finish(self, directory: Path) -> None:
         """The model is saved: what else belongs into the output directory; on one rank.
 
         Raises ZerostartError.
         """
+        return

@@ -1,8 +1,9 @@
 """Flow matching: the velocity from data to noise, as the transformers of diffusion models learn it.
 
-An example ``x`` at time ``t`` is ``(1 - t) * x + t * noise``, the target ``noise - x``, and its loss the mean of the
-squared differences in float32. Every example of a step weighs the same. Time and noise are drawn from the seed of
-the run, the epoch and the number of the example alone: one rank or many, and a run that goes on, see the same.
+An example ``x`` at time ``t`` is ``(1 - t) * x + t * noise``, the target ``noise - x``, and its loss the mean
+of the squared differences in float32. Every example of a step weighs the same. Time and noise are drawn from
+the seed of the run, the epoch and the number of the example alone: one rank or many, and a run that goes on,
+see the same.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class FlowMatching(Task):
         return lambda items: {"items": list(items)}
 
     def drawn(self, batch: Batch, epoch: int) -> Batch:
-        """``noisy`` latents, their ``target`` (both [batch, ...]), ``t``, ``weight`` ([batch]) and ``conditions``.
+        """``noisy`` latents, ``target`` (both [batch, ...]), ``t``, ``weight`` ([batch]) and ``conditions``.
 
         Raises :class:`ConfigError` for examples that the family does not take.
         """
@@ -207,7 +208,9 @@ class FlowMatching(Task):
         noisy = batch["noisy"].to(self._dtype)
         found = self.family.velocity(model, noisy, batch["t"], conditions, self.settings.guidance)
         wrong = self.family.trained(found.float() - batch["target"], conditions)
-        return (wrong.square().flatten(1).mean(1) * batch["weight"]).mean()
+        losses = wrong.square().flatten(1).mean(1)
+        mean: torch.Tensor = (losses * batch["weight"]).mean()
+        return mean
 
     def saved_in(self, directory: Path) -> Path:
         """The output directory, or the component's in a pipeline there."""

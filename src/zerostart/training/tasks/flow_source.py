@@ -23,7 +23,7 @@ _BELOW = "transformer_2"
 
 @dataclass(frozen=True)
 class FlowSource:
-    """A transformer: its directory and configuration; of a pipeline its root, its index, and its name there."""
+    """A transformer: its directory and configuration; of a pipeline its root, its index, its name there."""
 
     directory: Path
     config: dict[str, Any]

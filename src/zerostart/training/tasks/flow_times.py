@@ -20,13 +20,13 @@ class FlowConfig(TaskConfig):
 
     ``family`` is found by the class of the transformer, and needed for one that is derived from it. Times are
     drawn evenly (``uniform``), or as the logistic function of normal numbers (``logit-normal``, with
-    ``logit_mean`` and ``logit_std``), then moved towards noise by ``shift``: a number, ``resolution`` for that
-    of the family's pipeline at so many tokens, or the one that the family is trained with. ``boundaries`` are
-    the lowest and the highest time that is drawn; of the two experts of a pipeline with a boundary each has
-    its own by itself. ``weighting``: ``none``; ``bell``, DiffSynth's; ``sigma-sqrt`` or ``cosmap``, diffusers'.
-    ``guidance`` is told to transformers that take it. An example is trained without its text with probability
-    ``drop_prompt``. The last part ``held_out`` of the examples is kept out of training and evaluated before
-    and after.
+    ``logit_mean`` and ``logit_std``), then moved towards noise by ``shift``: a number, ``resolution`` for
+    that of the family's pipeline at so many tokens, or the one that the family is trained with.
+    ``boundaries`` are the lowest and the highest time that is drawn; of the two experts of a pipeline with a
+    boundary each has its own by itself. ``weighting``: ``none``; ``bell``, DiffSynth's; ``sigma-sqrt`` or
+    ``cosmap``, diffusers'. ``guidance`` is told to transformers that take it. An example is trained without
+    its text with probability ``drop_prompt``. The last part ``held_out`` of the examples is kept out of
+    training and evaluated before and after.
     """
 
     name: str = "flow-matching"
@@ -74,7 +74,10 @@ class Times:
         """The part of the distribution below ``u``."""
         if self._config.sampling == "uniform":
             return u
-        return torch.special.ndtr((torch.logit(u) - self._config.logit_mean) / self._config.logit_std)
+        below: torch.Tensor = torch.special.ndtr(
+            (torch.logit(u) - self._config.logit_mean) / self._config.logit_std
+        )
+        return below
 
     def _drawn(self, place: torch.Tensor) -> torch.Tensor:
         """The reverse of ``_place``."""
