@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,7 +105,8 @@ class Drawing:
             for name, value in self._index.items()
             if isinstance(value, list) and name not in ("scheduler", "vae")
         }
-        pipe = assembled(self._kind, self._root, {**left_out, "vae": vae})
+        with _quiet():
+            pipe = assembled(self._kind, self._root, {**left_out, "vae": vae})
         pipe.set_progress_bar_config(disable=True)
         pipe.register_modules(**{self._component: model})
         return pipe
@@ -142,3 +144,17 @@ class Drawing:
             lists = str(self._takes[name].annotation).startswith("list[")
             found[name] = rows if lists else torch.stack(rows)
         return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars that diffusers shows for what it loads."""
+    from diffusers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
