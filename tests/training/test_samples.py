@@ -14,9 +14,11 @@ from tests.training.sampled import run
 
 from ranks import run_ranks
 from zerostart.errors import ConfigError
+from zerostart.training.config import parse_config
+from zerostart.training.registry import task_class
 from zerostart.training.samples.files import write_drawn
 from zerostart.training.samples.pipeline import Drawing
-from zerostart.training.samples.sampler import batches_of
+from zerostart.training.samples.sampler import batches_of, open_sampler
 from zerostart.training.samples.settings import SamplesConfig
 
 PROMPTS = ["a cat", "the sea", "the cat sleeps"]
@@ -168,3 +170,9 @@ def test_what_cannot_be_drawn_is_refused(
 def test_one_model_draws_nothing(flux: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no model_index\.json"):
         Drawing(str(flux / "transformer"), "transformer", SamplesConfig(prompts=["a"]))
+
+
+def test_averaged_weights_have_to_be_there(flux: Path, tmp_path: Path) -> None:
+    config = parse_config(configured(flux, "FSDP2", tmp_path, with_ema=True))
+    with pytest.raises(ConfigError, match=r"samples\.with_ema: no weights are averaged; add the section ema"):
+        open_sampler(config, task_class(config.task.name)(config), tmp_path)
