@@ -1,6 +1,7 @@
 # Every target sets up what it needs: a virtual environment in .venv, with the versions of constraints.txt.
 #
 #   make demo            fine-tune a real pretrained model on two local ranks (ENGINE=fsdp2 for FSDP2)
+#   make demo-diffusion  train a small diffusion model on two local ranks, and look at what it draws
 #   make test            the tests        make conformance   the long ones
 #   make check           ruff, mypy, import-linter
 #   make bench           the load benchmark beside other routes
@@ -13,7 +14,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 ENGINE ?= deepspeed
-OUT ?= out/demo
+OUT ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench gpu-check upstream conformance clean
+.PHONY: help install demo demo-diffusion test check bench gpu-check upstream conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -37,7 +38,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" python examples/demo.py --engine $(ENGINE) --out $(OUT)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" python examples/demo.py --engine $(ENGINE) --out $(or $(OUT),out/demo)
+
+demo-diffusion: $(STAMP)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" python examples/demo_diffusion.py --engine $(ENGINE) --out $(or $(OUT),out/demo-diffusion)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"

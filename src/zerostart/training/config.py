@@ -17,6 +17,7 @@ from zerostart.errors import ConfigError
 from zerostart.loading.arguments import LoadArguments
 from zerostart.training.media.config import MediaConfig
 from zerostart.training.mistakes import TaskMistake, told
+from zerostart.training.samples.settings import SamplesConfig
 from zerostart.training.sections import Count, Positive, Section, TaskConfig
 from zerostart.training.trained_sections import EmaConfig, LoraConfig
 
@@ -223,6 +224,7 @@ class TrainConfig(Section):
     media: MediaConfig | None = None
     lora: LoraConfig | None = None
     ema: EmaConfig | None = None
+    samples: SamplesConfig | None = None
 
     @model_validator(mode="after")
     def _compatible(self) -> TrainConfig:

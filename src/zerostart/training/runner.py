@@ -25,6 +25,7 @@ from zerostart.training.export import export_model, export_step
 from zerostart.training.failures import Failures, untold
 from zerostart.training.inputs import read_inputs
 from zerostart.training.progress import Display, Metrics, peak_memory_bytes, shown_loss
+from zerostart.training.samples.sampler import Sampler, open_sampler
 from zerostart.training.session import Session, check_surroundings, open_session
 from zerostart.training.stop import StopSignal
 from zerostart.training.tasks.base import Batch
@@ -74,6 +75,8 @@ def train(config: TrainConfig) -> TrainResult:
     resumed = newest(config, directory, world)
     inputs = read_inputs(config, world)
     task = inputs.task
+    with world.phase("looking at the samples"):
+        sampler = open_sampler(config, task, directory)
     torch.manual_seed(config.train.seed)  # for parameters that the checkpoint lacks; the same on every rank
     model = zerostart.load(
         **_arguments(config) | {"source": task.source},
@@ -97,7 +100,7 @@ def train(config: TrainConfig) -> TrainResult:
         session = open_session(config, model, task, inputs.items)
         checkpoints = Checkpoints(config.checkpoint, directory, session, inputs.items.digest())
         exports = functools.partial(export_step, model, task, directory, session.ema)
-        run = _Run(config, session, inputs.held_out, display, stop, checkpoints, exports)
+        run = _Run(config, session, inputs.held_out, display, stop, checkpoints, exports, sampler)
         with untold(), _peers_named(directory), checkpoints.ended():
             run.to_the_end(resumed)
         display.say("saving the model")
@@ -165,6 +168,7 @@ class _Run:
         stop: StopSignal,
         checkpoints: Checkpoints,
         exports: Callable[[int], None],
+        sampler: Sampler | None,
     ) -> None:
         self._config = config.train
         self._task = session.task
@@ -176,6 +180,7 @@ class _Run:
         self._stop = stop
         self._checkpoints = checkpoints
         self._export, self._export_every = exports, config.output.every
+        self._sampler = sampler
         self._past = Past()
         self._stopped = False
         self._failures = Failures(current_world(), session.sum_over_ranks)
@@ -191,6 +196,7 @@ class _Run:
             with self._failures.kept():
                 self._display.begin(0)
             self._evaluate(0)
+            self._draw(0)
             batches = self._session.batches()
         else:
             self._past, batches = self._checkpoints.resume(resumed)
@@ -204,6 +210,8 @@ class _Run:
             if not self._stopped and (step == self._config.steps or (every and step % every == 0)):
                 self._evaluate(step)
                 self._display.start()
+            if not self._stopped:
+                self._draw(step)
             if self._checkpoints.due(step, self._stopped):
                 self._failures.tell()
                 self._checkpoints.save(self._past)
@@ -268,6 +276,13 @@ class _Run:
                 self._display.evaluation(step, loss)
                 if self._tracked:
                     self._session.accelerator.log({"held_out_loss": loss}, step=step)
+
+    def _draw(self, step: int) -> None:
+        """The samples that are due after ``step`` steps; collective."""
+        if self._sampler is not None and self._sampler.due(step):
+            folder = self._sampler.take(self._session, self._failures, step)
+            self._display.say(f"samples after step {step}: {folder}")
+            self._display.start()
 
     def result(self, directory: Path) -> TrainResult:
         """The figures of the run."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
+from zerostart.errors import ConfigError
 from zerostart.training.sections import TaskConfig
 
 if TYPE_CHECKING:
@@ -142,6 +143,13 @@ class Task(ABC):
     def files(self) -> dict[str, str]:
         """A digest of each file that the data are read from, to say which of them differs between ranks."""
         return {}
+
+    def embedded(self, text: str) -> Mapping[str, torch.Tensor]:
+        """What the encoders have made of ``text`` alone, by the keys of examples; after ``items``.
+
+        Raises ConfigError for a text of which they have made nothing.
+        """
+        raise ConfigError(f"samples: there are no encoders that have seen the text {text!r}")
 
     # The model.
 

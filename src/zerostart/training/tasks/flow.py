@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,6 +70,7 @@ class FlowMatching(Task):
         self.settings = config.task
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._without: dict[str, torch.Tensor] = {}  # what stands for no text
+        self._encoded: Items | None = None
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
@@ -114,7 +115,16 @@ class FlowMatching(Task):
             if prompt is None:
                 raise ConfigError("task.drop_prompt: these data say nothing of what stands for no text")
             self._without = prompt("")
+        self._encoded = items
         return Numbered(items)
+
+    def embedded(self, text: str) -> Mapping[str, torch.Tensor]:
+        """What the cache has of a text alone. Raises :class:`ConfigError` where it has nothing of it."""
+        prompt: Any = getattr(self._encoded, "prompt", None)
+        if prompt is None:
+            raise ConfigError(f"samples: these data say nothing of the text {text!r} by itself")
+        found: Mapping[str, torch.Tensor] = prompt(text)
+        return found
 
     def split(self, items: Items) -> tuple[Items, Items | None]:
         """By ``task.held_out``. Raises :class:`ConfigError` where none are left to train on."""

@@ -1,0 +1,81 @@
+"""What has been drawn, as files: a picture is a PNG, a video an MP4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerostart.errors import ConfigError, WriteError
+
+__all__ = ["check_writers", "read_pictures", "write_drawn"]
+
+
+def check_writers(videos: bool) -> None:
+    """Raise :class:`ConfigError` where what writes pictures, or ``videos``, is not installed."""
+    try:
+        import PIL.Image  # noqa: F401
+
+        if videos:
+            import av  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"samples are written by Pillow and PyAV, of which one cannot be imported ({error}); install "
+            "them: pip install zerostart[media]"
+        ) from error
+
+
+def write_drawn(path: Path, frames: torch.Tensor, fps: int) -> Path:
+    """Write ``frames``, [F, 3, H, W] from 0 to 1, to ``path`` with a suffix of its own; gives that path.
+
+    Raises :class:`WriteError`.
+    """
+    rows = (frames.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
+    found = path.with_suffix(".png" if len(rows) == 1 else ".mp4")
+    try:
+        found.parent.mkdir(parents=True, exist_ok=True)
+        if len(rows) == 1:
+            _picture(found, rows[0])
+        else:
+            _video(found, rows, fps)
+    except OSError as error:
+        raise WriteError(f"{found}: the sample cannot be written: {error}") from error
+    return found
+
+
+def _picture(path: Path, rows: torch.Tensor) -> None:
+    from PIL import Image
+
+    Image.fromarray(rows.numpy()).save(path)
+
+
+def _video(path: Path, rows: torch.Tensor, fps: int) -> None:
+    import av
+
+    _, height, width, _ = rows.shape
+    with av.open(str(path), "w") as container:
+        # Every player knows yuv420p, whose colours are shared by 2 x 2 pixels.
+        stream = container.add_stream("libx264", rate=fps, options={"crf": "18"})
+        stream.width, stream.height, stream.pix_fmt = width + width % 2, height + height % 2, "yuv420p"
+        for row in rows:
+            frame = av.VideoFrame.from_ndarray(row.numpy(), format="rgb24")
+            for packet in stream.encode(frame.reformat(stream.width, stream.height, "yuv420p")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+
+
+def read_pictures(folder: Path) -> np.ndarray[Any, Any] | None:
+    """The pictures that were written into ``folder``, in their order: bytes, [N, H, W, 3]; None for none.
+
+    Raises :class:`WriteError` where one is not there any more.
+    """
+    from PIL import Image
+
+    files = sorted(folder.glob("*.png"))
+    try:
+        return np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files]) if files else None
+    except OSError as error:
+        raise WriteError(f"{folder}: a sample that was written cannot be read: {error}") from error

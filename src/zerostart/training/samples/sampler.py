@@ -1,0 +1,178 @@
+"""Drawing samples between two steps: every rank its share, and nothing of the training is changed by it."""
+
+from __future__ import annotations
+
+import gc
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerostart.errors import ConfigError, WriteError
+from zerostart.training.samples.files import check_writers, read_pictures, write_drawn
+from zerostart.training.samples.pipeline import Drawing, Prompt
+from zerostart.training.trackers import log_images
+
+if TYPE_CHECKING:
+    from zerostart.training.config import TrainConfig
+    from zerostart.training.failures import Failures
+    from zerostart.training.session import Session
+    from zerostart.training.tasks.base import Task
+
+__all__ = ["FOLDER", "Sampler", "batches_of", "open_sampler"]
+
+#: In the output directory: what is drawn, a folder for each step.
+FOLDER = "samples"
+_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def open_sampler(config: TrainConfig, task: Task, directory: Path) -> Sampler | None:
+    """What draws the samples of the run in ``directory``; None where none are asked for.
+
+    Raises :class:`ConfigError` for what cannot be drawn.
+    """
+    settings = config.samples
+    if settings is None:
+        return None
+    if settings.with_ema and getattr(config, "ema", None) is None:
+        raise ConfigError("samples.with_ema: no weights are averaged; add the section ema, or leave it out")
+    drawing = Drawing(config.model.source, config.model.component or "transformer", settings)
+    check_writers(drawing.videos)
+    texts = [*settings.prompts, *drawing.negatives]
+    embedded = {text: task.embedded(text) for text in dict.fromkeys(texts)}
+    return Sampler(config, drawing, embedded, directory)
+
+
+def batches_of(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
+    """The numbers of ``prompts`` in batches of up to ``size``, in each of which all have the same shapes."""
+    alike: dict[tuple[tuple[str, torch.Size], ...], list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        alike.setdefault(tuple((name, row.shape) for name, row in prompt.items()), []).append(number)
+    return [numbers[i : i + size] for numbers in alike.values() for i in range(0, len(numbers), size)]
+
+
+class Sampler:
+    """Draws the samples of a run with its model in training, and writes them down."""
+
+    def __init__(
+        self, config: TrainConfig, drawing: Drawing, embedded: dict[str, Prompt], directory: Path
+    ) -> None:
+        """``embedded`` has what the encoders made of each prompt, and of what is guided away from."""
+        assert config.samples is not None
+        self._settings = config.samples
+        self._last = config.train.steps
+        self._folder = directory / FOLDER
+        self._drawing = drawing
+        self._texts = self._settings.prompts * self._settings.count
+        self._prompts = [embedded[text] for text in self._texts]
+        self._negatives = [embedded[text] for text in drawing.negatives]
+        self._dtype = getattr(torch, _PRECISIONS.get(config.train.mixed_precision, config.dtype))
+
+    def due(self, step: int) -> bool:
+        """Whether something is drawn after ``step`` steps."""
+        every = self._settings.every
+        return step in (0, self._last) or bool(every and step % every == 0)
+
+    def take(self, session: Session, failures: Failures, step: int) -> Path:
+        """Draw with the model as it is, write down and log what it drew; gives the folder; collective.
+
+        Raises what a rank fails with, on all.
+        """
+        folder = self._folder / f"step-{step:08d}"
+        with failures.kept():
+            if session.accelerator.is_main_process:
+                _clear(folder)
+        failures.tell()
+        averaging: Any = getattr(session, "averaged", None)  # where weights can be averaged
+        with averaging(True) if self._settings.with_ema else nullcontext():
+            drawn = self._drawn(session)
+        with failures.kept():
+            self._write(drawn, folder)
+        failures.tell()  # all have written theirs
+        with failures.kept():
+            if session.accelerator.is_main_process:
+                _log(session.accelerator.trackers, folder, step)
+        return folder
+
+    def _drawn(self, session: Session) -> dict[int, torch.Tensor]:
+        """This rank's share, [F, 3, H, W] from 0 to 1, by number; collective.
+
+        The batches are the same for any number of ranks. All ranks draw equally often, for a sharded forward
+        is a collective: where the batches do not divide evenly, the first is drawn again for nothing. Modes
+        and random states stay as they were.
+        """
+        batches = batches_of(self._prompts, self._settings.batch_size)
+        place, count = session.engine.mesh.batch(session.accelerator.process_index)
+        drawn: dict[int, torch.Tensor] = {}
+        with _undisturbed(session):
+            own = session.accelerator.unwrap_model(session.model)
+            model = InTraining(session.model, own, session.device, self._dtype)
+            pipe = self._drawing.opened(model, self._dtype)
+            for start in range(0, len(batches), count):
+                mine = start + place < len(batches)
+                numbers = batches[start + place if mine else 0]
+                seeds = [self._settings.seed + number for number in numbers]
+                prompts = [self._prompts[number] for number in numbers]
+                made = self._drawing.draw(pipe, prompts, self._negatives, seeds)
+                if mine:
+                    drawn.update(zip(numbers, made, strict=True))
+        del pipe
+        gc.collect()  # the autoencoder: what comes next may need the room
+        return drawn
+
+    def _write(self, drawn: dict[int, torch.Tensor], folder: Path) -> None:
+        """Write this rank's share. Raises WriteError."""
+        width = len(str(len(self._texts) - 1))
+        for number, frames in drawn.items():
+            words = re.sub(r"\W+", "-", self._texts[number])[:40].strip("-")
+            write_drawn(folder / f"{number:0{width}d}-{words}".rstrip("-"), frames, self._settings.fps)
+
+
+def _clear(folder: Path) -> None:
+    """Have nothing in ``folder``: what another run has drawn there goes. Raises WriteError."""
+    try:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise WriteError(f"{folder}: what is there cannot be removed: {error.strerror}") from error
+
+
+def _log(trackers: Sequence[Any], folder: Path, step: int) -> None:
+    """Log the pictures that all ranks have written with the trackers that take some."""
+    pictures = read_pictures(folder) if trackers else None
+    if pictures is not None:
+        log_images(trackers, {"samples": pictures}, step)
+
+
+@contextmanager
+def _undisturbed(session: Session) -> Iterator[None]:
+    """Inside nothing is learnt, and what is drawn at random is nobody's but the samples'."""
+    devices = [] if session.device.type == "cpu" else [session.device]
+    with torch.random.fork_rng(devices, device_type=session.device.type), torch.no_grad():
+        session.model.eval()
+        try:
+            yield
+        finally:
+            session.model.train()
+
+
+class InTraining(nn.Module):
+    """The model in training as a pipeline sees it: called by way of its engine, all else the model's own."""
+
+    def __init__(self, wrapped: nn.Module, own: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """``device`` is where it computes, wherever its shards lie, and ``dtype`` in what."""
+        super().__init__()
+        # Not as children: the pipeline must find nothing to move or to cast.
+        self.__dict__.update(_wrapped=wrapped, _own=own, device=device, dtype=dtype)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the engine gives."""
+        return self.__dict__["_wrapped"](*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_own"], name)

@@ -1,0 +1,80 @@
+"""A flow-matching run of a small pipeline on examples that are made here, for tests of samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerostart.training.tasks.flow import FlowMatching
+
+__all__ = ["Drawn", "encoded", "run"]
+
+PROMPTS = ("a cat", "the sea", "a cat sees the sea")
+
+
+def encoded(path: Path, text: str) -> dict[str, torch.Tensor]:
+    """What the encoders of the pipeline at ``path`` make of a text, without a dimension of batches."""
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(path, transformer=None, vae=None)
+    with torch.no_grad():
+        found = pipe.encode_prompt(text, max_sequence_length=12, **_OPTIONS.get(type(pipe).__name__, {}))
+    match type(pipe).__name__:
+        case "FluxPipeline":
+            return {"prompt_embeds": found[0][0], "pooled_prompt_embeds": found[1][0]}
+        case "QwenImagePipeline":
+            mask = torch.ones(found[0].shape[1], dtype=torch.int64) if found[1] is None else found[1][0]
+            return {"prompt_embeds": found[0][0], "prompt_embeds_mask": mask}
+    return {"prompt_embeds": found[0][0]}
+
+
+_OPTIONS = {name: {"do_classifier_free_guidance": False} for name in ("WanPipeline", "ZImagePipeline")}
+
+
+class Examples:
+    """Random latents of one shape."""
+
+    def __init__(self, path: Path, shape: Sequence[int]) -> None:
+        self.path = path
+        self.shape = tuple(shape)
+        self.prompts = [encoded(path, text) for text in PROMPTS]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {"latents": torch.randn(self.shape, generator=generator), **self.prompts[index % len(PROMPTS)]}
+
+    def digest(self) -> str:
+        return hashlib.blake2b(repr(self.shape).encode()).hexdigest()
+
+    def shapes(self) -> Sequence[Hashable]:
+        return [self.shape] * len(self)
+
+    def prompt(self, text: str) -> Mapping[str, torch.Tensor]:
+        return encoded(self.path, text)
+
+
+class Drawn(FlowMatching):
+    """Flow matching on such examples; their shape is what the model's configuration says."""
+
+    def items(self, world: Any) -> Any:
+        config = self.where.config
+        channels = int(config["in_channels"]) // (
+            4 if config["_class_name"] == "FluxTransformer2DModel" else 1
+        )
+        frames = (2,) * (config["_class_name"] == "WanTransformer3DModel")
+        return self.numbered(Examples(Path(self.config.model.source), (channels, *frames, 4, 4)))
+
+
+def run(values: dict[str, Any]) -> Any:
+    """Train as ``values`` say, on this rank."""
+    from zerostart.training.config import parse_config
+    from zerostart.training.runner import train
+
+    return train(parse_config(values))
