@@ -6,7 +6,6 @@ The model comes sharded from ``zerostart.load``; nothing here moves, wraps or sh
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from zerostart.distributed.world import current_world
 from zerostart.engines import Engine
-from zerostart.errors import ConfigError, EngineError
+from zerostart.errors import ConfigError
 from zerostart.loading.record import record_of
 from zerostart.training.config import TrainConfig
 from zerostart.training.data import Sequences
@@ -27,6 +26,7 @@ from zerostart.training.failures import untold
 from zerostart.training.schedule import learning_rate_schedule
 from zerostart.training.sequences import Sharing
 from zerostart.training.tasks import Collator
+from zerostart.upstream.accelerate_launched import hidden
 
 __all__ = ["Session", "check_surroundings", "open_session"]
 
@@ -158,18 +158,6 @@ def check_surroundings(config: TrainConfig) -> None:
             known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
             what = "is not installed" if name in LOGGER_TYPE_TO_CLASS else f"is unknown; known are {known}"
             raise ConfigError(f"tracking.trackers: {name} {what}")
-    allowed = config.engine.chosen().launched_by
-    for variable in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
-        if os.environ.get(variable, "false").lower() == "true" and variable != allowed:
-            raise EngineError(
-                f"{variable}=true, but this run shards with {config.engine.name} by itself; start it with a "
-                "plain multi-process accelerate configuration, with torchrun, or with --nproc"
-            )
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        raise EngineError(
-            "ACCELERATE_USE_PARALLELISM_CONFIG=true, but this run shares sequences by itself, as "
-            "engine.sequence_parallel says; start it with a plain multi-process accelerate configuration"
-        )
 
 
 def open_session(config: TrainConfig, model: nn.Module, sequences: Sequences, collator: Collator) -> Session:
@@ -268,11 +256,12 @@ def _accelerator(config: TrainConfig, engine: Engine) -> Any:
             num_steps=config.train.accumulation, sync_with_dataloader=False
         ),
     }
-    setup = engine.accelerate(config.train.mixed_precision)
-    for message, category in setup.ignored:
-        warnings.filterwarnings("ignore", message, category)
-    with patch_environment(**setup.environment):
-        return Accelerator(**setup.options, **common)
+    with hidden():  # what a launcher has set up is in the configuration by now
+        setup = engine.accelerate(config.train.mixed_precision)
+        for message, category in setup.ignored:
+            warnings.filterwarnings("ignore", message, category)
+        with patch_environment(**setup.environment):
+            return Accelerator(**setup.options, **common)
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
