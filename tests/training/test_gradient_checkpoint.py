@@ -137,7 +137,7 @@ def test_what_a_function_writes_to_in_place_is_no_value_for_its_second_run(offlo
         y = zerostart.gradient_checkpoint(function, x, factor, offload=offload)
         if function is torch.mul:
             factor.add_(1)  # afterwards, by whoever called it
-        with pytest.raises(zerostart.errors.ConfigError if offload else RuntimeError, match="in.?place"):
+        with pytest.raises(zerostart.errors.ConfigError if offload else RuntimeError, match=r"in.?place"):
             y.sum().backward()
 
 

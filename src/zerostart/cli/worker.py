@@ -69,9 +69,9 @@ def join_group(timeout_seconds: float = 600.0) -> None:
     """Initialise ``torch.distributed`` for this rank from its environment; does nothing when it is already.
 
     Uses the socket that the local launcher holds open, where there is one, and the ordinary ``env://``
-    rendezvous (``torchrun``, ``accelerate launch``) elsewhere. The backend is gloo for tensors on the host, and
-    beside it that of the accelerator (NCCL, XCCL, HCCL, ...), of which the rank's device is made the current
-    one. Raises ConfigError for an accelerator that no backend serves.
+    rendezvous (``torchrun``, ``accelerate launch``) elsewhere. The backend is gloo for tensors on the host,
+    beside that of the accelerator (NCCL, XCCL, HCCL, ...), of which the rank's device is made the current one.
+    Raises ConfigError for an accelerator that no backend serves.
     """
     import torch
     import torch.distributed as dist

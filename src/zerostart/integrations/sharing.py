@@ -92,8 +92,8 @@ def check_sharing(model: nn.Module) -> None:
     key = "sp_size" if engine.wraps else "cp_size"
     if loaded == 1 and (obstacle := library_of(model).attention(model).obstacle):
         raise ConfigError(
-            f"{type(model).__name__} has {obstacle}, so that no ranks can share its sequences, and accelerate "
-            f"has {now} of them do so; prepare it without a ParallelismConfig, or with {key}=1"
+            f"{type(model).__name__} has {obstacle}, so that no ranks can share its sequences, and "
+            f"accelerate has {now} of them do so; prepare it without a ParallelismConfig, or with {key}=1"
         )
     raise ConfigError(
         f"{type(model).__name__} was loaded with sequence_parallel={loaded}, and accelerate has {now} "

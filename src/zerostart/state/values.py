@@ -1,7 +1,7 @@
 """JSON values with tensors in them: what a training checkpoint keeps beside its logical tensors.
 
-Tuples, counters, bytes, numbers that JSON lacks, dicts with keys that are no strings, and dicts that look like
-what is written here have a form of their own, so that a value comes back as it was. Nothing is ever pickled.
+Tuples, counters, bytes, numbers that JSON lacks, dicts with keys that are no strings, and dicts that look
+like what is written here have a form of their own, so that a value comes back as it was. Nothing is pickled.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 What ``torch.autograd.graph.save_on_cpu`` does with each copy waited for. Here copies run on a stream of their
 own, and the one that the backward will ask for next is on its way while the one before it is used.
 
-A copy has the values of the moment at which it was asked for. What is computed after the function waits for
-it, and may write to the tensor. The function itself runs beside it, and may not; nor may anybody write to what
-stays where it is. Both are found by the counter of writes that autograd keeps of each tensor, and looks at
-itself where no hooks stand in between.
+A copy has the values of the moment at which it was asked for. What is computed after the function waits
+for it, and may write to the tensor. The function itself runs beside it, and may not; nor may anybody write to
+what stays where it is. Both are found by the counter of writes that autograd keeps of each tensor, and looks
+at itself where no hooks stand in between.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A run under ``accelerate launch``: what its file says of the engine becomes part of the configuration.
 
-The file may say what the configuration says, or what it leaves open. Where they differ the run does not start:
-which of the two was meant nobody can know.
+The file may say what the configuration says, or what it leaves open. Where they differ the run does not
+start: which of the two was meant nobody can know.
 """
 
 from __future__ import annotations

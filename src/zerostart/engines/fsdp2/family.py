@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ class FSDP2(Engine):
     name = "fsdp2"
     stages = (0, 1, 2, 3)
     units = True
-    launched_by = "ACCELERATE_USE_FSDP"
+    launched_by: ClassVar[str | None] = "ACCELERATE_USE_FSDP"
 
     @classmethod
     def of(

@@ -26,8 +26,8 @@ def launched(stage: int) -> Launched:
         raise ConfigError(f"the launcher's FSDP configuration contradicts itself: {error}") from error
     if found is None:
         raise ConfigError(
-            f"the launcher's configuration has fsdp_version: {version}, and this run shards with FSDP2; write "
-            "fsdp_version: 2, or start it with a plain multi-process configuration"
+            f"the launcher's configuration has fsdp_version: {version}, and this run shards with FSDP2; "
+            "write fsdp_version: 2, or start it with a plain multi-process configuration"
         )
     _refuse(found, policy)
     plugin = found.plugin
