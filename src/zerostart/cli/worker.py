@@ -70,7 +70,7 @@ def join_group(timeout_seconds: float = 600.0) -> None:
 
     Uses the socket that the local launcher holds open, where there is one, and the ordinary ``env://``
     rendezvous (``torchrun``, ``accelerate launch``) elsewhere. The backend is gloo for tensors on the host,
-    beside that of the accelerator (NCCL, XCCL, HCCL, ...), of which the rank's device is made the current one.
+    beside that of the accelerator (NCCL, XCCL, HCCL, ...), of which the rank's device is made current.
     Raises ConfigError for an accelerator that no backend serves.
     """
     import torch
