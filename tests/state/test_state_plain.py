@@ -156,12 +156,14 @@ class Counting(nn.Linear):
 
 
 def test_what_modules_keep_beside_tensors_comes_back(tmp_path: Path) -> None:
-    model, again = nn.Sequential(Counting(), Counting()), nn.Sequential(Counting(), Counting())
-    model[0].seen, model[1].seen = {"steps": 3, "scale": (1.5, None)}, torch.arange(5)
+    model, again = (nn.Sequential(*(Counting() for _ in range(3))) for _ in range(2))
+    kept = {"steps": 3, "scale": (1.5, None), "table": [b"\x00\xff", b""]}
+    model[0].seen, model[1].seen, model[2].seen = kept, torch.arange(5), bytes(range(256))
     zerostart.save_state(tmp_path / "state", model)
     zerostart.verify(tmp_path / "state")
     zerostart.load_state(tmp_path / "state", again)
-    assert again[0].seen == {"steps": 3, "scale": (1.5, None)}
+    assert again[0].seen == kept
+    assert again[2].seen == bytes(range(256))
     assert torch.equal(again[1].seen, torch.arange(5))
     model[1].seen = {1, 2}
     with pytest.raises(ConfigError, match=r"modules\.1 is a set"):

@@ -122,6 +122,54 @@ def test_nothing_is_kept_but_the_inputs() -> None:
     assert sum(kept) == 10
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_a_function_writes_to_in_place_is_no_value_for_its_second_run(offload: bool) -> None:
+    """torch says so of what it saves itself; where it is kept for it, nobody else does."""
+
+    def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2).sin() * factor
+
+    def gained(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return x.sin() * factor.add_(1)
+
+    for function in (scaled, gained, torch.mul):
+        x, factor = torch.randn(3, requires_grad=True).exp(), torch.randn(3)
+        y = zerostart.gradient_checkpoint(function, x, factor, offload=offload)
+        if function is torch.mul:
+            factor.add_(1)  # afterwards, by whoever called it
+        with pytest.raises(zerostart.errors.ConfigError if offload else RuntimeError, match=r"in.?place"):
+            y.sum().backward()
+
+
+def test_each_backward_of_a_retained_graph_begins_with_the_second_run() -> None:
+    """An engine's hooks gather parameters for a forward, and must not do so inside a backward of them."""
+    order: list[str] = []
+
+    class Last(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            order.append("forward")
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            order.append("backward")
+            (x,) = ctx.saved_tensors
+            return grad * x.cos()
+
+    apply: Any = Last.apply
+    x = torch.randn(3, requires_grad=True)
+    y, z = zerostart.gradient_checkpoint(lambda x: (apply(x.exp()), x.tan()), x)
+    for result in (y, z, y, y + z):
+        order.clear()
+        x.grad = None
+        result.sum().backward(retain_graph=True)
+        assert order == (["forward"] if result is z else ["forward", "backward"])
+        expected = x.exp() * x.exp().cos() * (result is not z) + (1 + x.tan() ** 2) * (result is not y)
+        assert torch.allclose(x.grad, expected)  # type: ignore[arg-type]
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

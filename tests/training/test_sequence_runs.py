@@ -12,7 +12,7 @@ from test_weighing import values as weighing
 from ranks import run_ranks
 from zerostart.errors import ConfigError, EngineError
 from zerostart.training.config import parse_config
-from zerostart.training.session import check_surroundings
+from zerostart.training.launcher import with_launched
 
 __all__ = ["running", "weighing"]
 
@@ -108,7 +108,7 @@ def test_only_what_looks_back_is_shared():
 def test_a_launcher_shares_nothing_besides(monkeypatch):
     given = {"model": {"source": "x"}, "data": {"source": "x"}, "train": {"steps": 1}}
     config = parse_config(given | {"output": {"directory": "x"}, "task": {"name": "causal-lm"}})
-    check_surroundings(config)
+    with_launched(config)
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     with pytest.raises(EngineError, match=r"as engine.sequence_parallel says"):
-        check_surroundings(config)
+        with_launched(config)

@@ -69,18 +69,21 @@ def join_group(timeout_seconds: float = 600.0) -> None:
     """Initialise ``torch.distributed`` for this rank from its environment; does nothing when it is already.
 
     Uses the socket that the local launcher holds open, where there is one, and the ordinary ``env://``
-    rendezvous (``torchrun``, ``accelerate launch``) elsewhere. The backend is gloo for CPU tensors, with
-    NCCL beside it for CUDA tensors, and the rank's CUDA device is made the current one.
+    rendezvous (``torchrun``, ``accelerate launch``) elsewhere. The backend is gloo for tensors on the host,
+    beside that of the accelerator (NCCL, XCCL, HCCL, ...), of which the rank's device is made current.
+    Raises ConfigError for an accelerator that no backend serves.
     """
     import torch
     import torch.distributed as dist
 
+    from zerostart.distributed.world import backend_of, default_device
+
     if dist.is_initialized():
         return
-    backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        backend = "cpu:gloo,cuda:nccl"
+    device = default_device()
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    backend = backend_of(device)
     timeout = timedelta(seconds=timeout_seconds)
     if "ZEROSTART_LAUNCHER_PID" not in os.environ:
         dist.init_process_group(backend, timeout=timeout)

@@ -25,7 +25,7 @@ from zerostart.distributed.interrupts import HeldSignals
 from zerostart.distributed.reports import agreed_since, mark_agreed, now, report_of, restored
 from zerostart.errors import ConfigError, PeerError
 
-__all__ = ["World", "current_world", "default_device", "joined_world"]
+__all__ = ["World", "backend_of", "current_world", "default_device", "joined_world"]
 
 T = TypeVar("T")
 
@@ -35,9 +35,27 @@ def default_device() -> torch.device:
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None, "an available accelerator has a type"
-        index = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
-        return torch.device(kind.type, index)
+        # As accelerate numbers them: a launcher may show each rank one device alone.
+        rank = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
+        return torch.device(kind.type, rank % max(1, torch.accelerator.device_count()))
     return torch.device("cpu")
+
+
+def backend_of(device: torch.device) -> str:
+    """What ``init_process_group`` is told: gloo for tensors on the host, beside the backend of ``device``.
+
+    Raises ConfigError for an accelerator that no backend of torch's serves.
+    """
+    if device.type == "cpu":
+        return "gloo"
+    try:
+        own = dist.get_default_backend_for_device(device)
+    except ValueError as error:
+        raise ConfigError(
+            f"torch knows no backend of torch.distributed for {device.type}; import the package that brings "
+            "one, or call torch.distributed.init_process_group(backend=...) before zerostart"
+        ) from error
+    return f"cpu:gloo,{device.type}:{own}"
 
 
 def current_world() -> World:
@@ -59,10 +77,7 @@ def joined_world() -> World:
                 f"the launcher started {launched} ranks, but there is no process group: call "
                 "torch.distributed.init_process_group() before zerostart.load"
             )
-        device = default_device().type
-        backend = (
-            "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
-        )
+        backend = backend_of(default_device())
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     return current_world()
 

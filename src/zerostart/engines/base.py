@@ -23,7 +23,7 @@ from zerostart.engines.placed import PlacedShards
 from zerostart.engines.placements import Placements
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
-from zerostart.engines.training import AccelerateSetup, TrainingJob
+from zerostart.engines.training import AccelerateSetup, Launched, TrainingJob
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh, Parallelism
 from zerostart.models import Alias
@@ -272,6 +272,24 @@ class Engine(abc.ABC):
         Raises ConfigError for what contradicts the job.
         """
         return dict(given)
+
+    def launched(self) -> Launched:
+        """What accelerate's launcher has set up for this engine, where ``launched_by`` is in the environment.
+
+        Raises ConfigError, by the launcher's own word, for what a training run cannot do so.
+        """
+        return Launched()
+
+    def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, Any]:
+        """accelerate's configuration file for a run on this engine, but for the number of ranks.
+
+        ``own_file`` is the path of the engine's own, if it is to have one.
+        """
+        return {"distributed_type": "MULTI_GPU", "mixed_precision": mixed_precision}
+
+    def own_file(self) -> dict[str, Any] | None:
+        """A configuration file of the engine's own, as JSON, to begin with; None where it knows none."""
+        return None
 
     def accelerate(self, mixed_precision: str) -> AccelerateSetup:
         """How accelerate is set up for a model that this engine, with its configuration, has sharded."""

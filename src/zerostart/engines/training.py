@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["AccelerateSetup", "TrainingJob"]
+__all__ = ["AccelerateSetup", "Launched", "TrainingJob"]
 
 
 @dataclass(frozen=True)
@@ -46,3 +46,15 @@ class AccelerateSetup:
     options: Mapping[str, Any]
     environment: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[tuple[str, type[Warning]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What accelerate's launcher has set up for an engine, in the words of a training configuration.
+
+    ``config`` is what ``engine.config`` would say of it. ``agreed`` has the values of other keys, by their
+    dotted names, each with what the launcher's own file calls it; they must be what the configuration says.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    agreed: Mapping[str, tuple[str, Any]] = field(default_factory=dict)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from zerostart.distributed.machine import available_memory
 from zerostart.distributed.world import default_device
 from zerostart.engines.placements import RANKS_OF_A_MACHINE
 from zerostart.errors import ConfigError
+from zerostart.transfer.memory import device_bytes
 
 __all__ = ["Fit", "Limits"]
 
@@ -43,8 +42,7 @@ class Limits:
         if world_size > RANKS_OF_A_MACHINE:  # not the machines that it will run on
             return cls(None, None, accelerator)
         if accelerator:
-            module = torch.get_device_module(here)
-            device = int(module.mem_get_info(here)[1]) if hasattr(module, "mem_get_info") else None
+            device = device_bytes(here)
         return cls(device, available_memory(), accelerator, found=True)
 
 

@@ -59,7 +59,7 @@ class DiffSynthCall(Call):
                 dtype=dtype,
                 converter=given["state_dict_converter"],
                 strict=True,
-                **self._given(),
+                **self._given("attention that zerostart knows nothing of"),
             )
             self.model = run(request)
             if asked is not None:

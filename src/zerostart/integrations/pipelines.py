@@ -22,6 +22,7 @@ from zerostart.loading.record import record_of
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.loading.window import Window
+from zerostart.transfer.memory import allocated_bytes
 from zerostart.upstream.diffusers_pipelines import assembled, component_class, pipeline_class
 
 __all__ = ["PipelineRequest", "drop_components", "load_pipeline"]
@@ -57,13 +58,13 @@ def load_pipeline(request: PipelineRequest) -> Any:
         kind = pipeline_class(read_json(root / PIPELINE_INDEX, "pipeline index").get("_class_name"), root)
         kinds = {c.name: component_class(c.library, c.kind, f"{root / c.name}") for c in found}
         device = default_device()
-        before = _allocated(device)
+        before = allocated_bytes(device)
         models: dict[str, nn.Module] = {}
         for component in found:
             placement = placements[component.name]
             if not placement.brought_in:
                 models[component.name] = _placed(request, component, kinds, placement)
-        window = _window(request, device, _allocated(device) - before)
+        window = _window(request, device, allocated_bytes(device) - before)
         brought_in = [component for component in found if placements[component.name].brought_in]
         # What rests on the device first: the others are divided for what it leaves.
         for component in sorted(brought_in, key=lambda one: placements[one.name].kind == "offload"):
@@ -163,10 +164,6 @@ def _placed(
         model.requires_grad_(False)
         record_of(model).engine.make_callable(model)
     return model
-
-
-def _allocated(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else int(torch.accelerator.memory_allocated(device))
 
 
 def _window(request: PipelineRequest, device: torch.device, taken: int) -> Window:

@@ -120,7 +120,8 @@ class Call:
         """Load; what has another shape is mismatched where that is to be ignored, and else an error."""
         mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         reinitialised = mismatched if ignore_mismatched else None
-        given = {**self._given(), "strict": False, "reinitialised": reinitialised}
+        obstacle = library_of(built.model).attention(built.model).obstacle
+        given = {**self._given(obstacle), "strict": False, "reinitialised": reinitialised}
         run(Request(source, model=built, converter=converter, **given))
         made = record_of(built.model).report
         return (
@@ -129,15 +130,18 @@ class Call:
             {(name, have, want) for name, (have, want) in mismatched.items()},
         )
 
-    def _given(self) -> dict[str, Any]:
-        """The arguments of a load that do not come from the call."""
+    def _given(self, obstacle: str) -> dict[str, Any]:
+        """The arguments of a load that do not come from the call.
+
+        ``obstacle`` is why ranks cannot share sequences of the model, "" where they can.
+        """
         active = self._active
         return {
             **vars(self._settings),
             "engine": active.engine,
             "zero_stage": active.zero_stage,
             "engine_config": active.config,
-            "sequence_parallel": active.sharing.size,
+            "sequence_parallel": active.sharing.unless(obstacle).size,
         }
 
     @contextlib.contextmanager

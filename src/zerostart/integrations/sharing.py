@@ -19,10 +19,14 @@ __all__ = ["ALONE", "Sharing", "check_sharing", "check_tensors"]
 
 @dataclass(frozen=True)
 class Sharing:
-    """How many ranks share each sequence, and the attention implementation that accelerate is told of."""
+    """How many ranks share each sequence, and the attention implementation that accelerate is told of.
+
+    ``asked``: of this very model, and not by what is set up for the script.
+    """
 
     size: int = 1
     attention: str | None = None
+    asked: bool = False
 
     @classmethod
     def of(cls, engine: str) -> Sharing:
@@ -55,7 +59,15 @@ class Sharing:
                 f"sequence_parallel={asked} is asked for, and accelerate's ParallelismConfig has {self.size} "
                 "ranks share sequences; leave sequence_parallel out"
             )
-        return self if asked == 1 else replace(self, size=asked)
+        return self if asked == 1 else replace(self, size=asked, asked=True)
+
+    def unless(self, obstacle: str) -> Sharing:
+        """What holds for a model with that ``obstacle``, in words, to sharing sequences; "" for none.
+
+        A script whose ranks share sequences may load other models, such as an encoder, which each rank calls
+        with sequences of its own. It is refused when it is prepared for training.
+        """
+        return ALONE if obstacle and not self.asked else self
 
     def check(self, model: nn.Module) -> None:
         """Raise ConfigError for a model whose attention Ulysses is told otherwise of."""
@@ -75,12 +87,19 @@ def check_sharing(model: nn.Module) -> None:
     """Raise ConfigError where other ranks share sequences now than the loaded ``model`` was loaded for."""
     engine = record_of(model).engine
     loaded, now = engine.mesh.sequence_parallel, Sharing.of(engine.name).size
-    if loaded != now:
+    if loaded == now:
+        return
+    key = "sp_size" if engine.wraps else "cp_size"
+    if loaded == 1 and (obstacle := library_of(model).attention(model).obstacle):
         raise ConfigError(
-            f"{type(model).__name__} was loaded with sequence_parallel={loaded}, and accelerate has {now} "
-            "ranks share a sequence; give the Accelerator or TrainingArguments, made before the model, "
-            f"ParallelismConfig({'sp_size' if engine.wraps else 'cp_size'}={max(loaded, now)})"
+            f"{type(model).__name__} has {obstacle}, so that no ranks can share its sequences, and "
+            f"accelerate has {now} of them do so; prepare it without a ParallelismConfig, or with {key}=1"
         )
+    raise ConfigError(
+        f"{type(model).__name__} was loaded with sequence_parallel={loaded}, and accelerate has {now} "
+        "ranks share a sequence; give the Accelerator or TrainingArguments, made before the model, "
+        f"ParallelismConfig({key}={max(loaded, now)})"
+    )
 
 
 def check_tensors(model: nn.Module, config: Mapping[str, Any]) -> None:

@@ -32,16 +32,17 @@ class Publication:
         self.document.setdefault("digests", {}).setdefault(folder, {}).update(digests)
 
 
-def agreed_place(path: str | os.PathLike[str], world: World) -> Path:
+def agreed_place(path: str | os.PathLike[str], world: World, doing: str = "saving to") -> Path:
     """The directory ``path`` as it is from everywhere, for the first rank's working directory; collective.
 
-    Raises ConfigError where a rank means another one, before anything is made.
+    ``doing`` is what is done with it, in words. Raises ConfigError where a rank means another one, before
+    anything is made.
     """
-    with world.phase("looking at the place to save to"):
+    with world.phase(f"looking at the place ({doing})"):
         given = os.fspath(path)
-    world.raise_together(None, f"saving to {given}")
+    world.raise_together(None, f"{doing} {given}")
     return world.broadcast_object(
-        lambda: Path(given).expanduser().absolute(), "looking up the place to save to"
+        lambda: Path(given).expanduser().absolute(), f"looking up the place ({doing})"
     )
 
 

@@ -28,6 +28,7 @@ from zerostart.recipe import Recipe, Target
 from zerostart.state.finding import state_in
 from zerostart.state.foreign import foreign_state
 from zerostart.state.optimizing import Kept, gradient_of, masters_of, restore_groups, restored_moments
+from zerostart.state.publishing import agreed_place
 from zerostart.state.random_states import random_rows, set_random_rows
 from zerostart.state.training_state import (
     FORMAT,
@@ -82,11 +83,7 @@ def load_state(
     """
     world = current_world()
     with world.phase("restoring the training state"):
-        with world.phase("looking at the place to restore from"):
-            given = os.fspath(path)
-        # A rank that is given another one hears of it here.
-        world.raise_together(None, f"restoring from {given}")
-        saved = _opened(Path(given).expanduser(), world)
+        saved = _opened(agreed_place(path, world, "restoring from"), world)
         with world.phase("looking at what is restored"):
             training = training_of(model, optimizer, world)
             check_restorable(training.places)

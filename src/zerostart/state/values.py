@@ -1,11 +1,12 @@
 """JSON values with tensors in them: what a training checkpoint keeps beside its logical tensors.
 
-Tuples, counters, numbers that JSON lacks, dicts with keys that are no strings, and dicts that look like what
-is written here have a form of their own, so that a value comes back as it was. Nothing is ever pickled.
+Tuples, counters, bytes, numbers that JSON lacks, dicts with keys that are no strings, and dicts that look
+like what is written here have a form of their own, so that a value comes back as it was. Nothing is pickled.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections import Counter
@@ -23,15 +24,16 @@ from zerostart.recipe import spelling, torch_dtype
 __all__ = ["decoded", "dtype_of", "encoded", "encoded_whole"]
 
 #: Keys of the forms; a dict with one of these keys is written as a list of its items.
-_TENSOR, _SCALAR, _TUPLE, _FLOAT, _ITEMS, _COUNTER = (
+_TENSOR, _SCALAR, _TUPLE, _FLOAT, _ITEMS, _COUNTER, _BYTES = (
     "$tensor",
     "$scalar",
     "$tuple",
     "$float",
     "$items",
     "$counter",
+    "$bytes",
 )
-_FORMS = (_TENSOR, _SCALAR, _TUPLE, _FLOAT, _ITEMS, _COUNTER)
+_FORMS = (_TENSOR, _SCALAR, _TUPLE, _FLOAT, _ITEMS, _COUNTER, _BYTES)
 #: Most bytes that one value takes in the document, which has to be read again.
 _MOST = MAX_JSON_BYTES // 4
 _REMEDY = "pass what describes it, such as its state_dict(), and build it again of that"
@@ -73,6 +75,8 @@ def encoded(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
+    if type(value) is bytes:
+        return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
         return _tensor(value, where, tensors)
     if isinstance(value, tuple) and type(value) is tuple:
@@ -126,6 +130,8 @@ def decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return tuple(decoded(v, tensors) for v in value[_TUPLE])
     if _FLOAT in value:
         return float(value[_FLOAT])
+    if _BYTES in value:
+        return base64.b64decode(value[_BYTES])
     if _COUNTER in value:
         return Counter({decoded(k, {}): decoded(v, tensors) for k, v in value[_COUNTER]})
     items = value[_ITEMS] if _ITEMS in value else value.items()

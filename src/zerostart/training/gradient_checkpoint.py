@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -62,19 +63,29 @@ def _ask_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> N
     come in between the backward of that very module, which has them gathered, too. So a tensor is saved last
     of all, and asked for before the first of the nodes that made the results.
     """
-    outside = {tensor.grad_fn for tensor in inputs}
-    nodes = {tensor.grad_fn for tensor in results} - outside - {None}
-    if not nodes:
+    outside = {tensor.grad_fn for tensor in inputs} | {None}
+    made = [tensor for tensor in results if tensor.grad_fn not in outside]
+    if not made:
         return
     keep: Any = _Kept.apply
-    kept = [keep(torch.zeros((), device="cpu", requires_grad=True), results[0].detach()).grad_fn]
+    kept = keep(torch.zeros((), device="cpu", requires_grad=True), made[0].detach()).grad_fn
+    asked = False
 
-    def ask(grads: Any) -> None:
-        if kept:
-            _ = kept.pop().saved_tensors
+    def begin(_: Any) -> None:
+        nonlocal asked
+        asked = False
 
-    for node in nodes:
-        assert node is not None, "taken out above"
+    def ask(_: Any) -> None:
+        nonlocal asked
+        if not asked:
+            asked = True
+            _ = kept.saved_tensors
+
+    # Once in each backward: a graph may be retained for several. Hooks of tensors come before those of nodes,
+    # among which are an engine's, which gathers for a backward what running again needs, too.
+    register_multi_grad_hook(made, begin, mode="any")
+    for node in {tensor.grad_fn for tensor in made}:
+        assert node is not None, "left out above"
         node.register_prehook(ask)
 
 

@@ -2,6 +2,11 @@
 
 What ``torch.autograd.graph.save_on_cpu`` does with each copy waited for. Here copies run on a stream of their
 own, and the one that the backward will ask for next is on its way while the one before it is used.
+
+A copy has the values of the moment at which it was asked for. What is computed after the function waits
+for it, and may write to the tensor. The function itself runs beside it, and may not; nor may anybody write to
+what stays where it is. Both are found by the counter of writes that autograd keeps of each tensor, and looks
+at itself where no hooks stand in between.
 """
 
 from __future__ import annotations
@@ -9,40 +14,85 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
+from zerostart.errors import ConfigError
+from zerostart.transfer.memory import has_streams
+
 __all__ = ["on_host"]
 
 
-def on_host(offload: bool) -> AbstractContextManager[Any]:
-    """Inside, if ``offload``, what autograd saves of activations on a device waits in host memory."""
+@contextlib.contextmanager
+def on_host(offload: bool) -> Iterator[None]:
+    """Inside, if ``offload``, what autograd saves of activations on a device waits in host memory.
+
+    The backward then raises ConfigError for a tensor that was written to inside or, where it stayed on its
+    device, at any time since.
+    """
     if not offload:
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+        yield
+        return
+    sent: list[tuple[torch.Tensor, _Away]] = []
+
+    def pack(tensor: torch.Tensor) -> _Stayed | _Away:
+        # What needs no gradient is the caller's, for all layers alike, and parameters are the model's.
+        if not has_streams(tensor.device) or not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+            return _Stayed(tensor)
+        copy = _lane(tensor.device).away(tensor)
+        sent.append((tensor, copy))
+        return copy
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _value):
+        yield
+    for tensor, copy in sent:
+        copy.settle(tensor)
 
 
-def _pack(tensor: torch.Tensor) -> Any:
-    # What needs no gradient is the caller's, for all layers alike, and parameters are the model's.
-    moves = tensor.device.type != "cpu" and tensor.requires_grad and not isinstance(tensor, nn.Parameter)
-    return _lane(tensor.device).away(tensor) if moves else tensor
+def _value(packed: _Stayed | _Away) -> torch.Tensor:
+    return packed.value()
 
 
-def _unpack(packed: Any) -> torch.Tensor:
-    return packed.lane.back(packed) if isinstance(packed, _Away) else packed
+def _written(shape: torch.Size) -> ConfigError:
+    return ConfigError(
+        f"a tensor of shape {tuple(shape)} that went into gradient checkpointing was written to in place "
+        "before the backward, which computes anew from it; let the function write to a clone()"
+    )
+
+
+class _Stayed:
+    """A tensor that is kept where it is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._writes = tensor, tensor._version
+
+    def value(self) -> torch.Tensor:
+        if self._tensor._version != self._writes:
+            raise _written(self._tensor.shape)
+        return self._tensor
 
 
 class _Away:
     """One tensor in host memory, and its copy on the device once that is on its way back."""
 
-    def __init__(self, lane: _Lane, host: torch.Tensor, before: _Away | None) -> None:
+    def __init__(self, lane: _Lane, tensor: torch.Tensor, host: torch.Tensor, before: _Away | None) -> None:
         self.lane, self.host = lane, host
+        self._writes, self._torn = tensor._version, False
         #: What was packed before it is unpacked after it.
         self.before = None if before is None else weakref.ref(before)
         self.returned: tuple[torch.Tensor, torch.Event] | None = None
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """The function is over: what is written from now on comes after the copy."""
+        self._torn = tensor._version != self._writes
+        self.lane.wait()
+
+    def value(self) -> torch.Tensor:
+        if self._torn:
+            raise _written(self.host.shape)
+        return self.lane.back(self)
 
 
 class _Lane:
@@ -59,9 +109,13 @@ class _Lane:
         with self._stream:
             host.copy_(tensor.detach(), non_blocking=True)
         tensor.record_stream(self._stream)
-        packed = _Away(self, host, None if self._last is None else self._last())
+        packed = _Away(self, tensor, host, None if self._last is None else self._last())
         self._last = weakref.ref(packed)
         return packed
+
+    def wait(self) -> None:
+        """What is computed from now on comes after the copies that were asked for."""
+        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
     def back(self, packed: _Away) -> torch.Tensor:
         tensor, arrived = self._bring(packed)

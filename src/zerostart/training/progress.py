@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from zerostart.checkpoint.strict_json import dump_json
 from zerostart.errors import WriteError
 from zerostart.training.terminal import duration, say
+from zerostart.transfer.memory import peak_bytes
 
 __all__ = ["Display", "Metrics", "peak_memory_bytes", "shown_loss"]
 
@@ -26,9 +27,8 @@ _SMOOTHING = 0.2  # weight of the newest step in the displayed rate
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this rank has held so far: on its accelerator, or on the host without one."""
-    if device.type != "cpu":
-        peak: int = torch.accelerator.max_memory_allocated(device)
+    """The most memory that this rank has held: on its accelerator where that counts it, else on the host."""
+    if peak := peak_bytes(device):
         return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux, see getrusage(2)
 

@@ -24,6 +24,7 @@ from zerostart.training.evaluate import HeldOut
 from zerostart.training.export import export_model, export_step
 from zerostart.training.failures import Failures, untold
 from zerostart.training.inputs import read_inputs
+from zerostart.training.launcher import with_launched
 from zerostart.training.progress import Display, Metrics, peak_memory_bytes, shown_loss
 from zerostart.training.samples.sampler import Sampler, open_sampler
 from zerostart.training.session import Session, check_surroundings, open_session
@@ -71,6 +72,7 @@ def train(config: TrainConfig) -> TrainResult:
     with world.phase("checking the surroundings"):
         Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
         check_surroundings(config)
+        config = with_launched(config)
     directory = _claim_directory(config, world)
     resumed = newest(config, directory, world)
     inputs = read_inputs(config, world)

@@ -5,7 +5,6 @@ The model comes sharded from ``zerostart.load``; nothing here moves, wraps or sh
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from zerostart.distributed.world import current_world
 from zerostart.engines import Engine
-from zerostart.errors import ConfigError, EngineError
+from zerostart.errors import ConfigError
 from zerostart.loading.record import record_of
 from zerostart.training.buckets import Buckets, order_of
 from zerostart.training.config import TrainConfig
@@ -31,6 +30,7 @@ from zerostart.training.schedule import learning_rate_schedule
 from zerostart.training.sequences import Sharing
 from zerostart.training.tasks.base import Batch, Items, Task
 from zerostart.training.trackers import check_trackers, made_trackers
+from zerostart.upstream.accelerate_launched import hidden
 
 __all__ = ["Session", "check_surroundings", "open_session"]
 
@@ -177,18 +177,6 @@ def check_surroundings(config: TrainConfig) -> None:
     ranks share what the configuration of the run does not know of.
     """
     check_trackers(config.tracking.trackers)
-    allowed = config.engine.chosen().launched_by
-    for variable in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
-        if os.environ.get(variable, "false").lower() == "true" and variable != allowed:
-            raise EngineError(
-                f"{variable}=true, but this run shards with {config.engine.name} by itself; start it with a "
-                "plain multi-process accelerate configuration, with torchrun, or with --nproc"
-            )
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        raise EngineError(
-            "ACCELERATE_USE_PARALLELISM_CONFIG=true, but this run shares sequences by itself, as "
-            "engine.sequence_parallel says; start it with a plain multi-process accelerate configuration"
-        )
 
 
 def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items) -> Session:
@@ -290,11 +278,12 @@ def _accelerator(config: TrainConfig, engine: Engine) -> Any:
             num_steps=config.train.accumulation, sync_with_dataloader=False
         ),
     }
-    setup = engine.accelerate(config.train.mixed_precision)
-    for message, category in setup.ignored:
-        warnings.filterwarnings("ignore", message, category)
-    with patch_environment(**setup.environment):
-        return Accelerator(**setup.options, **common)
+    with hidden():  # what a launcher has set up is in the configuration by now
+        setup = engine.accelerate(config.train.mixed_precision)
+        for message, category in setup.ignored:
+            warnings.filterwarnings("ignore", message, category)
+        with patch_environment(**setup.environment):
+            return Accelerator(**setup.options, **common)
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,15 @@ import torch
 
 from zerostart.distributed.machine import UNKNOWN, available_memory
 
-__all__ = ["Arena", "PeakMeter", "device_bytes", "free_bytes"]
+__all__ = [
+    "Arena",
+    "PeakMeter",
+    "allocated_bytes",
+    "device_bytes",
+    "free_bytes",
+    "has_streams",
+    "peak_bytes",
+]
 
 #: Alignment of each tensor in an arena: a cache line, and more than any vector unit or dtype asks for.
 ALIGNMENT = 64
@@ -69,8 +78,8 @@ class PeakMeter:
     def __enter__(self) -> PeakMeter:
         self._host_before = anonymous_bytes()
         if self.device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self.device)
-            self._device_before = torch.accelerator.memory_allocated(self.device)
+            _counted(_reset, self.device)
+            self._device_before = allocated_bytes(self.device)
         self._thread.start()
         return self
 
@@ -81,7 +90,7 @@ class PeakMeter:
         self._thread.join()
         self._note()
         if self.device.type != "cpu":
-            peak = torch.accelerator.max_memory_allocated(self.device)
+            peak = peak_bytes(self.device)
             self.device_bytes = max(0, peak - self._device_before)
 
     @contextmanager
@@ -117,6 +126,42 @@ def anonymous_bytes() -> int:
     return 0
 
 
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes of tensors on an accelerator now; 0 for the host, and where its allocator does not count."""
+    return _counted(torch.accelerator.memory_allocated, device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes of tensors on an accelerator so far; 0 for the host, and where nothing is counted."""
+    return _counted(torch.accelerator.max_memory_allocated, device)
+
+
+def _counted(figure: Callable[[torch.device], int], device: torch.device) -> int:
+    if device.type == "cpu":
+        return 0
+    try:
+        return int(figure(device))
+    except (RuntimeError, NotImplementedError):  # no allocator of torch's kind (MPS), or no figures of it
+        return 0
+
+
+def _reset(device: torch.device) -> int:
+    torch.accelerator.reset_peak_memory_stats(device)
+    return 0
+
+
+@functools.cache
+def has_streams(device: torch.device) -> bool:
+    """Whether copies can run beside what the accelerator computes; false for the host."""
+    if device.type == "cpu":
+        return False
+    try:
+        torch.Stream(device)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on ``device``; None where nothing says.
 
@@ -127,8 +172,8 @@ def free_bytes(device: torch.device) -> int | None:
         found = _driver(device)
         if found is None:
             return None
-        reserved = torch.accelerator.memory_reserved(device)
-        return found[0] + reserved - torch.accelerator.memory_allocated(device)
+        held = _counted(torch.accelerator.memory_reserved, device)
+        return found[0] + held - allocated_bytes(device)
     free = available_memory()
     return None if free == UNKNOWN else free
 

@@ -16,6 +16,7 @@ import torch
 
 from zerostart.planning import Part
 from zerostart.transfer.copying import copy_strided
+from zerostart.transfer.memory import has_streams
 
 __all__ = ["DeviceStaging", "HostStaging", "Staging", "bytes_view", "make_staging"]
 
@@ -93,7 +94,7 @@ class DeviceStaging:
         self._nbytes = nbytes
         self._depth = depth
         self._device = device
-        self._pinned = device.type != "cpu"
+        self._pinned = has_streams(device)
         self._turn = 0
         self._host_only = HostStaging(nbytes)
         self._stream = torch.Stream(device) if self._pinned else None
@@ -146,11 +147,11 @@ class DeviceStaging:
         source = data[part.at : part.at + part.nbytes]
         if part.dtype == storage.dtype and _one_run(part):
             place = storage[part.to : part.to + part.nbytes // part.dtype.itemsize]
-            place.view(torch.uint8).copy_(source, non_blocking=True)
+            place.view(torch.uint8).copy_(source, non_blocking=self._pinned)
         elif part.nbytes <= self._nbytes:
             # From the start of the buffer, so that any dtype can be viewed there.
             raw = self._raw[: part.nbytes]
-            raw.copy_(source, non_blocking=True)
+            raw.copy_(source, non_blocking=self._pinned)
             copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
         else:  # the result of a computation that could not be cut
             self._host_only.put(part, data, storage)

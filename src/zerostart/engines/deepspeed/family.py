@@ -22,7 +22,7 @@ from zerostart.engines.memory import Held, Moment, Optimizer, Target
 from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
 from zerostart.engines.sequences import check_heads
 from zerostart.engines.shard import Shard
-from zerostart.engines.training import AccelerateSetup, TrainingJob
+from zerostart.engines.training import AccelerateSetup, Launched, TrainingJob
 from zerostart.errors import ConfigError
 from zerostart.layout import Layout, Mesh, Parallelism, flat_partition
 from zerostart.layout.flat import FlatRules
@@ -154,6 +154,24 @@ class DeepSpeed(Engine):
     def training_config(self, job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
         """See ``Engine``."""
         return training_config(self.zero_stage, job, given)
+
+    def launched(self) -> Launched:
+        """See ``Engine``; raises ConfigError for a file that cannot be read."""
+        from zerostart.engines.deepspeed.launched import launched
+
+        return launched()
+
+    def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, Any]:
+        """See ``Engine``."""
+        from zerostart.engines.deepspeed.launched import launcher_file
+
+        return launcher_file(self.zero_stage, mixed_precision, own_file)
+
+    def own_file(self) -> dict[str, Any]:
+        """See ``Engine``."""
+        from zerostart.engines.deepspeed.launched import own_file
+
+        return own_file(self.zero_stage)
 
     def accelerate(self, mixed_precision: str) -> AccelerateSetup:
         """See ``Engine``."""

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from zerostart.engines.memory import Held, Moment, Optimizer, Target
 from zerostart.engines.placements import DEVICE, HOST, Placements, placed_on_mesh
 from zerostart.engines.sequences import check_ring
 from zerostart.engines.shard import Shard
-from zerostart.engines.training import AccelerateSetup, TrainingJob
+from zerostart.engines.training import AccelerateSetup, Launched, TrainingJob
 from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Mesh, Parallelism, dimension_shard
 from zerostart.layout.flat import FlatRules
@@ -43,6 +43,7 @@ class FSDP2(Engine):
     name = "fsdp2"
     stages = (0, 1, 2, 3)
     units = True
+    launched_by: ClassVar[str | None] = "ACCELERATE_USE_FSDP"
 
     @classmethod
     def of(
@@ -197,6 +198,19 @@ class FSDP2(Engine):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         return {**given, "mp_policy": policy}
 
+    def launched(self) -> Launched:
+        """See ``Engine``; raises ConfigError for what a run does otherwise."""
+        from zerostart.engines.fsdp2.launched import launched
+
+        return launched(self.zero_stage)
+
+    def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, Any]:
+        """See ``Engine``; it is the plain one at stage 0."""
+        from zerostart.engines.fsdp2.launched import launcher_file
+
+        plain = super().launcher_file(mixed_precision, own_file)
+        return launcher_file(self.zero_stage, mixed_precision) if self.units else plain
+
     def accelerate(self, mixed_precision: str) -> AccelerateSetup:
         """See ``Engine``."""
         # Where the units cast (their MixedPrecisionPolicy), autocast would do so again.
@@ -280,6 +294,7 @@ class Replicated(FSDP2):
 
     whole = True
     units = False
+    launched_by = None
 
     def keep_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
         """See ``Engine``; nothing is swapped."""

@@ -1,0 +1,92 @@
+"""``zerostart config``: write a training configuration to begin with, and the files of launchers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zerostart.errors import ConfigError, WriteError
+from zerostart.loading.arguments import LoadArguments
+
+if TYPE_CHECKING:
+    from zerostart.engines import Engine
+
+__all__ = ["command"]
+
+
+def command(
+    family: Annotated[
+        str,
+        typer.Argument(
+            help="causal-lm, masked-lm, wan, qwen-image, flux, flux2, z-image, or the directory of a model.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(help="The YAML file to write.", show_default=False)],
+    engine: Annotated[str, typer.Option("--engine", help="deepspeed or fsdp2.")] = LoadArguments.engine,
+    zero_stage: Annotated[
+        int, typer.Option("--zero-stage", min=0, max=3, help="3 shards parameters, 0 to 2 leave them whole.")
+    ] = LoadArguments.zero_stage,
+    lora: Annotated[bool, typer.Option("--lora", help="Train low-rank adapters.")] = False,
+    accelerate: Annotated[
+        bool,
+        typer.Option("--accelerate", help="Write a file for accelerate launch, too: OUT.accelerate.yaml."),
+    ] = False,
+    deepspeed: Annotated[
+        bool, typer.Option("--deepspeed", help="Write the engine's own file, too: OUT.deepspeed.json.")
+    ] = False,
+) -> None:
+    """Write the configuration of a training run, with a comment at each key that users change.
+
+    Nothing is overwritten. What is left to do is to name the model and the data.
+    """
+    from zerostart.engines import check_choice
+    from zerostart.layout import Mesh
+    from zerostart.training.generating import described, template_of
+
+    chosen = check_choice(engine, zero_stage).of(zero_stage, None, Mesh(1), None)
+    template, values = template_of(family)
+    files: dict[Path, str] = {}
+    own = out.with_suffix(".deepspeed.json") if deepspeed else None
+    if own is not None:
+        files[own] = _own_file(chosen)
+        values = {**values, "engine.config": str(own)}
+    files = {out: described(template, values, chosen, lora), **files}
+    if accelerate:
+        precision = "bf16" if "bf16" in chosen.precisions else "no"
+        launcher = chosen.launcher_file(precision, None if own is None else str(own))
+        files[out.with_suffix(".accelerate.yaml")] = _yaml(
+            {**launcher, "num_machines": 1, "num_processes": 8}
+        )
+    _write(files)
+
+
+def _own_file(engine: Engine) -> str:
+    settings = engine.own_file()
+    if settings is None:
+        raise ConfigError(f"{engine.title} has no configuration file of its own; leave --deepspeed out")
+    return json.dumps(settings, indent=2) + "\n"
+
+
+def _yaml(values: dict[str, object]) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(values, sort_keys=False)
+    return text
+
+
+def _write(files: dict[Path, str]) -> None:
+    """All of them, or an error before the first: nothing that is there is touched."""
+    there = [str(path) for path in files if path.exists() or path.is_symlink()]
+    if there:
+        raise ConfigError(f"{', '.join(there)}: there already; choose another name, or remove it")
+    for path, text in files.items():
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise WriteError(f"{path} cannot be written: {error.strerror}") from error
+        typer.echo(f"wrote {path}")
