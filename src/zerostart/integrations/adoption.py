@@ -24,6 +24,7 @@ from zerostart.errors import ConfigError
 from zerostart.integrations import meeting, notices, saving, states, trainer
 from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.diffsynth import DiffSynthCall, keys_of_torch_file
+from zerostart.integrations.diffsynth_saving import save_trained
 from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.notices import Notice
 from zerostart.integrations.pretrained import Call
@@ -329,6 +330,7 @@ _saving = SavingCalls(
         "Trainer._load_from_checkpoint": trainer.load_from_checkpoint,
         "Trainer._load_optimizer_and_scheduler": trainer.load_optimizer_and_scheduler,
         "PartialState.wait_for_everyone": _wait_for_everyone,
+        "ModelLogger.save_model": save_trained,
     }
 )
 _overrides = (_transformers, Noting(), _diffusers, _diffsynth, _accelerate, _saving, watch)

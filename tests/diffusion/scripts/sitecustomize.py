@@ -1,0 +1,35 @@
+"""What a process of DiffSynth's scripts is given before it begins: data, and what its machine lacks.
+
+Rows for small models in DiffSynth's table; names of torchvision's operators, where its library is not made
+for the torch that is installed; and without zerostart, a backend for ranks without accelerators.
+"""
+
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+
+from zerostart.upstream.on_import import when_imported
+
+
+def _declare(module: ModuleType) -> None:
+    from tests.diffusion.oracle import declare_operators
+
+    declare_operators()
+
+
+def _append(module: ModuleType) -> None:
+    module.MODEL_CONFIGS.extend(json.loads(Path(os.environ["ZEROSTART_ROWS"]).read_text()))
+
+
+def _rehearse(module: ModuleType) -> None:
+    from tests.adoption.launching import REHEARSAL
+
+    exec(REHEARSAL)
+
+
+if "ZEROSTART_ROWS" in os.environ:
+    when_imported("torch", _declare)
+    when_imported("diffsynth.configs.model_configs", _append)
+    if "ZEROSTART_REHEARSAL" in os.environ:
+        when_imported("accelerate", _rehearse)
