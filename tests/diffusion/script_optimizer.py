@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.diffusion.script_memory import peak
 
 __all__ = ["AdamW"]
 
@@ -30,8 +31,6 @@ def AdamW(parameters: Iterable[torch.nn.Parameter], **settings: Any) -> torch.op
 
 
 def _record(rank: int) -> None:
-    """Seconds since the launch, and the most host memory that this process has had, at the end of a step."""
-    status = Path("/proc/self/status").read_text()
-    peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
-    _steps.append({"seconds": time.time() - float(os.environ["ZEROSTART_BEGUN"]), "peak": peak})
+    """Seconds since the launch, and the most memory that this process has had, at the end of a step."""
+    _steps.append({"seconds": time.time() - float(os.environ["ZEROSTART_BEGUN"]), "peak": peak()})
     Path(os.environ["ZEROSTART_RECORD"], f"steps-{rank}.json").write_text(json.dumps(_steps))

@@ -142,14 +142,14 @@ def paths_of(pipeline: str, folder: Path) -> dict[str, Path]:
     }
 
 
-def write(folder: str) -> None:
+def write(folder: str, pipelines: Mapping[str, Mapping[str, Part]] = PIPELINES) -> None:
     """Files, tokenizers, and ``rows.json`` with what DiffSynth's table needs to know of them."""
     import_diffsynth()
     from diffsynth.core.loader.file import hash_model_file
     from safetensors.torch import save_file
 
     rows, root = [], Path(folder)
-    for pipeline, parts in PIPELINES.items():
+    for pipeline, parts in pipelines.items():
         (root / pipeline).mkdir(parents=True)
         for seed, (name, path) in enumerate(paths_of(pipeline, root).items()):
             family = parts[name].family

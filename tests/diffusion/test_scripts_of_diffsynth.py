@@ -91,3 +91,66 @@ def test_a_script_trains_as_without_zerostart(family: str, kind: str, runs: Runs
     found = runs(family, "zero3", arguments)
     assert "loaded in shards" in found.output
     alike(found, expected)
+
+
+#: Models that only the first stage needs, and what is trained.
+ENCODERS = {name: list(parts)[1:] for name, parts in PIPELINES.items()}
+TRAINED = {name: list(parts)[:1] for name, parts in PIPELINES.items()}
+#: Drawn anew at every call.
+DRAWN = ("noise", "latents")
+
+
+def tensors_in(value: object, path: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of a cached item, by where they lie, but for those that are drawn."""
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    parts: dict[str, object] = {}
+    if isinstance(value, dict):
+        parts = {str(key): part for key, part in value.items() if key not in DRAWN}
+    elif isinstance(value, (list, tuple)):
+        parts = {str(number): part for number, part in enumerate(value)}
+    return {k: t for key, part in parts.items() for k, t in tensors_in(part, f"{path}/{key}").items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_stages(family: str, made: Path, tmp_path: Path) -> None:
+    """The encoders' results are those of one process, to the bit; then the transformer is trained on them alone."""
+    chosen = [*lora(family), "--task"]
+    arguments, parts = [*chosen, "sft:data_process"], list(PIPELINES[family])
+    theirs = run(family, "stock plain", arguments, made, tmp_path / "theirs", parts=parts)
+    ours = run(family, "zero3", arguments, made, tmp_path / "ours", parts=parts)
+    for number in range(4):
+        at = theirs.folder / "0" / f"{number}.pth"
+        expected = tensors_in(torch.load(at, weights_only=False))
+        # Ranks take turns.
+        at = ours.folder / str(number % 2) / f"{number // 2}.pth"
+        found = tensors_in(torch.load(at, weights_only=False))
+        assert found.keys() == expected.keys()
+        assert len(found) >= 2
+        assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    arguments = [*chosen, "sft:train"]
+    stage = {"cache": theirs.folder, "parts": TRAINED[family]}
+    expected_run = run(family, "stock zero2", arguments, made, tmp_path / "stock", **stage)
+    assert len(expected_run.losses) == 4
+    same(run(family, "zero2", arguments, made, tmp_path / "zero2", **stage), expected_run)
+    alike(run(family, "zero3", arguments, made, tmp_path / "zero3", **stage), expected_run)
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "wanvideo"])
+def test_their_configuration_for_little_memory(family: str, made: Path, runs: Runs, tmp_path: Path) -> None:
+    """Parameters and optimizer on the host, DeepSpeed's own checkpointing, models made on the CPU."""
+    expected = runs(family, "stock zero2", lora(family))
+    arguments = [*lora(family), "--initialize_model_on_cpu"]
+    alike(run(family, "low memory", arguments, made, tmp_path / "low"), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_on_the_host(family: str, made: Path, runs: Runs, tmp_path: Path) -> None:
+    arguments = [*FULL, "--use_gradient_checkpointing_offload"]
+    alike(run(family, "zero3", arguments, made, tmp_path / "ours"), runs(family, "stock zero2", FULL))
+
+
+def test_one_process(runs: Runs) -> None:
+    """On ZeRO-3 as on ZeRO-2; and without a configuration the script is theirs, to the bit."""
+    alike(runs("wanvideo", "zero3 alone", FULL), runs("wanvideo", "stock zero2 alone", FULL))
+    same(runs("wanvideo", "plain", FULL), runs("wanvideo", "stock plain", FULL))

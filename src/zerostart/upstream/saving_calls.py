@@ -27,6 +27,8 @@ _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _TRAINER = "transformers.trainer:Trainer"
 _LOGGER = "diffsynth.diffusion.logger:ModelLogger"
+_TRAINED = "diffsynth.diffusion.training_module:DiffusionTrainingModule"
+_PIPELINE = "diffsynth.diffusion.base_pipeline:BasePipeline"
 _SAVE_PRETRAINED = PatchPoint(
     library=TRANSFORMERS,
     owner=_MODEL,
@@ -209,6 +211,28 @@ _SAVE_TRAINED = PatchPoint(
         ),
     ),
 )
+_RESUME_TRAINED = PatchPoint(
+    library=DIFFSYNTH,
+    owner=_TRAINED,
+    names=("resume_from_checkpoint",),
+    why="what was trained before is read by each rank, its own bytes, into its shards",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_TRAINED}.resume_from_checkpoint",
+            leads=("path", "remove_prefix_in_ckpt"),
+            has=("X, Y = self.load_state_dict(Z, strict=False)",),
+        ),
+    ),
+)
+_LOAD_LORA = PatchPoint(
+    library=DIFFSYNTH,
+    owner=_PIPELINE,
+    names=("load_lora",),
+    why="it adds a LoRA to whole weights, and is refused by name where each rank has a part",
+    lasts=Lasts.MODEL,
+    shapes=(Shape(f"{_PIPELINE}.load_lora", leads=("module",)),),
+)
 TOUCHED = (
     _SAVE_PRETRAINED,
     _SAVE_ADAPTERS,
@@ -221,6 +245,8 @@ TOUCHED = (
     _TRAINER_STATE,
     _TRAINER_LAST,
     _SAVE_TRAINED,
+    _RESUME_TRAINED,
+    _LOAD_LORA,
 )
 
 #: ``replacement(original, **arguments)``: the call's arguments by name, those of ``**kwargs`` among them, and

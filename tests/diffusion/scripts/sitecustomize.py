@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from types import ModuleType
 
+from tests.diffusion.script_memory import watch
+
 from zerostart.upstream.on_import import when_imported
 
 
@@ -29,6 +31,7 @@ def _rehearse(module: ModuleType) -> None:
 
 
 if "ZEROSTART_ROWS" in os.environ:
+    watch()
     when_imported("torch", _declare)
     when_imported("diffsynth.configs.model_configs", _append)
     if "ZEROSTART_REHEARSAL" in os.environ:
