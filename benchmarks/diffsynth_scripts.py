@@ -31,7 +31,14 @@ ARMS = ("stock zero2", "zero2", "stock zero3", "zero3")
 #: A transformer of 115 and a text encoder of 110 million parameters.
 SIZES: Mapping[str, dict[str, Any]] = {
     "wan_dit": {"dim": 768, "ffn_dim": 3072, "num_heads": 12, "num_layers": 12, "text_dim": 512},
-    "wan_text": {"dim": 512, "dim_attn": 512, "dim_ffn": 1024, "num_heads": 8, "num_layers": 4, "vocab": 200_000},
+    "wan_text": {
+        "dim": 512,
+        "dim_attn": 512,
+        "dim_ffn": 1024,
+        "num_heads": 8,
+        "num_layers": 4,
+        "vocab": 200_000,
+    },
     "wan_vae": {},
 }
 STEPS = ["--trainable_models", "dit", "--save_steps", "100", "--use_gradient_checkpointing"]
@@ -65,7 +72,7 @@ def main() -> None:
             for arm in ARMS if repeat % 2 == 0 else reversed(ARMS):
                 out = Path(scratch, f"{arm}-{repeat}".replace(" ", "-"))
                 try:
-                    found = run("wanvideo", arm, STEPS, models, out, timeout=580)
+                    found = run("wanvideo", arm, STEPS, models, out, launched=True, timeout=580)
                 except AssertionError as error:
                     print(arm, str(error)[-600:], flush=True)
                     continue
@@ -95,7 +102,10 @@ def arguments() -> argparse.Namespace:
 
 def table(cells: Mapping[str, list[dict[str, float]]]) -> str:
     """Medians."""
-    lines = ["| route | seconds to the end of the first step | peak of each rank, MiB | its loss |", "|---|---|---|---|"]
+    lines = [
+        "| route | seconds to the end of the first step | peak of each rank, MiB | its loss |",
+        "|---|---|---|---|",
+    ]
     for arm, found in cells.items():
         if not found:
             lines.append(f"| {arm} | does not run | | |")

@@ -21,7 +21,7 @@ __all__ = ["AdamW"]
 _steps: list[dict[str, float]] = []
 
 
-def AdamW(parameters: Iterable[torch.nn.Parameter], **settings: Any) -> torch.optim.Optimizer:  # noqa: N802
+def AdamW(parameters: Iterable[torch.nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
     rank = int(os.environ.get("RANK", "0"))
     torch.manual_seed(1000 + rank)
     made = torch.optim.AdamW(parameters, **settings)

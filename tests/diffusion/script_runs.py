@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import load_file
 from tests.adoption.launching import launch
 from tests.diffusion.oracle import BESIDE
+from tests.diffusion.script_ranks import ranked
 from tests.diffusion.small_pipelines import paths_of
+
+from ranks import RankError, rank_outcomes
 
 __all__ = ["FAMILIES", "ROUTES", "Family", "Run", "run", "write_data"]
 
@@ -132,17 +135,22 @@ def run(
     *,
     cache: Path | None = None,
     parts: Sequence[str] | None = None,
+    launched: bool = False,
     timeout: float = 280,
 ) -> Run:
     """Run the script of ``family`` in ``out``, on the models and data in ``made``.
 
     ``cache`` is what an earlier stage left, in the place of pictures; ``parts`` the models that are loaded,
-    all by default. Raises AssertionError if it fails.
+    all by default. ``launched``: by ``accelerate launch``, and not by ranks that are forked. Raises
+    AssertionError if it fails.
     """
     chosen, checkout = ROUTES[route], Path(os.environ[CHECKOUT])
     paths = paths_of(family, made)
     options = [
-        *("--model_paths", json.dumps([str(path) for name, path in paths.items() if name in (parts or paths)])),
+        *(
+            "--model_paths",
+            json.dumps([str(path) for name, path in paths.items() if name in (parts or paths)]),
+        ),
         *(item for flag, name in FAMILIES[family].tokenizers.items() for item in (flag, str(made / name))),
         *("--dataset_base_path", str(cache or made / "data"), "--output_path", str(out / "out")),
         *("--height", "32", "--width", "32", "--learning_rate", "1e-2", "--lora_rank", "4"),
@@ -155,33 +163,51 @@ def run(
     # Their configurations name other files from the checkout's root on.
     (out / "examples").symlink_to(checkout / "examples")
     named = (chosen.config or "").format(family=family)
-    config = checkout / "examples" / named if chosen.config else _plain(out)
-    output = launch(
-        (checkout / "examples" / family / "model_training" / "train.py").read_text(),
-        out,
-        config,
-        [*options, *arguments],
-        [HERE / "scripts", ROOT, *([BESIDE] if BESIDE.is_dir() else [])],
-        {
-            "ZEROSTART_ROWS": str(made / "rows.json"),
-            "ZEROSTART_RECORD": str(out),
-            "ZEROSTART_BEGUN": str(time.time()),
-            "DIFFSYNTH_SKIP_DOWNLOAD": "True",
-            **({} if chosen.module else {"ZEROSTART_REHEARSAL": "1"}),
-        },
-        timeout,
-        chosen.processes,
-        chosen.module,
-        options=() if chosen.config else ("--cpu",),
-    )
+    config = checkout / "examples" / named if chosen.config else None
+    arguments = [*options, *arguments]
+    script = checkout / "examples" / family / "model_training" / "train.py"
+    environment = {
+        "ZEROSTART_ROWS": str(made / "rows.json"),
+        "ZEROSTART_RECORD": str(out),
+        "ZEROSTART_BEGUN": str(time.time()),
+        "DIFFSYNTH_SKIP_DOWNLOAD": "True",
+    }
+    if launched:
+        output = _launched(script, arguments, out, config, environment, timeout, chosen)
+    else:
+        given = (str(script), arguments, str(out), str(config or ""), chosen.processes)
+        outcomes = rank_outcomes(
+            ranked, chosen.processes, *given, bool(chosen.module), environment, timeout=timeout, grace=5.0,
+            process_group=False,
+        )  # fmt: skip
+        if not all(outcome.ok for outcome in outcomes):
+            raise RankError(outcomes)
+        output = outcomes[0].log
     return _result(output, out, chosen.processes)
 
 
-def _plain(out: Path) -> Path:
-    """What accelerate does without any configuration, written down: one process."""
-    config = out / "plain.yaml"
-    config.write_text("distributed_type: 'NO'\nmixed_precision: 'no'\nnum_machines: 1\nuse_cpu: true\n")
-    return config
+def _launched(
+    script: Path,
+    arguments: Sequence[str],
+    out: Path,
+    config: Path | None,
+    environment: Mapping[str, str],
+    timeout: float,
+    route: Route,
+) -> str:
+    assert config is not None, "what has no configuration is not launched"
+    return launch(
+        script.read_text(),
+        out,
+        config,
+        arguments,
+        [HERE / "scripts", ROOT, *([BESIDE] if BESIDE.is_dir() else [])],
+        {**environment, **({} if route.module else {"ZEROSTART_REHEARSAL": "1"})},
+        timeout,
+        route.processes,
+        route.module,
+        options=(),
+    )
 
 
 def _result(output: str, out: Path, processes: int) -> Run:

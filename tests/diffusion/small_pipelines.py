@@ -77,9 +77,7 @@ PIPELINES: Mapping[str, Mapping[str, Part]] = {
                 "max_position_embeddings": 77,
             },
         ),
-        "flux_t5": _part(
-            "flux_text_encoder_t5", "flux.1 t5", model=functools.partial(small_t5, VOCABULARY)
-        ),
+        "flux_t5": _part("flux_text_encoder_t5", "flux.1 t5", model=functools.partial(small_t5, VOCABULARY)),
         "flux_vae": _FLUX_VAE,
     },
     "flux2": {
@@ -117,9 +115,7 @@ PIPELINES: Mapping[str, Mapping[str, Part]] = {
         "z_image_text": _part(
             "z_image_text_encoder",
             "qwen3",
-            model=wrapping(
-                "z_image_text_encoder:ZImageTextEncoder", functools.partial(qwen3, **_TOKENS)
-            ),
+            model=wrapping("z_image_text_encoder:ZImageTextEncoder", functools.partial(qwen3, **_TOKENS)),
         ),
         "z_image_vae": _FLUX_VAE,
     },

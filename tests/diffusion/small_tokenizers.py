@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import string
 from pathlib import Path
+from typing import Any
 
 __all__ = ["VOCABULARY", "write_tokenizers"]
 
@@ -29,14 +31,20 @@ def write_tokenizers(root: Path) -> None:
     # The last one marks the end: CLIP's features are those of the largest token.
     ends = ["<|startoftext|>", "<|endoftext|>"]
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), *ends]
-    CLIPTokenizer(vocab={token: n for n, token in enumerate(tokens)}, merges=[]).save_pretrained(root / "clip")
+    CLIPTokenizer(vocab={token: n for n, token in enumerate(tokens)}, merges=[]).save_pretrained(
+        root / "clip"
+    )
     pieces = ["<pad>", "</s>", "<unk>", "▁", *string.ascii_letters, *string.digits]
     T5Tokenizer(vocab=[(piece, -1.0) for piece in pieces], extra_ids=0).save_pretrained(root / "t5")
     _write_processor(qwen, root / "qwen_vl")
 
 
-def _write_processor(tokenizer: object, folder: Path) -> None:
-    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
-
-    made = Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor())
-    made.save_pretrained(folder)
+def _write_processor(tokenizer: Any, folder: Path) -> None:
+    """As files: to make its parts takes a torchvision that is there when transformers is imported."""
+    tokenizer.save_pretrained(folder)
+    for name, settings in {
+        "preprocessor_config": {"image_processor_type": "Qwen2VLImageProcessor"},
+        "video_preprocessor_config": {"video_processor_type": "Qwen2VLVideoProcessor"},
+        "processor_config": {"processor_class": "Qwen2VLProcessor"},
+    }.items():
+        (folder / f"{name}.json").write_text(json.dumps(settings))

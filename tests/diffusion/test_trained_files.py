@@ -102,7 +102,9 @@ def tried(folder: str) -> dict[str, Any]:
         if engine == "zero3":
             calculating = {"state_dict_converter": lambda state: {n: t * 2 for n, t in state.items()}}
             found["calculated"] = refusal(lambda: saved(module, root, "none.safetensors", **calculating))  # noqa: B023
-            found["prefix"] = refusal(module.resume_from_checkpoint, str(root / "resumed.safetensors"), "dit.")
+            found["prefix"] = refusal(
+                module.resume_from_checkpoint, str(root / "resumed.safetensors"), "dit."
+            )
             found["fused"] = refusal(module.pipe.load_lora, module.pipe.dit, "nowhere.safetensors")
     return found
 

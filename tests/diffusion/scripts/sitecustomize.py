@@ -4,12 +4,11 @@ Rows for small models in DiffSynth's table; names of torchvision's operators, wh
 for the torch that is installed; and without zerostart, a backend for ranks without accelerators.
 """
 
-import json
 import os
-from pathlib import Path
 from types import ModuleType
 
 from tests.diffusion.script_memory import watch
+from tests.diffusion.script_rows import append_rows
 
 from zerostart.upstream.on_import import when_imported
 
@@ -18,10 +17,6 @@ def _declare(module: ModuleType) -> None:
     from tests.diffusion.oracle import declare_operators
 
     declare_operators()
-
-
-def _append(module: ModuleType) -> None:
-    module.MODEL_CONFIGS.extend(json.loads(Path(os.environ["ZEROSTART_ROWS"]).read_text()))
 
 
 def _rehearse(module: ModuleType) -> None:
@@ -33,6 +28,6 @@ def _rehearse(module: ModuleType) -> None:
 if "ZEROSTART_ROWS" in os.environ:
     watch()
     when_imported("torch", _declare)
-    when_imported("diffsynth.configs.model_configs", _append)
+    when_imported("diffsynth.configs.model_configs", append_rows)
     if "ZEROSTART_REHEARSAL" in os.environ:
         when_imported("accelerate", _rehearse)
