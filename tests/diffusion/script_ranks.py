@@ -56,7 +56,8 @@ def ranked(
     try:
         main(["run", script, *arguments])
     except SystemExit as end:
-        assert not end.code, f"it ended with {end.code}"
+        if end.code:
+            raise RuntimeError(f"the script ended with {end.code}") from end
 
 
 def _launcher(config: str, processes: int) -> dict[str, str]:
@@ -73,6 +74,8 @@ def _launcher(config: str, processes: int) -> dict[str, str]:
     launch.deepspeed_launcher = launch.simple_launcher = kept.append  # the process ends with the script
     launch.launch_command(launch.launch_command_parser().parse_args([*options, "script.py"]))
     (parsed,) = kept
-    make = launch.prepare_deepspeed_cmd_env if parsed.use_deepspeed else launch.prepare_simple_launcher_cmd_env
+    make = (
+        launch.prepare_deepspeed_cmd_env if parsed.use_deepspeed else launch.prepare_simple_launcher_cmd_env
+    )
     _, made = make(parsed)
     return {name: value for name, value in made.items() if name.startswith("ACCELERATE")}

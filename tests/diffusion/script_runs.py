@@ -1,4 +1,4 @@
-"""DiffSynth-Studio's training scripts, from a checkout, on small pipelines: how they are called, and what comes of it."""
+"""DiffSynth-Studio's training scripts, from a checkout, on small pipelines: how they are called."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -30,7 +31,7 @@ CHECKOUT = "ZEROSTART_DIFFSYNTH"
 
 @dataclass(frozen=True)
 class Family:
-    """One script: its own options for tokenizers, those of its LoRA's, and what DiffSynth's files set besides."""
+    """One script: its options for tokenizers, and what DiffSynth's own command files give its LoRA."""
 
     tokenizers: Mapping[str, str]
     targets: str
@@ -66,23 +67,39 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True)
 class Route:
-    """What is launched, and with which of DiffSynth's configurations (below ``examples``)."""
+    """What is launched, and with which of DiffSynth's configurations (below ``examples``).
 
-    config: str | None
+    Or with a configuration of DeepSpeed's own; None: without any.
+    """
+
+    config: str | Mapping[str, Any] | None
     module: str | None = "zerostart"
     processes: int = 2
 
 
 _ZERO2 = "flux/model_training/full/accelerate_config.yaml"
 _LOW = "qwen_image/model_training/special/low_vram_training/deepspeed_zero3_cpuoffload.yaml"
+#: DeepSpeed's own linear function for ZeRO-3 adds biases after a rounding, which torch's does not.
+_EXACT = {
+    "bf16": {"enabled": True},
+    "gradient_clipping": "auto",
+    "gradient_accumulation_steps": 1,
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {
+        "stage": 3,
+        "memory_efficient_linear": False,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
 ROUTES: Mapping[str, Route] = {
     "stock zero2": Route(_ZERO2, None),
     "stock zero3": Route("{family}/model_training/full/accelerate_config_zero3.yaml", None),
     "zero2": Route(_ZERO2),
     "zero3": Route("{family}/model_training/full/accelerate_config_zero3.yaml"),
+    "zero3 exact": Route(_EXACT),
     "low memory": Route(_LOW),
     "stock zero2 alone": Route(_ZERO2, None, 1),
-    "zero3 alone": Route("{family}/model_training/full/accelerate_config_zero3.yaml", processes=1),
+    "zero3 alone": Route(_EXACT, processes=1),
     "stock plain": Route(None, None, 1),
     "plain": Route(None, processes=1),
 }
@@ -90,7 +107,7 @@ ROUTES: Mapping[str, Route] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a script left: losses of rank 0, files by their names, and of each rank what it noted of its steps."""
+    """What a script left: losses of rank 0, files in a folder, and what each rank noted of its steps."""
 
     output: str
     folder: Path
@@ -162,8 +179,7 @@ def run(
     out.mkdir(parents=True)
     # Their configurations name other files from the checkout's root on.
     (out / "examples").symlink_to(checkout / "examples")
-    named = (chosen.config or "").format(family=family)
-    config = checkout / "examples" / named if chosen.config else None
+    config = _config(chosen, family, out)
     arguments = [*options, *arguments]
     script = checkout / "examples" / family / "model_training" / "train.py"
     environment = {
@@ -184,6 +200,18 @@ def run(
             raise RankError(outcomes)
         output = outcomes[0].log
     return _result(output, out, chosen.processes)
+
+
+def _config(route: Route, family: str, out: Path) -> Path | None:
+    if isinstance(route.config, str):
+        return out / "examples" / route.config.format(family=family)
+    if route.config is None:
+        return None
+    (out / "deepspeed.json").write_text(json.dumps(route.config))
+    lines = ["distributed_type: DEEPSPEED", "num_machines: 1", "deepspeed_config:", "  zero3_init_flag: true"]
+    made = out / "accelerate.yaml"
+    made.write_text("\n".join([*lines, f"  deepspeed_config_file: {out / 'deepspeed.json'}", ""]))
+    return made
 
 
 def _launched(

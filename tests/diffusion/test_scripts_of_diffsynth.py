@@ -114,7 +114,7 @@ def tensors_in(value: object, path: str = "") -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_stages(family: str, made: Path, tmp_path: Path) -> None:
-    """The encoders' results are those of one process, to the bit; then the transformer is trained on them alone."""
+    """Encoded as by one process, to the bit; then the transformer is trained on that alone."""
     chosen = [*lora(family), "--task"]
     arguments, parts = [*chosen, "sft:data_process"], list(PIPELINES[family])
     theirs = run(family, "stock plain", arguments, made, tmp_path / "theirs", parts=parts)

@@ -65,9 +65,9 @@ def load_lora(original: Original, **call: Any) -> Any:
     model = call["module"]
     if in_shards(model):
         raise ConfigError(
-            f"load_lora (--preset_lora_path) adds a LoRA to the weights of {type(model).__name__}, of which each "
-            "rank has a part: train on from it with --lora_checkpoint, or fuse it in one process and load the "
-            "file of that"
+            f"load_lora (--preset_lora_path) adds a LoRA to the weights of {type(model).__name__}, of which "
+            "each rank has a part: train on from it with --lora_checkpoint, or fuse it in one process and "
+            "load the file of that"
         )
     return original()
 

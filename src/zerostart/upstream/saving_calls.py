@@ -194,7 +194,7 @@ _SAVE_TRAINED = PatchPoint(
     library=DIFFSYNTH,
     owner=_LOGGER,
     names=("save_model",),
-    why="what is trained is saved by all ranks, each its own bytes, where the whole pipeline would be gathered",
+    why="what is trained is saved by all ranks, each its own bytes: the pipeline would be gathered",
     lasts=Lasts.MODEL,
     shapes=(
         Shape(
