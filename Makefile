@@ -7,7 +7,7 @@
 #   make bench           the load benchmark beside other routes
 #   make gpu-check       what only an accelerator can show
 #   make upstream        other projects' own scripts and tests, from checkouts: DEEPSPEED=, TRANSFORMERS=, ACCELERATE=,
-#                        TRL=, each at its installed version; what is not given is left out
+#                        TRL=, DIFFSYNTH=, each at its installed version; what is not given is left out
 #
 # PIP_ARGS is passed to every pip install: an index or a directory with the torch build of your choice.
 
@@ -73,12 +73,14 @@ gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py
 
 # DeepSpeed's tests of ZeRO-1 and ZeRO-2; then scripts and tests of the projects that build on it.
-upstream: $(STAMP)
+upstream: $(STAMP) $(if $(DIFFSYNTH),build/diffsynth)
 	$(if $(DEEPSPEED),$(BIN)/python tests/upstream_suites/run.py $(abspath $(DEEPSPEED)))
 	$(if $(TRANSFORMERS),ZEROSTART_TRANSFORMERS=$(abspath $(TRANSFORMERS))) \
 	$(if $(ACCELERATE),ZEROSTART_ACCELERATE=$(abspath $(ACCELERATE))) \
 	$(if $(TRL),ZEROSTART_TRL=$(abspath $(TRL))) \
-	$(BIN)/python -m pytest -rs tests/adoption/test_upstream_scripts.py tests/adoption/test_upstream_suites.py
+	$(if $(DIFFSYNTH),ZEROSTART_DIFFSYNTH=$(abspath $(DIFFSYNTH))) \
+	$(BIN)/python -m pytest -rs tests/adoption/test_upstream_scripts.py \
+	    tests/adoption/test_upstream_suites.py tests/diffusion/test_scripts_of_diffsynth.py
 
 clean:
 	rm -rf out build runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

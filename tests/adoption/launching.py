@@ -65,17 +65,19 @@ def launch(
     timeout: float = 240,
     processes: int = 2,
     module: str | None = None,
+    options: Sequence[str] = ("--mixed_precision", "no"),
 ) -> str:
     """Run ``script`` on local ranks in ``folder``; returns its output. Raises AssertionError if it fails.
 
-    With ``module`` that is what is launched, and the script its first argument.
+    With ``module`` that is what is launched, and the script its first argument. ``options`` are more of
+    accelerate's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "script.py").write_text(script)
     root = Path(__file__).parents[2] / "src"
     given = os.environ.get("PYTHONPATH")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--num_processes", str(processes), "--mixed_precision", "no", "--main_process_port", "0"]
+    command += ["--num_processes", str(processes), "--main_process_port", "0", *options]
     process = subprocess.Popen(
         [*command, *(("-m", module) if module else ()), str(folder / "script.py"), *arguments],
         cwd=folder,

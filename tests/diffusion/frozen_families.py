@@ -12,9 +12,9 @@ from tests.diffusion.family import Family, Tensors, noise, prefixed, without
 from tests.diffusion.shrunk import of
 from torch import nn
 
-__all__ = ["FROZEN"]
+__all__ = ["FROZEN", "qwen3", "qwen25vl", "small_t5", "wrapping"]
 
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 24,
     "intermediate_size": 32,
@@ -105,23 +105,23 @@ def wrapping(path: str, inner: Callable[[], nn.Module]) -> Callable[[], type[nn.
     return functools.cache(found)
 
 
-def _qwen3() -> nn.Module:
+def qwen3(**more: Any) -> nn.Module:
     from transformers import Qwen3Config, Qwen3Model
 
-    return Qwen3Model(Qwen3Config(**_TEXT))
+    return Qwen3Model(Qwen3Config(**{**TEXT, **more}))
 
 
-def _qwen25vl() -> nn.Module:
+def qwen25vl(**more: Any) -> nn.Module:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
     rope = {"type": "default", "rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 10000.0}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 24}
     return Qwen2_5_VLModel(
-        Qwen2_5_VLConfig(text_config={**_TEXT, "rope_scaling": rope}, vision_config=vision)
+        Qwen2_5_VLConfig(text_config={**TEXT, "rope_scaling": rope, **more}, vision_config=vision)
     )
 
 
-def small_t5() -> type[nn.Module]:
+def small_t5(vocabulary: int = 61) -> type[nn.Module]:
     from transformers import T5Config, T5EncoderModel
 
     kind = of("flux_text_encoder_t5:FluxTextEncoderT5")()
@@ -131,7 +131,7 @@ def small_t5() -> type[nn.Module]:
             T5EncoderModel.__init__(
                 self,
                 T5Config(
-                    vocab_size=61,
+                    vocab_size=vocabulary,
                     d_model=24,
                     d_kv=12,
                     d_ff=32,
@@ -169,7 +169,7 @@ def small_mistral3() -> type[nn.Module]:
                 num_attention_heads=2,
                 image_size=28,
             )
-            text = MistralConfig(**_TEXT)
+            text = MistralConfig(**TEXT)
             Mistral3ForConditionalGeneration.__init__(
                 self, Mistral3Config(vision_config=vision, text_config=text)
             )
@@ -243,7 +243,7 @@ FROZEN: dict[str, Family] = {
         of("qwen_image_vae:QwenImageVAE"), qwen_vae, {"base_dim": 8, "num_res_blocks": 1}
     ),
     "qwen2.5-vl": Family(
-        wrapping("qwen_image_text_encoder:QwenImageTextEncoder", _qwen25vl),
+        wrapping("qwen_image_text_encoder:QwenImageTextEncoder", qwen25vl),
         masked_tokens,
         {},
         lambda state: {
@@ -279,7 +279,7 @@ FROZEN: dict[str, Family] = {
     ),
     "flux.2 mistral3": Family(small_mistral3, lambda m: masked_tokens(m.model)),
     "qwen3": Family(
-        wrapping("z_image_text_encoder:ZImageTextEncoder", _qwen3),
+        wrapping("z_image_text_encoder:ZImageTextEncoder", qwen3),
         masked_tokens,
         {},
         prefixed("", ("lm_head.weight",)),

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-__all__ = ["import_diffsynth", "needs_diffsynth"]
+__all__ = ["BESIDE", "declare_operators", "import_diffsynth", "needs_diffsynth"]
 
-_BESIDE = Path(__file__).parents[2] / "build" / "diffsynth"
+BESIDE = Path(__file__).parents[2] / "build" / "diffsynth"
 #: What torchvision's Python parts register implementations for, beside a torch that cannot load its library.
 _OPERATORS = [
     "_deform_conv2d_backward",
@@ -37,7 +37,7 @@ _declared: list[torch.library.Library] = []
 
 
 def _available() -> bool:
-    return (_BESIDE / "diffsynth").is_dir() or importlib.util.find_spec("diffsynth") is not None
+    return (BESIDE / "diffsynth").is_dir() or importlib.util.find_spec("diffsynth") is not None
 
 
 needs_diffsynth = pytest.mark.skipif(
@@ -48,12 +48,17 @@ needs_diffsynth = pytest.mark.skipif(
 @functools.cache
 def import_diffsynth() -> None:
     """Import it in this process, with the parts of torchvision that it wants."""
-    if _BESIDE.is_dir():
-        sys.path.append(str(_BESIDE))
-    # A torchvision that is built for accelerators cannot load its operators beside a torch for the CPU.
+    if BESIDE.is_dir():
+        sys.path.append(str(BESIDE))
+    declare_operators()
+    import diffsynth.core  # noqa: F401
+
+
+@functools.cache
+def declare_operators() -> None:
+    """A torchvision that is built for accelerators cannot load its operators beside a torch for the CPU."""
     if not torch.version.cuda:
         library = torch.library.Library("torchvision", "DEF")
         for name in _OPERATORS:
             library.define(f"{name}(Tensor a) -> Tensor")
         _declared.append(library)
-    import diffsynth.core  # noqa: F401

@@ -6,29 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
-from tests.diffusion.sharded import ZERO3, differing, fill
+from tests.diffusion.sharded import differing, fill
+from tests.diffusion.trained_files import ENGINES, refusal
+from tests.diffusion.trained_files import tried as tried_files
 
 import zerostart
 from ranks import run_ranks
 
 pytestmark = needs_diffsynth
 WAN = FAMILIES["wan2.1 t2v"]
-ENGINES: dict[str, dict[str, Any]] = {
-    "zero3": {"engine": "deepspeed", "engine_config": ZERO3},
-    "zero2": {"engine": "deepspeed", "zero_stage": 2},
-    "fsdp2": {"engine": "fsdp2"},
-}
-
-
-def refusal(function: Any, *arguments: Any, **keywords: Any) -> str:
-    try:
-        function(*arguments, **keywords)
-    except zerostart.ZerostartError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing is refused"
 
 
 def write(folder: Path) -> dict[str, torch.Tensor]:
@@ -109,12 +99,23 @@ def tried(folder: str) -> dict[str, Any]:
     found["nested"] = file.load_keys_dict(str(root / "nested.pth"))
     left = {name for point in active() for name in point.names}
     found["restored"] = model.load_model is stock and "load_model" not in left
+    return found | {"files": tried_files(root / "files")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("load_model")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    """One group for all that is quick: to import DiffSynth takes seconds."""
+    found: list[dict[str, Any]] = run_ranks(tried, 2, str(folder))
     return found
 
 
-def test_what_the_arguments_of_load_model_mean(tmp_path: Path) -> None:
-    ranks = run_ranks(tried, 2, str(tmp_path))
-    size = (tmp_path / "wan.safetensors").stat().st_size
+def test_what_the_arguments_of_load_model_mean(ranks: list[dict[str, Any]], folder: Path) -> None:
+    size = (folder / "wan.safetensors").stat().st_size
     for found in ranks:
         assert found["misfit"] == ["", ""]
         for name in ENGINES:
@@ -134,3 +135,16 @@ def test_what_the_arguments_of_load_model_mean(tmp_path: Path) -> None:
     assert {key: value for key, value in ranks[0].items() if isinstance(value, str)} == {
         key: value for key, value in ranks[1].items() if isinstance(value, str)
     }
+
+
+def test_what_is_trained_is_saved_and_resumed_without_a_gather(
+    ranks: list[dict[str, Any]], folder: Path
+) -> None:
+    for found in (rank["files"] for rank in ranks):
+        for engine in ENGINES:
+            assert found[engine] == [True, True, []], engine
+        assert found["calculated"].startswith("ConfigError: the script's state_dict_converter calculates")
+        assert found["prefix"].startswith("CoverageError: ")
+        assert "--remove_prefix_in_ckpt, 'dit.' here" in found["prefix"]
+        assert found["fused"].startswith("ConfigError: load_lora (--preset_lora_path)")
+    assert not (folder / "files" / "none.safetensors").exists()

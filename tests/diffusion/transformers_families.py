@@ -10,7 +10,7 @@ from tests.diffusion.family import Family, noise, prefixed
 from tests.diffusion.shrunk import of
 from torch import nn
 
-__all__ = ["TRANSFORMERS"]
+__all__ = ["FLUX", "FLUX2", "TRANSFORMERS", "WAN", "Z"]
 
 WAN: dict[str, Any] = {
     "dim": 24,
@@ -135,9 +135,9 @@ def z_image(model: Any) -> Any:
     )
 
 
-_FLUX = {3072: 256, 24: 2, 768: 12, 4096: 24, 38: 1, 19: 1}
+FLUX = {3072: 256, 24: 2, 768: 12, 4096: 24, 38: 1, 19: 1}
 _FLUX_VAE = {512: 64, 256: 32, 128: 32}
-_Z = {
+Z = {
     "in_channels": 4,
     "dim": 32,
     "n_layers": 1,
@@ -148,7 +148,7 @@ _Z = {
     "axes_dims": [8, 4, 4],
     "axes_lens": [64, 32, 32],
 }
-_FLUX2 = {
+FLUX2 = {
     "in_channels": 8,
     "num_layers": 1,
     "num_single_layers": 1,
@@ -211,15 +211,15 @@ TRANSFORMERS: dict[str, Family] = {
         {"num_layers": 1},
         trained=True,
     ),
-    "flux.1": Family(of("flux_dit:FluxDiT", _FLUX), flux_dit, {"num_blocks": 1}, trained=True),
-    "flux.2 dev": Family(of("flux2_dit:Flux2DiT"), flux2_dit, _FLUX2, trained=True),
+    "flux.1": Family(of("flux_dit:FluxDiT", FLUX), flux_dit, {"num_blocks": 1}, trained=True),
+    "flux.2 dev": Family(of("flux2_dit:Flux2DiT"), flux2_dit, FLUX2, trained=True),
     "flux.2 klein": Family(
-        of("flux2_dit:Flux2DiT"), flux2_dit, {**_FLUX2, "guidance_embeds": False}, trained=True
+        of("flux2_dit:Flux2DiT"), flux2_dit, {**FLUX2, "guidance_embeds": False}, trained=True
     ),
     "z-image": Family(
         of("z_image_dit:ZImageDiT"),
         z_image,
-        _Z,
+        Z,
         prefixed("model.diffusion_model."),
         "z_image_dit:ZImageDiTStateDictConverter",
         dtype=torch.bfloat16,

@@ -21,9 +21,10 @@ from zerostart import engines
 from zerostart.distributed.world import current_world
 from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
-from zerostart.integrations import meeting, notices, saving, states, trainer
+from zerostart.integrations import diffsynth_resuming, meeting, notices, saving, states, trainer
 from zerostart.integrations.active import Active, find_active, fsdp2_config
 from zerostart.integrations.diffsynth import DiffSynthCall, keys_of_torch_file
+from zerostart.integrations.diffsynth_saving import save_trained
 from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.notices import Notice
 from zerostart.integrations.pretrained import Call
@@ -329,6 +330,9 @@ _saving = SavingCalls(
         "Trainer._load_from_checkpoint": trainer.load_from_checkpoint,
         "Trainer._load_optimizer_and_scheduler": trainer.load_optimizer_and_scheduler,
         "PartialState.wait_for_everyone": _wait_for_everyone,
+        "ModelLogger.save_model": save_trained,
+        "DiffusionTrainingModule.resume_from_checkpoint": diffsynth_resuming.resume,
+        "BasePipeline.load_lora": diffsynth_resuming.load_lora,
     }
 )
 _overrides = (_transformers, Noting(), _diffusers, _diffsynth, _accelerate, _saving, watch)

@@ -1,4 +1,4 @@
-"""The calls by which scripts save and resume: of transformers, PEFT, accelerate and DeepSpeed.
+"""The calls by which scripts save and resume: of transformers, PEFT, accelerate, DeepSpeed and DiffSynth.
 
 While a :class:`SavingCalls` is open, each goes to a function that is given the original and the call's
 arguments by name. What is imported late is replaced as soon as it is.
@@ -17,7 +17,7 @@ from zerostart.upstream.on_import import when_imported
 from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
 from zerostart.upstream.shapes import found
-from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, PEFT, TRANSFORMERS
+from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, DIFFSYNTH, PEFT, TRANSFORMERS
 
 __all__ = ["TOUCHED", "Replacement", "SavingCalls"]
 
@@ -26,6 +26,9 @@ _PEFT_MODEL = "peft.peft_model:PeftModel"
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _TRAINER = "transformers.trainer:Trainer"
+_LOGGER = "diffsynth.diffusion.logger:ModelLogger"
+_TRAINED = "diffsynth.diffusion.training_module:DiffusionTrainingModule"
+_PIPELINE = "diffsynth.diffusion.base_pipeline:BasePipeline"
 _SAVE_PRETRAINED = PatchPoint(
     library=TRANSFORMERS,
     owner=_MODEL,
@@ -187,6 +190,49 @@ _TRAINER_LAST = PatchPoint(
         Shape(f"{_TRAINER}.train", has=("get_last_checkpoint(args.output_dir)",)),
     ),
 )
+_SAVE_TRAINED = PatchPoint(
+    library=DIFFSYNTH,
+    owner=_LOGGER,
+    names=("save_model",),
+    why="what is trained is saved by all ranks, each its own bytes: the pipeline would be gathered",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_LOGGER}.save_model",
+            leads=("accelerator", "model", "file_name"),
+            has=(
+                "X = accelerator.get_state_dict(model)",
+                "X = accelerator.unwrap_model(model).export_trainable_state_dict("
+                "X, remove_prefix=self.remove_prefix_in_ckpt)",
+                "X = self.state_dict_converter(X)",
+                "X = os.path.join(self.output_path, file_name)",
+                "accelerator.save(X, Y, safe_serialization=True)",
+            ),
+        ),
+    ),
+)
+_RESUME_TRAINED = PatchPoint(
+    library=DIFFSYNTH,
+    owner=_TRAINED,
+    names=("resume_from_checkpoint",),
+    why="what was trained before is read by each rank, its own bytes, into its shards",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_TRAINED}.resume_from_checkpoint",
+            leads=("path", "remove_prefix_in_ckpt"),
+            has=("X, Y = self.load_state_dict(Z, strict=False)",),
+        ),
+    ),
+)
+_LOAD_LORA = PatchPoint(
+    library=DIFFSYNTH,
+    owner=_PIPELINE,
+    names=("load_lora",),
+    why="it adds a LoRA to whole weights, and is refused by name where each rank has a part",
+    lasts=Lasts.MODEL,
+    shapes=(Shape(f"{_PIPELINE}.load_lora", leads=("module",)),),
+)
 TOUCHED = (
     _SAVE_PRETRAINED,
     _SAVE_ADAPTERS,
@@ -198,6 +244,9 @@ TOUCHED = (
     _TRAINER_MODEL,
     _TRAINER_STATE,
     _TRAINER_LAST,
+    _SAVE_TRAINED,
+    _RESUME_TRAINED,
+    _LOAD_LORA,
 )
 
 #: ``replacement(original, **arguments)``: the call's arguments by name, those of ``**kwargs`` among them, and

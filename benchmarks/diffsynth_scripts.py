@@ -1,0 +1,121 @@
+"""DiffSynth-Studio's script for Wan, unchanged, with zerostart and without: the first step, and memory.
+
+    ZEROSTART_DIFFSYNTH=CHECKOUT python benchmarks/diffsynth_scripts.py [--repeats 3] [--out FILE]
+
+``make build/diffsynth`` installs DiffSynth. A cell is a fresh ``accelerate launch`` of two ranks, from a cold
+start of Python to the end of the first optimizer step; memory is anonymous, the most of each rank until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cells import ROOT
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from tests.diffusion.script_runs import run, write_data  # noqa: E402
+from tests.diffusion.small_pipelines import PIPELINES, Part, write  # noqa: E402
+
+from ranks import run_ranks  # noqa: E402
+
+ARMS = ("stock zero2", "zero2", "stock zero3", "zero3")
+#: A transformer of 115 and a text encoder of 110 million parameters.
+SIZES: Mapping[str, dict[str, Any]] = {
+    "wan_dit": {"dim": 768, "ffn_dim": 3072, "num_heads": 12, "num_layers": 12, "text_dim": 512},
+    "wan_text": {
+        "dim": 512,
+        "dim_attn": 512,
+        "dim_ffn": 1024,
+        "num_heads": 8,
+        "num_layers": 4,
+        "vocab": 200_000,
+    },
+    "wan_vae": {},
+}
+STEPS = ["--trainable_models", "dit", "--save_steps", "100", "--use_gradient_checkpointing"]
+MIB = 1 << 20
+
+
+def sized() -> Mapping[str, Mapping[str, Part]]:
+    """The small pipeline of Wan, larger."""
+    parts = PIPELINES["wanvideo"]
+    return {
+        "wanvideo": {
+            name: replace(part, family=replace(part.family, config={**part.family.config, **SIZES[name]}))
+            for name, part in parts.items()
+        }
+    }
+
+
+def made(folder: str) -> None:
+    write(folder, sized())
+
+
+def main() -> None:
+    options = arguments()
+    cells: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+        models = Path(scratch, "models")
+        models.mkdir()
+        run_ranks(made, 1, str(models), timeout=600)
+        write_data(models / "data")
+        for repeat in range(options.repeats):
+            for arm in ARMS if repeat % 2 == 0 else reversed(ARMS):
+                out = Path(scratch, f"{arm}-{repeat}".replace(" ", "-"))
+                try:
+                    found = run("wanvideo", arm, STEPS, models, out, launched=True, timeout=580)
+                except AssertionError as error:
+                    print(arm, str(error)[-600:], flush=True)
+                    continue
+                first = [steps[0] for steps in found.steps]
+                cell = {
+                    "seconds": max(step["seconds"] for step in first),
+                    **{f"peak of rank {rank}": step["peak"] for rank, step in enumerate(first)},
+                    "loss": found.losses[0],
+                }
+                cells[arm].append(cell)
+                print(arm, cell, flush=True)
+    text = table(cells)
+    options.out.with_suffix(".md").write_text(text)
+    options.out.write_text(json.dumps(cells, indent=1) + "\n")
+    print(text)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--scratch", type=Path, help="where models are written; the system's by default")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "diffsynth_scripts.json"
+    )
+    return parser.parse_args()
+
+
+def table(cells: Mapping[str, list[dict[str, float]]]) -> str:
+    """Medians."""
+    lines = [
+        "| route | seconds to the end of the first step | peak of each rank, MiB | its loss |",
+        "|---|---|---|---|",
+    ]
+    for arm, found in cells.items():
+        if not found:
+            lines.append(f"| {arm} | does not run | | |")
+            continue
+        seconds = statistics.median(cell["seconds"] for cell in found)
+        peaks = [statistics.median(c[f"peak of rank {rank}"] for c in found) / MIB for rank in range(2)]
+        shown = ", ".join(f"{peak:.0f}" for peak in peaks)
+        lines.append(f"| {arm} | {seconds:.1f} | {shown} | {found[0]['loss']:.5f} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

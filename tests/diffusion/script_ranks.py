@@ -1,0 +1,81 @@
+"""A rank that does what ``accelerate launch`` has a process do, without the seconds of its imports."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.adoption.launching import REHEARSAL
+from tests.diffusion.oracle import import_diffsynth
+from tests.diffusion.script_rows import append_rows
+
+__all__ = ["ranked"]
+
+_ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def ranked(
+    script: str,
+    arguments: Sequence[str],
+    folder: str,
+    config: str,
+    processes: int,
+    zerostart: bool,
+    environment: Mapping[str, str],
+) -> None:
+    """Run ``script`` in ``folder`` as a rank of a launch with the file ``config``, "" for none."""
+    os.chdir(folder)
+    os.environ.update(environment)
+    os.environ.update(_launcher(config, processes))
+    if not config:
+        for name in _ALONE:
+            del os.environ[name]
+    # It is asked, and remembered, when transformers is imported, which was before torchvision was there.
+    from transformers.utils import import_utils
+
+    import_diffsynth()
+    import_utils.is_torchvision_available.cache_clear()
+    import diffsynth.configs.model_configs as table
+
+    append_rows(table)
+    if importlib.util.find_spec("librosa") is None:
+        sys.path.append(str(Path(__file__).parent / "scripts"))
+    if not zerostart:
+        exec(REHEARSAL)
+        sys.argv[:] = [script, *arguments]
+        sys.path[0] = folder
+        runpy.run_path(script, run_name="__main__")
+        return
+    from zerostart.cli import main
+
+    try:
+        main(["run", script, *arguments])
+    except SystemExit as end:
+        if end.code:
+            raise RuntimeError(f"the script ended with {end.code}") from end
+
+
+def _launcher(config: str, processes: int) -> dict[str, str]:
+    """The variables that the launcher makes of a configuration file."""
+    from accelerate.commands import launch
+
+    options = (
+        ["--config_file", config] if config else ["--cpu", "--num_machines", "1", "--dynamo_backend", "no"]
+    )
+    options += ["--num_processes", str(processes), "--main_process_port", "0"]
+    if not config:
+        options += ["--mixed_precision", "no"]
+    kept: list[Any] = []
+    launch.deepspeed_launcher = launch.simple_launcher = kept.append  # the process ends with the script
+    launch.launch_command(launch.launch_command_parser().parse_args([*options, "script.py"]))
+    (parsed,) = kept
+    make = (
+        launch.prepare_deepspeed_cmd_env if parsed.use_deepspeed else launch.prepare_simple_launcher_cmd_env
+    )
+    _, made = make(parsed)
+    return {name: value for name, value in made.items() if name.startswith("ACCELERATE")}

@@ -1,0 +1,249 @@
+"""DiffSynth-Studio's training scripts, from a checkout, on small pipelines: how they are called."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tests.adoption.launching import launch
+from tests.diffusion.oracle import BESIDE
+from tests.diffusion.script_ranks import ranked
+from tests.diffusion.small_pipelines import paths_of
+
+from ranks import RankError, rank_outcomes
+
+__all__ = ["FAMILIES", "ROUTES", "Family", "Run", "run", "write_data"]
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+#: Where DiffSynth-Studio is checked out.
+CHECKOUT = "ZEROSTART_DIFFSYNTH"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One script: its options for tokenizers, and what DiffSynth's own command files give its LoRA."""
+
+    tokenizers: Mapping[str, str]
+    targets: str
+    video: bool = False
+    lora: Sequence[str] = ()
+
+
+_QWEN_TARGETS = (
+    "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_out.0,to_add_out,img_mlp.net.2,img_mod.1,"
+    "txt_mlp.net.2,txt_mod.1"
+)
+_FLUX_TARGETS = (
+    "a_to_qkv,b_to_qkv,ff_a.0,ff_a.2,ff_b.0,ff_b.2,a_to_out,b_to_out,proj_out,norm.linear,norm1_a.linear,"
+    "norm1_b.linear,to_qkv_mlp"
+)
+_FLUX2_TARGETS = (
+    "to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out,linear_in,linear_out,"
+    "to_qkv_mlp_proj,single_transformer_blocks.0.attn.to_out"
+)
+#: The targets are those of DiffSynth's own command files.
+FAMILIES: Mapping[str, Family] = {
+    "wanvideo": Family({"--tokenizer_path": "t5"}, "q,k,v,o,ffn.0,ffn.2", video=True),
+    "qwen_image": Family({"--tokenizer_path": "qwen", "--processor_path": "qwen_vl"}, _QWEN_TARGETS),
+    "flux": Family(
+        {"--tokenizer_1_path": "clip", "--tokenizer_2_path": "t5"},
+        _FLUX_TARGETS,
+        lora=("--align_to_opensource_format",),
+    ),
+    "flux2": Family({"--tokenizer_path": "qwen"}, _FLUX2_TARGETS),
+    "z_image": Family({"--tokenizer_path": "qwen"}, "to_q,to_k,to_v,to_out.0,w1,w2,w3"),
+}
+
+
+@dataclass(frozen=True)
+class Route:
+    """What is launched, and with which of DiffSynth's configurations (below ``examples``).
+
+    Or with a configuration of DeepSpeed's own; None: without any.
+    """
+
+    config: str | Mapping[str, Any] | None
+    module: str | None = "zerostart"
+    processes: int = 2
+
+
+_ZERO2 = "flux/model_training/full/accelerate_config.yaml"
+_LOW = "qwen_image/model_training/special/low_vram_training/deepspeed_zero3_cpuoffload.yaml"
+#: DeepSpeed's own linear function for ZeRO-3 adds biases after a rounding, which torch's does not.
+_EXACT = {
+    "bf16": {"enabled": True},
+    "gradient_clipping": "auto",
+    "gradient_accumulation_steps": 1,
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {
+        "stage": 3,
+        "memory_efficient_linear": False,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+ROUTES: Mapping[str, Route] = {
+    "stock zero2": Route(_ZERO2, None),
+    "stock zero3": Route("{family}/model_training/full/accelerate_config_zero3.yaml", None),
+    "zero2": Route(_ZERO2),
+    "zero3": Route("{family}/model_training/full/accelerate_config_zero3.yaml"),
+    "zero3 exact": Route(_EXACT),
+    "low memory": Route(_LOW),
+    "stock zero2 alone": Route(_ZERO2, None, 1),
+    "zero3 alone": Route(_EXACT, processes=1),
+    "stock plain": Route(None, None, 1),
+    "plain": Route(None, processes=1),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a script left: losses of rank 0, files in a folder, and what each rank noted of its steps."""
+
+    output: str
+    folder: Path
+    losses: list[float]
+    steps: list[list[dict[str, float]]] = field(default_factory=list)
+
+    def saved(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / name)
+
+
+def write_data(folder: Path) -> None:
+    """Four pictures and four clips of five frames, with their table."""
+    from PIL import Image
+
+    draw = random.Random(0)
+
+    def picture() -> Image.Image:
+        return Image.frombytes("RGB", (32, 32), draw.randbytes(32 * 32 * 3))
+
+    folder.mkdir(parents=True)
+    for kind in ("image", "video"):
+        rows = []
+        for number in range(4):
+            name = f"{kind}-{number}.{'png' if kind == 'image' else 'gif'}"
+            frames = [picture() for _ in range(1 if kind == "image" else 5)]
+            frames[0].save(
+                folder / name, **({"save_all": True, "append_images": frames[1:]} if frames[1:] else {})
+            )
+            rows.append({kind: name, "prompt": f"number {number} of {kind}s"})
+        with (folder / f"{kind}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=[kind, "prompt"])
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def run(
+    family: str,
+    route: str,
+    arguments: Sequence[str],
+    made: Path,
+    out: Path,
+    *,
+    cache: Path | None = None,
+    parts: Sequence[str] | None = None,
+    launched: bool = False,
+    timeout: float = 280,
+) -> Run:
+    """Run the script of ``family`` in ``out``, on the models and data in ``made``.
+
+    ``cache`` is what an earlier stage left, in the place of pictures; ``parts`` the models that are loaded,
+    all by default. ``launched``: by ``accelerate launch``, and not by ranks that are forked. Raises
+    AssertionError if it fails.
+    """
+    chosen, checkout = ROUTES[route], Path(os.environ[CHECKOUT])
+    paths = paths_of(family, made)
+    options = [
+        *(
+            "--model_paths",
+            json.dumps([str(path) for name, path in paths.items() if name in (parts or paths)]),
+        ),
+        *(item for flag, name in FAMILIES[family].tokenizers.items() for item in (flag, str(made / name))),
+        *("--dataset_base_path", str(cache or made / "data"), "--output_path", str(out / "out")),
+        *("--height", "32", "--width", "32", "--learning_rate", "1e-2", "--lora_rank", "4"),
+        *("--customized_optimizer", "tests.diffusion.script_optimizer.AdamW", "--enable_csv_log"),
+    ]
+    kind = "video" if FAMILIES[family].video else "image"
+    options += [] if cache else ["--dataset_metadata_path", str(made / "data" / f"{kind}.csv")]
+    options += ["--num_frames", "5"] if kind == "video" else []
+    out.mkdir(parents=True)
+    # Their configurations name other files from the checkout's root on.
+    (out / "examples").symlink_to(checkout / "examples")
+    config = _config(chosen, family, out)
+    arguments = [*options, *arguments]
+    script = checkout / "examples" / family / "model_training" / "train.py"
+    environment = {
+        "ZEROSTART_ROWS": str(made / "rows.json"),
+        "ZEROSTART_RECORD": str(out),
+        "ZEROSTART_BEGUN": str(time.time()),
+        "DIFFSYNTH_SKIP_DOWNLOAD": "True",
+    }
+    if launched:
+        output = _launched(script, arguments, out, config, environment, timeout, chosen)
+    else:
+        given = (str(script), arguments, str(out), str(config or ""), chosen.processes)
+        outcomes = rank_outcomes(
+            ranked, chosen.processes, *given, bool(chosen.module), environment, timeout=timeout, grace=5.0,
+            process_group=False,
+        )  # fmt: skip
+        if not all(outcome.ok for outcome in outcomes):
+            raise RankError(outcomes)
+        output = outcomes[0].log
+    return _result(output, out, chosen.processes)
+
+
+def _config(route: Route, family: str, out: Path) -> Path | None:
+    if isinstance(route.config, str):
+        return out / "examples" / route.config.format(family=family)
+    if route.config is None:
+        return None
+    (out / "deepspeed.json").write_text(json.dumps(route.config))
+    lines = ["distributed_type: DEEPSPEED", "num_machines: 1", "deepspeed_config:", "  zero3_init_flag: true"]
+    made = out / "accelerate.yaml"
+    made.write_text("\n".join([*lines, f"  deepspeed_config_file: {out / 'deepspeed.json'}", ""]))
+    return made
+
+
+def _launched(
+    script: Path,
+    arguments: Sequence[str],
+    out: Path,
+    config: Path | None,
+    environment: Mapping[str, str],
+    timeout: float,
+    route: Route,
+) -> str:
+    assert config is not None, "what has no configuration is not launched"
+    return launch(
+        script.read_text(),
+        out,
+        config,
+        arguments,
+        [HERE / "scripts", ROOT, *([BESIDE] if BESIDE.is_dir() else [])],
+        {**environment, **({} if route.module else {"ZEROSTART_REHEARSAL": "1"})},
+        timeout,
+        route.processes,
+        route.module,
+        options=(),
+    )
+
+
+def _result(output: str, out: Path, processes: int) -> Run:
+    table = out / "out" / "loss.csv"
+    losses = []
+    if table.exists():
+        with table.open(newline="") as file:
+            losses = [float(row["value"]) for row in csv.DictReader(file)]
+    notes = [out / f"steps-{rank}.json" for rank in range(processes)]
+    steps = [json.loads(note.read_text()) for note in notes if note.exists()]
+    return Run(output, out / "out", losses, steps)

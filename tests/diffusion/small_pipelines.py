@@ -1,0 +1,168 @@
+"""Small models of DiffSynth-Studio's five pipelines, that go together as those of its releases do.
+
+DiffSynth finds a class by the row of its table that has a file's hash: rows are data (``write``), and the
+classes that they name are attributes of this module. For processes that have imported DiffSynth alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.diffusion.families import FAMILIES
+from tests.diffusion.family import Family
+from tests.diffusion.frozen_families import qwen3, qwen25vl, small_t5, wrapping
+from tests.diffusion.oracle import import_diffsynth
+from tests.diffusion.sharded import fill
+from tests.diffusion.shrunk import of
+from tests.diffusion.small_tokenizers import VOCABULARY, write_tokenizers
+from tests.diffusion.transformers_families import FLUX, FLUX2, WAN, Z
+from torch import nn
+
+__all__ = ["PIPELINES", "Part", "paths_of", "write"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model of a pipeline: what DiffSynth calls it, and the class with its configuration."""
+
+    name: str
+    family: Family
+
+
+def _part(name: str, key: str, **more: Any) -> Part:
+    return Part(name, replace(FAMILIES[key], **more))
+
+
+_TOKENS = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}
+_FLUX_VAE = _part("flux_vae_encoder", "flux.1 vae encoder")
+
+#: By the folder of the script, the models by names that are classes of this module; what is trained first.
+PIPELINES: Mapping[str, Mapping[str, Part]] = {
+    "wanvideo": {
+        "wan_dit": _part("wan_video_dit", "wan2.1 t2v", config={**WAN, "text_dim": 24}),
+        "wan_text": _part(
+            "wan_video_text_encoder",
+            "wan umt5",
+            config={**FAMILIES["wan umt5"].config, "vocab": VOCABULARY},
+        ),
+        "wan_vae": _part("wan_video_vae", "wan2.1 vae"),
+    },
+    "qwen_image": {
+        "qwen_dit": _part("qwen_image_dit", "qwen-image", config={"num_layers": 2}),
+        "qwen_text": _part(
+            "qwen_image_text_encoder",
+            "qwen2.5-vl",
+            model=wrapping(
+                "qwen_image_text_encoder:QwenImageTextEncoder", functools.partial(qwen25vl, **_TOKENS)
+            ),
+        ),
+        "qwen_vae": _part("qwen_image_vae", "qwen-image vae"),
+    },
+    "flux": {
+        "flux_dit": _part(
+            "flux_dit", "flux.1", model=of("flux_dit:FluxDiT", {**FLUX, 768: 24}), config={"num_blocks": 2}
+        ),
+        "flux_clip": _part(
+            "flux_text_encoder_clip",
+            "flux.1 clip",
+            config={
+                **FAMILIES["flux.1 clip"].config,
+                "vocab_size": VOCABULARY,
+                "max_position_embeddings": 77,
+            },
+        ),
+        "flux_t5": _part("flux_text_encoder_t5", "flux.1 t5", model=functools.partial(small_t5, VOCABULARY)),
+        "flux_vae": _FLUX_VAE,
+    },
+    "flux2": {
+        "flux2_dit": _part(
+            "flux2_dit",
+            "flux.2 klein",
+            config={**FLUX2, "in_channels": 128, "joint_attention_dim": 72, "guidance_embeds": False},
+        ),
+        # Of its layers 9, 18 and 27 go into the transformer.
+        "flux2_text": _part(
+            "z_image_text_encoder",
+            "qwen3",
+            model=wrapping(
+                "z_image_text_encoder:ZImageTextEncoder",
+                functools.partial(qwen3, **_TOKENS, num_hidden_layers=28),
+            ),
+        ),
+        "flux2_vae": _part(
+            "flux2_vae",
+            "flux.2 vae",
+            config={
+                "latent_channels": 32,
+                "block_out_channels": (8, 8, 8, 8),
+                "layers_per_block": 1,
+                "num_groups": 4,
+            },
+        ),
+    },
+    "z_image": {
+        "z_image_dit": _part(
+            "z_image_dit",
+            "z-image",
+            config={**Z, "in_channels": 16, "cap_feat_dim": 24, "axes_lens": [1024, 64, 64]},
+        ),
+        "z_image_text": _part(
+            "z_image_text_encoder",
+            "qwen3",
+            model=wrapping("z_image_text_encoder:ZImageTextEncoder", functools.partial(qwen3, **_TOKENS)),
+        ),
+        "z_image_vae": _FLUX_VAE,
+    },
+}
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    """The class that a row names."""
+    for parts in PIPELINES.values():
+        if name in parts:
+            return parts[name].family.model()
+    raise AttributeError(name)
+
+
+def paths_of(pipeline: str, folder: Path) -> dict[str, Path]:
+    """The files of a pipeline's models in ``folder``."""
+    return {
+        name: folder / pipeline / f"{name}.{'pth' if part.family.pth else 'safetensors'}"
+        for name, part in PIPELINES[pipeline].items()
+    }
+
+
+def write(folder: str, pipelines: Mapping[str, Mapping[str, Part]] = PIPELINES) -> None:
+    """Files, tokenizers, and ``rows.json`` with what DiffSynth's table needs to know of them."""
+    import_diffsynth()
+    from diffsynth.core.loader.file import hash_model_file
+    from safetensors.torch import save_file
+
+    rows, root = [], Path(folder)
+    for pipeline, parts in pipelines.items():
+        (root / pipeline).mkdir(parents=True)
+        for seed, (name, path) in enumerate(paths_of(pipeline, root).items()):
+            family = parts[name].family
+            model = fill(family.model()(**family.config), seed).to(torch.bfloat16)
+            for n, tensor in model.state_dict().items():
+                if n.endswith("running_var"):
+                    tensor.abs_()
+            stored = family.stored({n: t.contiguous().clone() for n, t in model.state_dict().items()})
+            if family.pth:
+                torch.save(stored, path)
+            else:
+                save_file(stored, path)
+            row = {"model_hash": hash_model_file(str(path)), "model_name": parts[name].name}
+            row |= {"model_class": f"{__name__}.{name}", "extra_kwargs": dict(family.config)}
+            if family.converter:
+                module, _, converter = family.converter.partition(":")
+                row["state_dict_converter"] = f"diffsynth.utils.state_dict_converters.{module}.{converter}"
+            rows.append(row)
+    (root / "rows.json").write_text(json.dumps(rows))
+    write_tokenizers(root)
