@@ -22,7 +22,7 @@ from zerostart.errors import ZerostartError
 
 __all__ = ["main"]
 
-_COMMANDS = ("inspect", "plan", "load", "train", "run", "export", "synth", "verify", "diff", "env")
+_COMMANDS = ("inspect", "plan", "load", "train", "cache", "run", "export", "synth", "verify", "diff", "env")
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 

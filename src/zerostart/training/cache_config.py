@@ -49,9 +49,9 @@ class CacheConfig(Section):
 
     @field_validator("device_memory_limit", "file_size")
     @classmethod
-    def _bytes(cls, value: int | str | None) -> int | None:
+    def _bytes(cls, value: int | str | None) -> int | str | None:
         try:
-            return None if value is None else parse_size(value)
+            return value if value is None else parse_size(value)
         except ConfigError as error:
             raise ValueError(str(error)) from error
 
@@ -64,3 +64,13 @@ class CacheConfig(Section):
                 "ranks; write replicate or offload"
             )
         return value
+
+    @property
+    def limit(self) -> int | None:
+        """``device_memory_limit`` in bytes."""
+        return None if self.device_memory_limit is None else parse_size(self.device_memory_limit)
+
+    @property
+    def bytes_of_a_file(self) -> int:
+        """``file_size`` in bytes."""
+        return parse_size(self.file_size)

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, mo
 
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import LoadArguments
+from zerostart.training.cache_config import CacheConfig
 from zerostart.training.mistakes import TaskMistake, told
 from zerostart.training.sections import Count, Positive, Section, TaskConfig
 
@@ -207,6 +208,7 @@ class TrainConfig(Section):
     resume: str | None = None
     tracking: TrackingConfig = TrackingConfig()
     logging: LoggingConfig = LoggingConfig()
+    cache: CacheConfig | None = None
 
     @model_validator(mode="after")
     def _compatible(self) -> TrainConfig:
