@@ -53,7 +53,7 @@ def _place(config: TrainConfig, settings: CacheConfig) -> Path:
 
 
 def _media(config: TrainConfig, world: World) -> MediaItems | None:
-    from zerostart.training.media.items import read_media
+    from zerostart.training.media.reading import read_media
 
     return None if config.media is None else read_media(config.media, world)
 

@@ -18,7 +18,7 @@ import torch
 from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError
 from zerostart.training.cache_config import CacheConfig
-from zerostart.training.media.items import as_float
+from zerostart.training.media.pixels import as_float
 
 __all__ = ["Encoded", "Encoder", "Example", "encoder_class"]
 

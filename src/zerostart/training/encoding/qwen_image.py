@@ -9,7 +9,7 @@ import torch
 
 from zerostart.errors import ConfigError
 from zerostart.training.encoding.base import Encoded, Encoder, Example
-from zerostart.training.media.items import as_picture
+from zerostart.training.media.pixels import as_picture
 
 __all__ = ["QwenImage", "QwenImageEdit", "QwenImageEditPlus"]
 

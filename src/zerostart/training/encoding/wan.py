@@ -10,7 +10,7 @@ import torch
 from zerostart.errors import ConfigError
 from zerostart.training.cache_config import CacheConfig
 from zerostart.training.encoding.base import Encoded, Encoder, Example
-from zerostart.training.media.items import as_float, as_picture
+from zerostart.training.media.pixels import as_float, as_picture
 
 __all__ = ["ImageToVideo", "TextToVideo", "Vace"]
 
