@@ -36,10 +36,15 @@ class QwenImage(Encoder):
 
     def normalised(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents as the transformer sees them."""
+        mean, deviation = self.statistics(latents)
+        return (latents - mean) * (1.0 / deviation)
+
+    def statistics(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of latents, as they are known for the autoencoder, like ``latents``."""
         config, shape = self.pipe.vae.config, (1, -1, 1, 1, 1)
-        mean = torch.tensor(config.latents_mean, device="cpu").view(shape).to(latents)
-        scale = torch.tensor(config.latents_std, device="cpu").view(shape).to(latents)
-        return (latents - mean) / scale
+        mean = torch.tensor(config.latents_mean, device="cpu").view(shape)
+        deviation = torch.tensor(config.latents_std, device="cpu").view(shape)
+        return mean.to(latents), deviation.to(latents)
 
 
 class QwenImageEdit(QwenImage):
@@ -59,8 +64,10 @@ class QwenImageEdit(QwenImage):
         """See ``Encoder``."""
         found = super().encode(example, generator)
         for place, picture in enumerate(example["edit_image"]):
-            given = self.normalised(self.likeliest(self.frame(picture)))
-            found[f"image_latents.{place}"] = given[0, :, 0]
+            latents = self.likeliest(self.frame(picture))
+            mean, deviation = self.statistics(latents)
+            # The pipelines of editing divide, where the others multiply: the last bit may differ.
+            found[f"image_latents.{place}"] = ((latents - mean) / deviation)[0, :, 0]
         return found
 
     def embedded(self, example: Example) -> Encoded:
