@@ -120,7 +120,9 @@ def make(key: str, path: Path) -> Path:
 
 
 def wan_vae() -> Any:
-    return tiny.component("wan_vae", z_dim=4, latents_mean=[0.5, 0.25, 0.1, 0], latents_std=[1.5, 1.25, 1.1, 1])
+    return tiny.component(
+        "wan_vae", z_dim=4, latents_mean=[0.5, 0.25, 0.1, 0], latents_std=[1.5, 1.25, 1.1, 1]
+    )
 
 
 def wan_i2v() -> Any:
@@ -148,7 +150,9 @@ def wan_vace() -> Any:
         text_encoder=tiny.umt5(),
         vae=wan_vae(),
         scheduler=tiny.scheduler(shift=3.0),
-        transformer=tiny.component("wan_vace", in_channels=4, out_channels=4, text_dim=16, vace_in_channels=72),
+        transformer=tiny.component(
+            "wan_vace", in_channels=4, out_channels=4, text_dim=16, vace_in_channels=72
+        ),
     )
 
 

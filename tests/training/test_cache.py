@@ -1,4 +1,4 @@
-"""The cache of encoded media: the same bytes however many ranks make it, what diffusers gives, and nothing stale."""
+"""The cache of encoded media: the same bytes on any number of ranks, what diffusers gives, never stale."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ SIZES = [(16, 16), (16, 32), (16, 16), (32, 16), (16, 32), (16, 16), (16, 16)]
 def cached(values: dict[str, Any]) -> str:
     """Make or open the cache that a configuration names; the digest of its items."""
     return ensure_cache(parse_config(values), current_world()).digest()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As encoders compute on a CPU: bits depend on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +78,7 @@ def test_two_ranks_make_the_same_bytes(made: dict[str, Any], tmp_path: Path) -> 
     zerostart.verify(one)
 
 
+@torch.no_grad()
 def test_items_are_what_the_pipeline_feeds_its_transformer(made: dict[str, Any], pipeline: Path) -> None:
     from PIL import Image
 
@@ -167,7 +178,9 @@ def test_a_stale_cache_is_refused_by_what_differs(
     moved = {**values, "media": {**made["media"], "source": str(folder / "metadata.csv"), "repeats": 2}}
     assert len(ensure_cache(parse_config(moved), current_world())) == 2 * len(SIZES)
     shutil.copy(folder / "image-0.png", folder / "image-2.png")
-    assert f"of other data than media gives ({len(SIZES)} items, of other contents or sizes)" in refused(moved)
+    assert f"of other data than media gives ({len(SIZES)} items, of other contents or sizes)" in refused(
+        moved
+    )
     assert f"({len(SIZES)} items then, 2 now)" in refused({**moved, "media": {**moved["media"], "items": 2}})
 
     copied = tmp_path / "pipeline"
@@ -179,7 +192,9 @@ def test_a_stale_cache_is_refused_by_what_differs(
     changed[-1] ^= 1
     weights.write_bytes(changed)
     assert cached(other) == digest  # of files that are not opened lengths alone are known
-    with pytest.raises(ConfigError, match=r"other encoders \(text_encoder/model\.safetensors has other contents"):
+    with pytest.raises(
+        ConfigError, match=r"other encoders \(text_encoder/model\.safetensors has other contents"
+    ):
         ensure_cache(parse_config(other), current_world(), thorough=True)
     (copied / "tokenizer" / "tokenizer.json").write_text("{}")
     assert "with other encoders (tokenizer/tokenizer.json had" in refused(other)
@@ -197,7 +212,10 @@ def test_texts_are_added_and_the_items_stay(made: dict[str, Any], place: Path) -
     assert items.prompt("the sea").keys() == {"prompt_embeds"}
     assert items.digest() == digest
     after = bytes_of(place)
-    assert {name for name in after if after[name] != before[name]} == {"prompts.safetensors", "zerostart.json"}
+    assert {name for name in after if after[name] != before[name]} == {
+        "prompts.safetensors",
+        "zerostart.json",
+    }
     zerostart.verify(place)
 
 
@@ -209,7 +227,9 @@ def test_what_is_damaged_is_named(place: Path) -> None:
     with pytest.raises(ReadError, match=r"items-00001\.safetensors: item \d+ is not what was written"):
         list(items)
     file.write_bytes(whole[:-1])
-    with pytest.raises(ReadError, match=rf"items-00001\.safetensors has {len(whole) - 1} bytes and had {len(whole)}"):
+    with pytest.raises(
+        ReadError, match=rf"items-00001\.safetensors has {len(whole) - 1} bytes and had {len(whole)}"
+    ):
         CachedItems(place)
     file.unlink()
     with pytest.raises(ReadError, match=r"items-00001\.safetensors: No such file"):

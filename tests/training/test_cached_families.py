@@ -1,4 +1,4 @@
-"""Every family: on one, two and three ranks the same bytes, and what diffusers' pipeline feeds its transformer."""
+"""Every family: the same bytes on one, two and three ranks, and what diffusers feeds its transformer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def drawn(number: int) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Case:
-    """A family: its columns, the size of all its media, and what its pipeline makes of a row (pictures by column)."""
+    """A family: its columns, the size of all its media, and what its pipeline makes of a row."""
 
     columns: Mapping[str, str]
     expected: Callable[[Any, str, Row, int], Mapping[str, torch.Tensor]]
@@ -66,7 +66,9 @@ class Case:
 def wan_latents(pipe: Any, video: list[Any], number: int) -> torch.Tensor:
     pixels = pipe.video_processor.preprocess_video(video)
     shape = (1, -1, 1, 1, 1)
-    mean, std = (torch.tensor(getattr(pipe.vae.config, f"latents_{name}")).view(shape) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(getattr(pipe.vae.config, f"latents_{name}")).view(shape) for name in ("mean", "std")
+    )
     return (pipe.vae.encode(pixels).latent_dist.sample(drawn(number)) - mean) * (1.0 / std)
 
 
@@ -93,9 +95,7 @@ def wan_i2v(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch
 def wan_vace(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch.Tensor]:
     references = row.get("reference_image", [])
     more = {"reference_images": references} if references else {}
-    _, given = fed(
-        pipe, prompt=prompt, video=row["control_video"], mask=row["control_mask"], **more, **WAN
-    )
+    _, given = fed(pipe, prompt=prompt, video=row["control_video"], mask=row["control_mask"], **more, **WAN)
     latents = wan_latents(pipe, row["video"], number)[0]
     shape, config = (1, -1, 1, 1, 1), pipe.vae.config
     mean, std = (torch.tensor(getattr(config, f"latents_{name}")).view(shape) for name in ("mean", "std"))
@@ -126,7 +126,11 @@ def qwen_image(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, to
 
 def flux(pipe: Any, prompt: str, row: Row, number: int, **more: Any) -> Mapping[str, torch.Tensor]:
     _, given = fed(pipe, prompt=prompt, **IMAGE, **more)
-    parts = {name: part for name, part in pipe.components.items() if name not in ("image_encoder", "feature_extractor")}
+    parts = {
+        name: part
+        for name, part in pipe.components.items()
+        if name not in ("image_encoder", "feature_extractor")
+    }
     other = diffusers.FluxImg2ImgPipeline(**parts)
     latents = other._encode_vae_image(other.image_processor.preprocess(row["image"]), drawn(number))[0]
     found = {
@@ -135,7 +139,7 @@ def flux(pipe: Any, prompt: str, row: Row, number: int, **more: Any) -> Mapping[
         "pooled_prompt_embeds": given["pooled_projections"][0],
     }
     if more:
-        count, height, width = latents.shape
+        height, width = latents.shape[1:]
         tokens = given["hidden_states"][:, height * width // 4 :]
         factor = pipe.vae_scale_factor
         found["image_latents.0"] = pipe._unpack_latents(tokens, height * factor, width * factor, factor)[0]
@@ -183,7 +187,9 @@ CASES = {
     ),
     "qwen_image": Case({"image": "image"}, qwen_image),
     "flux": Case({"image": "image"}, flux),
-    "flux_kontext": Case({"image": "image", "edit_image": "image"}, flux_kontext, sizes={"edit_image": {"kind": "images"}}),
+    "flux_kontext": Case(
+        {"image": "image", "edit_image": "image"}, flux_kontext, sizes={"edit_image": {"kind": "images"}}
+    ),
     "flux2_klein": Case({"image": "image", "edit_image": "images"}, flux2, size=(64, 64)),
     "z_image": Case({"image": "image"}, z_image),
 }
@@ -221,5 +227,9 @@ def test_a_family_is_encoded_as_its_pipeline_does(name: str, tmp_path: Path) -> 
     for number, item in enumerate(CachedItems(tmp_path / "out1" / "cache")):
         expected = case.expected(pipe, PROMPTS[number], pictures(media, number, case.columns), number)
         assert item.keys() == expected.keys()
-        different = {key: (item[key].shape, value.shape) for key, value in expected.items() if not torch.equal(item[key], value)}
+        different = {
+            key: (item[key].shape, value.shape)
+            for key, value in expected.items()
+            if not torch.equal(item[key], value)
+        }
         assert not different

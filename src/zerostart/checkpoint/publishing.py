@@ -76,10 +76,9 @@ class Staging:
         """Bring everything to the disk, write the marker, and put the directory in its place.
 
         The marker holds ``document``, and "files": for each file its "bytes" and, unless "digests" of
-        ``document`` has the tensors of its folder, its "sha256"; what "files" of ``document`` has of a file is
-        taken as it is. What lies at the place and is no part of
-        what was saved there before is kept. Raises WriteError (of an OSError);
-        the place is then as it was, unless the message says otherwise.
+        ``document`` has the tensors of its folder, its "sha256"; what "files" of ``document`` says of a file
+        is taken as it is. What lies at the place and is no part of what was saved there before is kept.
+        Raises WriteError (of an OSError); the place is then as it was, unless the message says otherwise.
 
         A place that has to stay (a mount point, the working directory or one above it) gets the files one by
         one, the marker last: what was there is then no checkpoint any more from the first of them on.

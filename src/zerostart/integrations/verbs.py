@@ -51,8 +51,8 @@ def load_pipeline(
             as they are.
         memory_limit: as in ``load``.
         parallel_config: refused: diffusers' context parallel shares a sequence out over whole models.
-        without: models that are not loaded, and None in the pipeline: the transformer, where only what goes into it
-            is computed.
+        without: models that are not loaded, and None in the pipeline: the transformer, say, where only what
+            goes into it is computed.
 
     Returns:
         A pipeline of the class that ``model_index.json`` names.

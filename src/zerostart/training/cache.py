@@ -9,7 +9,7 @@ from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.training.cache_config import CacheConfig
 from zerostart.training.cache_facts import Facts, differences, facts_of_encoders, facts_of_media
-from zerostart.training.cached import CachedItems, read_manifest
+from zerostart.training.cached import FOLDER, CachedItems, read_manifest
 
 if TYPE_CHECKING:
     from zerostart.training.config import TrainConfig
@@ -21,10 +21,11 @@ __all__ = ["ensure_cache"]
 def ensure_cache(config: TrainConfig, world: World, thorough: bool = False) -> CachedItems:
     """The items that ``config`` asks for, encoded; collective, and the same on every rank.
 
-    A cache that is there and fits is opened, and no file of an encoder is; of those only names and lengths are compared, unless
-    ``thorough``. Where there is none the encoders are loaded, what ``media`` names goes through them, and
-    they are let go before this returns. Raises ConfigError, on every rank, for a cache that was made of other data, with other
-    encoders or by other settings, saying which, and what the reading of media and encoders raises.
+    A cache that is there and fits is opened, and no file of an encoder is; of those only names and lengths
+    are compared, unless ``thorough``. Where there is none the encoders are loaded, what ``media`` names
+    goes through them, and they are let go before this returns. Raises ConfigError, on every rank, for a
+    cache that was made of other data, with other encoders or by other settings, saying which, and what the
+    reading of media and encoders raises.
     """
     settings = config.cache or CacheConfig()
     with world.phase("opening the cache"):
@@ -48,12 +49,12 @@ def ensure_cache(config: TrainConfig, world: World, thorough: bool = False) -> C
 
 def _place(config: TrainConfig, settings: CacheConfig) -> Path:
     given = settings.directory
-    path = Path(config.output.directory) / "cache" if given is None else Path(given)
+    path = Path(config.output.directory) / FOLDER if given is None else Path(given)
     return path.expanduser().absolute()
 
 
 def _media(config: TrainConfig, world: World) -> MediaItems | None:
-    from zerostart.training.media.reading import read_media
+    from zerostart.training.media.items import read_media
 
     return None if config.media is None else read_media(config.media, world)
 
@@ -93,14 +94,12 @@ def _check_fits(
     )
     if found := differences(made["facts"], now.document()):
         raise ConfigError(
-            f"the cache {place} is not of what is asked for now: {'; '.join(found)}. Remove it to have it made "
-            "anew, name another cache.directory, or put back what it was made of"
+            f"the cache {place} is not of what is asked for now: {'; '.join(found)}. Remove it to have "
+            "it made anew, name another cache.directory, or put back what it was made of"
         )
 
 
-def _make(
-    place: Path, media: MediaItems, facts: Facts, source: str, texts: list[str], world: World
-) -> None:
+def _make(place: Path, media: MediaItems, facts: Facts, source: str, texts: list[str], world: World) -> None:
     from zerostart.training.encoding.filling import fill
     from zerostart.training.encoding.loading import encoders
 

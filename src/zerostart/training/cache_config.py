@@ -1,4 +1,4 @@
-"""The section ``cache`` of a training configuration: what encoders make of the media, and where it is kept."""
+"""The section ``cache`` of a training configuration: what encoders make of media, and where it is kept."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ Kind = Literal["shard", "replicate", "offload"]
 class CacheConfig(Section):
     """Latents and embeddings, computed once.
 
-    ``directory`` None is ``cache`` in the output directory. ``source`` is the pipeline whose encoders are used; None: that of
-    ``model.source``. Text and image encoders are placed as ``placement`` says (``shard``, ``replicate`` or ``offload``, or one for
-    each by name), None: ``replicate`` on one rank, ``shard`` by ``engine`` on several; the autoencoder is whole on every rank unless it is
-    offloaded. ``device_memory_limit`` is as for a pipeline, in bytes or as ``24GB``.
+    ``directory`` None is ``cache`` in the output directory. ``source`` is the pipeline whose encoders are
+    used; None: that of ``model.source``. Text and image encoders are placed as ``placement`` says
+    (``shard``, ``replicate`` or ``offload``, or one for each by name), None: ``replicate`` on one rank,
+    ``shard`` by ``engine`` on several; the autoencoder is whole on every rank unless it is offloaded.
+    ``device_memory_limit`` is as for a pipeline, in bytes or as ``24GB``.
 
-    ``dtype`` is that of the encoders, ``vae_dtype`` that of the autoencoder; None: that of their files. ``max_sequence_length``
-    None is the pipeline's own default. ``posterior`` ``sample`` draws latents from what the autoencoder gives, by ``seed`` and the
-    number of the item; ``mode`` takes the most likely ones. ``last_frame`` gives a model of image to video the last
-    frame of each video, too. ``prompts`` are further texts whose embeddings are kept; that of the empty text always is.
-    ``file_size`` is what the items of one file take, which a rank holds until they are written.
+    ``dtype`` is that of the encoders, ``vae_dtype`` that of the autoencoder; None: that of their files.
+    ``max_sequence_length`` None is the pipeline's own default. ``posterior`` ``sample`` draws latents from
+    what the autoencoder gives, by ``seed`` and the number of the item; ``mode`` takes the most likely ones.
+    ``last_frame`` gives a model of image to video the last frame of each video, too. ``prompts`` are
+    further texts whose embeddings are kept; that of the empty text always is. ``file_size`` is what the
+    items of one file take, which a rank holds until they are written.
     """
 
     places: ClassVar[frozenset[str]] = frozenset({"directory", "source"})

@@ -30,7 +30,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Facts:
-    """What a cache is made of: data, the files of the encoders by name, and settings. None: not known here."""
+    """What a cache is made of: data, files of the encoders by name, and settings. None: not known here."""
 
     data: Mapping[str, Any] | None
     encoders: Mapping[str, Any] | None
@@ -50,10 +50,10 @@ def facts_of_media(media: MediaItems) -> dict[str, Any]:
 
 
 def facts_of_encoders(source: str, world: World, thorough: bool) -> dict[str, Any] | None:
-    """The class of the pipeline at ``source``, and the files of its encoders: lengths, and, if ``thorough``, digests.
+    """The class of the pipeline at ``source``, and its encoders' files: lengths, digests if ``thorough``.
 
-    Collective. None where there is no pipeline. Only ``model_index.json`` is read unless ``thorough``, in which case each
-    rank reads a part of the files. Raises ReadError and CheckpointError.
+    Collective. None where there is no pipeline. Only ``model_index.json`` is read unless ``thorough``, in
+    which case each rank reads a part of the files. Raises ReadError and CheckpointError.
     """
     found: tuple[str, Any, dict[str, int]] | None = world.broadcast_object(
         lambda: _files(source), "looking for the encoders' files"
@@ -102,7 +102,11 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = []
     if now["data"] is not None and now["data"] != made["data"]:
         before, after = made["data"]["items"], now["data"]["items"]
-        counts = f"{before} items then, {after} now" if before != after else f"{after} items, of other contents or sizes"
+        counts = (
+            f"{before} items then, {after} now"
+            if before != after
+            else f"{after} items, of other contents or sizes"
+        )
         found.append(f"it was made of other data than media gives ({counts})")
     if now["encoders"] is not None:
         found += _of_encoders(made["encoders"], now["encoders"])

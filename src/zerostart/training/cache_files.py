@@ -1,10 +1,10 @@
-"""Writing a cache: files of items beside its place, each whole or not there, and putting them there in the end.
+"""Writing a cache: files of items beside its place, each whole or not there, and putting them in place.
 
-While it is made a cache is the directory ``.NAME.encoding`` beside its place ``NAME``, with a document of what it is
-being made of. Each file of items is written by one rank, and has its name once it is on the disk, so that a run that is
-killed loses no more than the files that were under way: the next one with the same document goes on with those that are
-missing. Which items a file has follows from their number and the size of the first one alone, so that files are the
-same bytes however many ranks there are.
+While it is made a cache is the directory ``.NAME.encoding`` beside its place ``NAME``, with a document of
+what it is being made of. Each file of items is written by one rank, and has its name once it is on the
+disk, so that a run that is killed loses no more than the files that were under way: the next one with the
+same document goes on with those that are missing. Which items a file has follows from their number and the
+size of the first one alone, so that files are the same bytes however many ranks there are.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def items_of_a_file(count: int, size: int, limit: int) -> int:
-    """How many of ``count`` items go into one file, where the first has ``size`` bytes and a file about ``limit``."""
+    """How many of ``count`` items go into a file of about ``limit`` bytes, where the first has ``size``."""
     return max(1, min(max(_FEWEST, count // _FILES), limit // max(size, 1)))
 
 
@@ -71,12 +71,21 @@ class Draft:
 
     def write(self, file: int, items: Sequence[Tensors]) -> None:
         """Write a file of items. Raises WriteError."""
-        named = {f"{n:08d}.{key}": t for n, item in zip(self.items(file), items, strict=True) for key, t in item.items()}
-        with told(self.directory, "what is complete of the cache stays: start again, and it goes on from there"):
+        named = {
+            f"{n:08d}.{key}": t
+            for n, item in zip(self.items(file), items, strict=True)
+            for key, t in item.items()
+        }
+        with told(
+            self.directory, "what is complete of the cache stays: start again, and it goes on from there"
+        ):
             offsets, described = _write_tensors(self.directory / items_file(file), named)
             document = {
                 **described,
-                "items": [_described(f"{n:08d}.", item, offsets) for n, item in zip(self.items(file), items, strict=True)],
+                "items": [
+                    _described(f"{n:08d}.", item, offsets)
+                    for n, item in zip(self.items(file), items, strict=True)
+                ],
             }
             part = self.directory / f"{items_file(file)}.json.part"
             write_whole(self._described(file), json.dumps(document).encode(), part)
@@ -106,7 +115,7 @@ def _spelling(tensor: torch.Tensor) -> str:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write_tensors(path: Path, tensors: Tensors) -> tuple[dict[str, int], dict[str, Any]]:
@@ -136,10 +145,10 @@ def _write(handle: Any, data: memoryview) -> None:
 
 
 def drafted(place: Path, plan: Mapping[str, Any], world: World) -> tuple[Draft, bool]:
-    """The draft of the cache at ``place``, and whether it goes on with one that a killed run has left; collective.
+    """The draft of the cache at ``place``, and whether a killed run has left some of it; collective.
 
-    ``plan`` has all that its bytes follow from, with ``items`` and ``per_file``; what was made by another one is removed.
-    Raises WriteError.
+    ``plan`` has all that its bytes follow from, with ``items`` and ``per_file``; what was made by another
+    one is removed. Raises WriteError.
     """
     directory = place.with_name(f".{place.name}.encoding")
 

@@ -6,14 +6,15 @@ A cache is a directory whose marker (``zerostart.json``) says what it was made o
     prompts.safetensors           what the encoders make of single texts, named PLACE.KEY
     index.safetensors             where the tensors of each item begin, of what kind it is, and its digest
 
-An item is of a *kind* that many share: names, dtypes and shapes of its tensors. So the index of 100,000 items is a few
-megabytes, and no header of a file of items is ever read.
+An item is of a *kind* that many share: names, dtypes and shapes of its tensors. So the index of 100,000
+items is a few megabytes, and no header of a file of items is ever read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -29,13 +30,16 @@ from zerostart.checkpoint.verifying import read_marker
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
 from zerostart.recipe import torch_dtype
 
-__all__ = ["VERSION", "CachedItems", "Kind", "items_file", "read_manifest"]
+__all__ = ["FOLDER", "VERSION", "CachedItems", "Kind", "is_of_cache", "items_file", "read_manifest"]
 
 #: Of the files and what is in them; other versions are made anew.
 VERSION = 1
 INDEX_FILE, PROMPTS_FILE = "index.safetensors", "prompts.safetensors"
 #: What differs in length between the examples of one batch; all else has to be alike.
 _TEXT = frozenset({"prompt_embeds", "prompt_embeds_mask"})
+
+#: The cache in the output directory of a run.
+FOLDER = "cache"
 
 #: Name, dtype in safetensors' spelling, and shape of each tensor of an item, in the order of the names.
 Kind = tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -44,6 +48,14 @@ Kind = tuple[tuple[str, str, tuple[int, ...]], ...]
 def items_file(number: int) -> str:
     """The name of a file of items."""
     return f"items-{number:05d}.safetensors"
+
+
+def is_of_cache(name: str) -> bool:
+    """Whether what is called so in an output directory is its cache, or what was left of making it."""
+    return (
+        name == FOLDER
+        or re.fullmatch(rf"\.{FOLDER}\.(encoding|[0-9a-f]{{12}}\.(saving|replaced))", name) is not None
+    )
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
@@ -62,7 +74,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Index:
-    """Where everything is: numbers of kinds [items], first tensors [items], offsets [tensors], digests [items, 16]."""
+    """Numbers of kinds [items], first tensors [items], offsets [tensors], digests [items, 16]."""
 
     kinds: np.ndarray[Any, Any]
     firsts: np.ndarray[Any, Any]
@@ -73,13 +85,13 @@ class _Index:
 class CachedItems:
     """The items of the cache in ``directory``, over which an epoch goes ``repeats`` times.
 
-    What an item is: tensors on the CPU named as diffusers' pipelines name them, ``latents`` ([C, H, W] of a picture,
-    [C, F, H, W] of a video, not packed), ``prompt_embeds`` [L, D], and what else its transformer takes.
-    It may be read by several processes at once; none holds more than the item that it reads.
+    What an item is: tensors on the CPU named as diffusers' pipelines name them, ``latents`` ([C, H, W] of a
+    picture, [C, F, H, W] of a video, not packed), ``prompt_embeds`` [L, D], and what else its transformer
+    takes. It may be read by several processes at once; none holds more than the item that it reads.
     """
 
     def __init__(self, directory: str | os.PathLike[str], repeats: int = 1) -> None:
-        """Raises CheckpointNotFoundError where no cache is, ReadError where a file is not as it was written."""
+        """Raises CheckpointNotFoundError where no cache is, ReadError for a file that is not as written."""
         self.directory = Path(directory)
         document = read_manifest(self.directory)
         if document is None:
@@ -105,7 +117,7 @@ class CachedItems:
         return self._count * self._repeats
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Item ``index``. Raises IndexError, and ReadError (naming the file) for what is not as it was written."""
+        """Item ``index``. Raises IndexError, and ReadError, naming the file, for what is not as written."""
         if not 0 <= index < len(self):
             raise IndexError(f"item {index} of {len(self)}")
         number = index % self._count
@@ -121,8 +133,7 @@ class CachedItems:
                 hashed.update(_bytes(item[name]))
         if hashed.digest() != self._index.digests[number].tobytes():
             raise ReadError(
-                f"{path}: item {number} is not what was written: the file is damaged; remove {self.directory} "
-                "and have it made anew"
+                f"{path}: item {number} is not what was written: the file is damaged; {self._remedy()}"
             )
         return item
 
@@ -147,7 +158,7 @@ class CachedItems:
                 f"{self.directory} has no embeddings of the text {text!r}; name it in cache.prompts, and run "
                 "zerostart cache again: its items stay"
                 if self.texts
-                else f"{self.directory} has embeddings of no text alone: its encoders take texts with pictures"
+                else f"{self.directory} has embeddings of no text alone: its encoders take pictures, too"
             )
         path = self.directory / PROMPTS_FILE
         entries, _, _ = read_header(path)
@@ -178,7 +189,9 @@ class CachedItems:
         path = self.directory / INDEX_FILE
         entries, _, _ = read_header(path)
         with _opened(path) as handle:
-            found = {e.name: _tensor(handle.fileno(), path, e.offset, e.dtype, e.shape).numpy() for e in entries}
+            found = {
+                e.name: _tensor(handle.fileno(), path, e.offset, e.dtype, e.shape).numpy() for e in entries
+            }
         kinds = found["kinds"]
         lengths = np.array([len(kind) for kind in self._kinds], dtype=np.int64)
         if len(kinds) != self._count or (len(kinds) and int(kinds.max()) >= len(lengths)):
@@ -198,14 +211,14 @@ def _opened(path: Path) -> Any:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor, where they lie."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _tensor(handle: int, path: Path, offset: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
     """A tensor of a file. Raises ReadError."""
     count = prod(shape) * DTYPE_BITS[dtype] // 8
     data = torch.empty(count, dtype=torch.uint8, device="cpu")
-    view, done = memoryview(data.numpy()), 0
+    view, done = data.numpy().data, 0
     while done < count:
         try:
             got = os.preadv(handle, [view[done:]], offset + done)

@@ -1,8 +1,8 @@
 """What an encoder of examples is, and which one goes with which class of diffusers' pipelines.
 
-An encoder calls what its pipeline itself calls before its transformer (``encode_prompt``, ``encode_image``, the
-autoencoder, image processors), for one example at a time, so that what is kept is what the pipeline would feed.
-Pictures are taken in the size that the section ``media`` gives them.
+An encoder calls what its pipeline itself calls before its transformer (``encode_prompt``, ``encode_image``,
+the autoencoder, image processors), for one example at a time, so that what is kept is what the pipeline
+would feed. Pictures are taken in the size that the section ``media`` gives them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError
 from zerostart.training.cache_config import CacheConfig
-from zerostart.training.media.pixels import as_float
+from zerostart.training.media.items import as_float
 
 __all__ = ["Encoded", "Encoder", "Example", "encoder_class"]
 
@@ -92,8 +92,8 @@ class Encoder(ABC):
         given = {name for name, value in example.items() if _is_media(value)}
         if unknown := sorted(given - self.takes):
             raise ConfigError(
-                f"{self.kind} has no use for the column {unknown[0]}; it takes {', '.join(sorted(self.takes))}: "
-                "take it out of media.columns"
+                f"{self.kind} has no use for the column {unknown[0]}, and takes "
+                f"{', '.join(sorted(self.takes))}: take it out of media.columns"
             )
         for entry in self.needs:
             if not given & set(entry.split(" or ")):

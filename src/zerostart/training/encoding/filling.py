@@ -36,7 +36,8 @@ def fill(
     """Make the cache of ``media`` at ``place``, or go on with one that a killed run has left; collective.
 
     Ranks take files of items in turn. Encoders may be sharded: all ranks encode an item at the same time,
-    and who has none left repeats the first. Raises ConfigError, naming the row, for an item that the pipeline cannot take.
+    and who has none left repeats the first. Raises ConfigError, naming the row, for an item that the
+    pipeline cannot take.
     """
     with world.collectives("encoding the first item", lambda: _checked(media, encoder, 0)) as first:
         size = sum(t.nbytes for t in _encoded(encoder, first, 0).values())
@@ -47,7 +48,9 @@ def fill(
     missing = world.broadcast_object(draft.missing, "looking for what is encoded")
     progress = _Progress(draft, len(missing), world)
     if goes_on:
-        progress.say(f"going on with {draft.files - len(missing)} of {draft.files} files of a run that ended early")
+        progress.say(
+            f"going on with {draft.files - len(missing)} of {draft.files} files of a run that ended early"
+        )
     turns = [missing[at : at + world.size] for at in range(0, len(missing), world.size)]
     own = [turn[world.rank] if world.rank < len(turn) else None for turn in turns]
     examples = _Ahead(media, [number for file in own if file is not None for number in draft.items(file)])
@@ -70,7 +73,7 @@ def fill(
 
 
 def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, Encoded]:
-    """What the encoder makes of each of ``texts`` alone, by text; collective. Raises ConfigError where it cannot."""
+    """What the encoder makes of each of ``texts`` alone; collective. Raises ConfigError where it cannot."""
     if texts and not encoder.texts_alone:
         raise ConfigError(
             f"{encoder.kind} encodes texts with the pictures of their items, and none alone: leave "

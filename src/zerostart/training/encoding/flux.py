@@ -42,7 +42,9 @@ class FluxKontext(Flux):
         """See ``Encoder``; raises ConfigError for several pictures to edit, too."""
         super().check(example)
         if len(example["edit_image"]) > 1:
-            raise ConfigError(f"edit_image lists {len(example['edit_image'])} pictures; {self.kind} takes one")
+            raise ConfigError(
+                f"edit_image lists {len(example['edit_image'])} pictures; {self.kind} takes one"
+            )
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         """See ``Encoder``."""

@@ -14,7 +14,8 @@ __all__ = ["Flux2"]
 class Flux2(Encoder):
     """``latents`` [4 C, H / 2, W / 2], in patches as they are normalised, and ``prompt_embeds``.
 
-    Pictures to start from (``edit_image`` or ``reference_image``, of any number) become ``image_latents.0`` and so on.
+    Pictures to start from (``edit_image`` or ``reference_image``, of any number) become ``image_latents.0``
+    and so on.
     """
 
     takes: ClassVar[frozenset[str]] = frozenset({"image", "edit_image", "reference_image"})
@@ -34,7 +35,7 @@ class Flux2(Encoder):
         return {"prompt_embeds": embeds[0]}
 
     def normalised(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents as the transformer sees them: patches of 2 x 2, by the autoencoder's running mean and variance."""
+        """Latents as the transformer sees them: patches, by the autoencoder's running mean and variance."""
         vae = self.pipe.vae
         patches = _patches(latents)
         mean = vae.bn.running_mean.view(1, -1, 1, 1).to(patches.device, patches.dtype)

@@ -31,8 +31,8 @@ _VAE = "vae"
 def encoders(source: str, settings: CacheConfig, world: World) -> Iterator[Encoder]:
     """The encoders of the pipeline at ``source``, of which none is left afterwards; collective.
 
-    Inside nothing needs a gradient. Raises ConfigError for what is no pipeline or one that is not known, and what
-    loading raises, on every rank.
+    Inside nothing needs a gradient. Raises ConfigError for what is no pipeline or one that is not known,
+    and what loading raises, on every rank.
     """
     # Bits of a product on a CPU may depend on the number of threads, and a cache must not: ranks do the work.
     threads = torch.get_num_threads()

@@ -9,7 +9,7 @@ import torch
 
 from zerostart.errors import ConfigError
 from zerostart.training.encoding.base import Encoded, Encoder, Example
-from zerostart.training.media.pixels import as_picture
+from zerostart.training.media.items import as_picture
 
 __all__ = ["QwenImage", "QwenImageEdit", "QwenImageEditPlus"]
 
@@ -48,7 +48,7 @@ class QwenImage(Encoder):
 
 
 class QwenImageEdit(QwenImage):
-    """Adds ``image_latents.0`` [C, H', W'] of the picture that is edited, which the text encoder sees, too."""
+    """Adds ``image_latents.0`` [C, H', W'] of the picture to edit, which the text encoder sees, too."""
 
     takes: ClassVar[frozenset[str]] = frozenset({"image", "edit_image"})
     needs: ClassVar[tuple[str, ...]] = ("image", "edit_image")
@@ -58,7 +58,9 @@ class QwenImageEdit(QwenImage):
         """See ``Encoder``; raises ConfigError for several pictures to edit, too."""
         super().check(example)
         if len(example["edit_image"]) > 1:
-            raise ConfigError(f"edit_image lists {len(example['edit_image'])} pictures; {self.kind} takes one")
+            raise ConfigError(
+                f"edit_image lists {len(example['edit_image'])} pictures; {self.kind} takes one"
+            )
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         """See ``Encoder``."""

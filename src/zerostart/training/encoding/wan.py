@@ -10,7 +10,7 @@ import torch
 from zerostart.errors import ConfigError
 from zerostart.training.cache_config import CacheConfig
 from zerostart.training.encoding.base import Encoded, Encoder, Example
-from zerostart.training.media.pixels import as_float, as_picture
+from zerostart.training.media.items import as_float, as_picture
 
 __all__ = ["ImageToVideo", "TextToVideo", "Vace"]
 
@@ -63,11 +63,12 @@ class TextToVideo(Encoder):
 
 
 class ImageToVideo(TextToVideo):
-    """Adds ``condition`` [C', F, H, W] (masks and latents of the frames that are given) and, where there is an image
-    encoder, ``image_embeds`` [L, D] of these frames.
+    """Adds ``condition`` [C', F, H, W], masks and latents of the frames that are given.
 
-    Where the pipeline puts the first frame among the latents (``expand_timesteps``), ``condition`` is that one
-    latent frame, [C, 1, H, W]. Without a column ``first_frame`` it is the first of the video.
+    Where there is an image encoder it adds ``image_embeds`` [L, D] of these frames.
+
+    Where the pipeline puts the first frame among the latents (``expand_timesteps``), ``condition`` is that
+    one latent frame, [C, 1, H, W]. Without a column ``first_frame`` it is the first of the video.
     """
 
     takes: ClassVar[frozenset[str]] = frozenset({"video", "first_frame", "last_frame"})
@@ -160,7 +161,9 @@ class Vace(TextToVideo):
         masks = self.pipe.prepare_masks(shown, [references])
         found["control_latents"] = torch.cat([latents, masks.to(latents)], dim=1)[0]
         if references:
-            kept = [self.normalised(self.likeliest(self.pixels(p[:, None]))) for p in example["reference_image"]]
+            kept = [
+                self.normalised(self.likeliest(self.pixels(p[:, None]))) for p in example["reference_image"]
+            ]
             # The pipeline puts each before what is there: the last one is the first.
             found["latents"] = torch.cat([*(one[0] for one in reversed(kept)), found["latents"]], dim=1)
         return found
