@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,15 @@ from zerostart.distributed.world import current_world
 from zerostart.training.cache import ensure_cache
 from zerostart.training.cached import CachedItems
 from zerostart.training.config import parse_config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As encoders compute on a CPU: bits depend on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def cached(values: dict[str, Any]) -> str:
@@ -210,6 +219,7 @@ def pictures(media: Mapping[str, Any], number: int, columns: Mapping[str, str]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
 def test_a_family_is_encoded_as_its_pipeline_does(name: str, tmp_path: Path) -> None:
     case, rows = CASES[name], 5
     pipeline = make(name.partition(" ")[0], tmp_path / "pipeline")

@@ -18,7 +18,7 @@ import torch
 from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError
 from zerostart.training.cache_config import CacheConfig
-from zerostart.training.media.items import as_float
+from zerostart.training.media.items import as_picture
 
 __all__ = ["Encoded", "Encoder", "Example", "encoder_class"]
 
@@ -119,8 +119,12 @@ class Encoder(ABC):
         return int(self.pipe.image_processor.config.vae_scale_factor)
 
     def pixels(self, value: torch.Tensor) -> torch.Tensor:
-        """A picture (uint8 [3, H, W]) as the autoencoder takes it: [1, 3, H, W] from -1 to 1."""
-        return as_float(value).to(self.device, self.pipe.vae.dtype)[None]
+        """A picture (uint8 [3, H, W]) by the pipeline's own processor, as the autoencoder takes it, [1, 3, H, W].
+
+        Its values alone are not enough: bits of what comes out depend on how they lie in memory, too.
+        """
+        found: torch.Tensor = self.pipe.image_processor.preprocess(as_picture(value))
+        return found.to(self.device, self.pipe.vae.dtype)
 
     def drawn(self, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Latents of ``pixels`` that are to be learnt, [1, C, ...], as the autoencoder gives them."""

@@ -10,7 +10,7 @@ import torch
 from zerostart.errors import ConfigError
 from zerostart.training.cache_config import CacheConfig
 from zerostart.training.encoding.base import Encoded, Encoder, Example
-from zerostart.training.media.items import as_float, as_picture
+from zerostart.training.media.items import as_picture
 
 __all__ = ["ImageToVideo", "TextToVideo", "Vace"]
 
@@ -45,14 +45,19 @@ class TextToVideo(Encoder):
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         """See ``Encoder``."""
-        clip = example["video"] if "video" in example else example["image"][:, None]
-        latents = self.normalised(self.drawn(self.pixels(clip), generator))[0]
+        clip = self.clip(example["video"] if "video" in example else example["image"][:, None])
+        latents = self.normalised(self.drawn(clip, generator))[0]
         return {**self.prompt(example["prompt"]), "latents": latents}
 
     def prompt(self, text: str) -> Encoded:
         """See ``Encoder``."""
         embeds, _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, **self.text)
         return {"prompt_embeds": embeds[0]}
+
+    def clip(self, video: torch.Tensor) -> torch.Tensor:
+        """A video (uint8 [3, F, H, W]) as the autoencoder takes it, [1, 3, F, H, W]."""
+        found: torch.Tensor = self.pipe.video_processor.preprocess_video(_frames(video))
+        return found.to(self.device, self.pipe.vae.dtype)
 
     def normalised(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents as the transformer sees them, in float32 as in the pipelines."""
@@ -91,7 +96,7 @@ class ImageToVideo(TextToVideo):
         height, width = first.shape[-2:]
         # Of the noise that it makes nothing is wanted: none is drawn where there are latents.
         _, condition, *_ = self.pipe.prepare_latents(
-            as_float(first)[None].to(self.device),
+            self._frame(first),
             1,
             self.pipe.vae.config.z_dim,
             height,
@@ -101,13 +106,18 @@ class ImageToVideo(TextToVideo):
             self.device,
             None,
             torch.zeros(1, device=self.device),
-            None if last is None else as_float(last)[None].to(self.device),
+            None if last is None else self._frame(last),
         )
         found["condition"] = condition[0]
         if self.pipe.image_encoder is not None:
             pictures = [as_picture(frame) for frame in (first, last) if frame is not None]
             found["image_embeds"] = self.pipe.encode_image(pictures, self.device).flatten(0, 1)
         return found
+
+    def _frame(self, frame: torch.Tensor) -> torch.Tensor:
+        """A frame as the pipeline takes it, [1, 3, H, W]."""
+        found: torch.Tensor = self.pipe.video_processor.preprocess(as_picture(frame))
+        return found.to(self.device, torch.float32)
 
     def _given(self, example: Example) -> tuple[torch.Tensor, torch.Tensor | None]:
         video = example["video"]
@@ -149,21 +159,24 @@ class Vace(TextToVideo):
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         """See ``Encoder``."""
         found = super().encode(example, generator)
-        video = example["video"]
-        control = example.get("control_video")
-        # Without a control the pipeline's is a video of zeros, and without a mask all of it is made anew.
-        clip = torch.zeros(video.shape, device="cpu") if control is None else as_float(control)
-        mask = example.get("control_mask")
-        shown = torch.ones(video.shape, device="cpu") if mask is None else mask.float() / 255.0
-        references = [as_float(picture).to(self.device) for picture in example.get("reference_image", ())]
-        clip, shown = clip[None].to(self.device), shown[None].to(self.device)
-        latents = self.pipe.prepare_video_latents(clip, shown, [references], None, self.device)
-        masks = self.pipe.prepare_masks(shown, [references])
-        found["control_latents"] = torch.cat([latents, masks.to(latents)], dim=1)[0]
-        if references:
-            kept = [
-                self.normalised(self.likeliest(self.pixels(p[:, None]))) for p in example["reference_image"]
-            ]
-            # The pipeline puts each before what is there: the last one is the first.
-            found["latents"] = torch.cat([*(one[0] for one in reversed(kept)), found["latents"]], dim=1)
+        frames, height, width = example["video"].shape[1:]
+        control, mask = (
+            _frames(example[n]) if n in example else None for n in ("control_video", "control_mask")
+        )
+        references = [as_picture(picture) for picture in example.get("reference_image", ())]
+        clip, shown, pictures = self.pipe.preprocess_conditions(
+            control, mask, references or None, 1, height, width, frames, torch.float32, self.device
+        )
+        latents = self.pipe.prepare_video_latents(clip, shown, pictures, None, self.device)
+        masks = self.pipe.prepare_masks(shown, pictures)
+        found["control_latents"] = torch.cat([latents, masks], dim=1)[0]
+        for picture in example.get("reference_image", ()):
+            # As the pipeline does it: each before what is there, so that the last one is the first.
+            kept = self.normalised(self.likeliest(self.clip(picture[:, None])))
+            found["latents"] = torch.cat([kept[0], found["latents"]], dim=1)
         return found
+
+
+def _frames(video: torch.Tensor) -> list[Any]:
+    """The pictures of a video, uint8 [3, F, H, W]."""
+    return [as_picture(frame) for frame in video.unbind(1)]
