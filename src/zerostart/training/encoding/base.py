@@ -119,7 +119,7 @@ class Encoder(ABC):
         return int(self.pipe.image_processor.config.vae_scale_factor)
 
     def pixels(self, value: torch.Tensor) -> torch.Tensor:
-        """A picture (uint8 [3, H, W]) by the pipeline's own processor, as the autoencoder takes it, [1, 3, H, W].
+        """A picture (uint8 [3, H, W]) as the autoencoder takes it, [1, 3, H, W], by the pipeline's processor.
 
         Its values alone are not enough: bits of what comes out depend on how they lie in memory, too.
         """
