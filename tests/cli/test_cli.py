@@ -28,7 +28,7 @@ def test_help_lists_the_commands_and_imports_no_torch():
     lines = result.stdout.splitlines()
     assert lines[-1] == "[]"
     listed = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")]
-    commands = ["inspect", "plan", "load", "train", "run", "export", "synth", "verify", "diff", "env"]
+    commands = "inspect plan load train cache run export synth verify diff env".split()
     assert listed[-len(commands) :] == commands
 
 

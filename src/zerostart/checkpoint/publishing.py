@@ -76,16 +76,17 @@ class Staging:
         """Bring everything to the disk, write the marker, and put the directory in its place.
 
         The marker holds ``document``, and "files": for each file its "bytes" and, unless "digests" of
-        ``document`` has the tensors of its folder, its "sha256". What lies at the place and is no part of
-        what was saved there before is kept. Raises WriteError (of an OSError);
-        the place is then as it was, unless the message says otherwise.
+        ``document`` has the tensors of its folder, its "sha256"; what "files" of ``document`` says of a file
+        is taken as it is. What lies at the place and is no part of what was saved there before is kept.
+        Raises WriteError (of an OSError); the place is then as it was, unless the message says otherwise.
 
         A place that has to stay (a mount point, the working directory or one above it) gets the files one by
         one, the marker last: what was there is then no checkpoint any more from the first of them on.
         """
         with told(self.path, "nothing was saved, and what was there is as it was"):
-            digested = document.get("digests", {})
-            files = {name: self._described(name, digested) for name in _files_below(self.directory)}
+            digested, known = document.get("digests", {}), document.get("files", {})
+            below = _files_below(self.directory)
+            files = {name: known.get(name) or self._described(name, digested) for name in below}
             replaced = Replaced(self.path, self.directory, files)
             if not self._stays:
                 replaced.keep()

@@ -22,7 +22,7 @@ from zerostart.errors import ZerostartError
 
 __all__ = ["main"]
 
-_COMMANDS = ("inspect", "plan", "load", "train", "config", "run", "export", "synth", "verify", "diff", "env")
+_COMMANDS = tuple("inspect plan load train cache config run export synth verify diff env".split())
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from zerostart.cli.launch import run_local_ranks
 from zerostart.cli.worker import join_group, leave_group, worker_main
 from zerostart.errors import ConfigError
 
-__all__ = ["command"]
+__all__ = ["command", "run_config"]
 
 
 def command(
@@ -33,18 +34,28 @@ def command(
     Under torchrun or accelerate launch it joins their ranks; elsewhere it starts --nproc of its own
     (default 1). The first Ctrl-C ends the run after the step in hand and saves the model.
     """
+    run_config("zerostart.cli.train", [str(config), *(overrides or [])], nproc, _run)
+
+
+def run_config(
+    module: str, arguments: list[str], nproc: int | None, run: Callable[[list[str]], object]
+) -> None:
+    """Call ``run(arguments)`` (a configuration, and what is set over it) in every rank.
+
+    These are the ranks that a launcher has started, or ``nproc`` (1) of our own, whose main is ``module``.
+    Raises ConfigError for a configuration that is wrong, and what the ranks raise.
+    """
     from zerostart.training.config import load_config
 
-    arguments = [str(config), *(overrides or [])]
-    load_config(config, overrides or [])  # a mistake in it is told at once, and once
+    load_config(arguments[0], arguments[1:])  # a mistake in it is told at once, and once
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if nproc is not None:
             raise ConfigError(
                 "--nproc starts ranks, but RANK is set: a launcher has started them; leave it out"
             )
-        _run(arguments)
+        run(arguments)
     else:
-        run_local_ranks("zerostart.cli.train", arguments, nproc or 1)
+        run_local_ranks(module, arguments, nproc or 1)
 
 
 def _run(arguments: list[str]) -> dict[str, Any]:

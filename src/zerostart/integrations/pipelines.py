@@ -48,6 +48,7 @@ class PipelineRequest:
     memory_limit: int | None = None
     progress: bool = True
     parallel_config: object = None
+    without: Sequence[str] = ()
 
 
 def load_pipeline(request: PipelineRequest) -> Any:
@@ -56,6 +57,7 @@ def load_pipeline(request: PipelineRequest) -> Any:
     with world.phase("loading the pipeline"):
         root, found, placements = world.broadcast_object(lambda: _looked_at(request), "the pipeline's index")
         kind = pipeline_class(read_json(root / PIPELINE_INDEX, "pipeline index").get("_class_name"), root)
+        found = tuple(component for component in found if component.name not in request.without)
         kinds = {c.name: component_class(c.library, c.kind, f"{root / c.name}") for c in found}
         device = default_device()
         before = allocated_bytes(device)
@@ -73,7 +75,7 @@ def load_pipeline(request: PipelineRequest) -> Any:
             grows = request.device_memory_limit is None
             models[component.name] = load_offloaded(own, placement, window, grows)
         with world.phase("assembling the pipeline"):
-            pipe = assembled(kind, root, models)
+            pipe = assembled(kind, root, {**models, **dict.fromkeys(request.without)})
     _to_drop[pipe] = tuple(name for name, placement in placements.items() if placement.kind == "drop")
     return pipe
 
@@ -112,6 +114,10 @@ def _looked_at(request: PipelineRequest) -> tuple[Path, tuple[Component, ...], d
     names = [component.name for component in found]
     _check_names("placement", given, names, root)
     _check_names("trainable", request.trainable, names, root)
+    _check_names("without", request.without, names, root)
+    for name in (*given, *request.trainable):
+        if name in request.without:
+            raise ConfigError(f"{name} is left out (without), so that it is neither placed nor trained")
     placements = {name: Placement.of(given.get(name, "shard"), name) for name in names}
     for name in request.trainable:
         if placements[name].kind not in ("shard", "replicate") or placements[name].brought_in:

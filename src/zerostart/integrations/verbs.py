@@ -31,6 +31,7 @@ def load_pipeline(
     memory_limit: int | None = None,
     progress: bool = True,
     parallel_config: object = None,
+    without: Sequence[str] = (),
 ) -> DiffusionPipeline:
     """Load a diffusers pipeline, each of its models where its placement says; collective.
 
@@ -50,6 +51,8 @@ def load_pipeline(
             as they are.
         memory_limit: as in ``load``.
         parallel_config: refused: diffusers' context parallel shares a sequence out over whole models.
+        without: models that are not loaded, and None in the pipeline: the transformer, say, where only what
+            goes into it is computed.
 
     Returns:
         A pipeline of the class that ``model_index.json`` names.

@@ -227,9 +227,10 @@ def _keep_aliases(known: Prepared) -> None:
 
 
 def _keep_calls(known: Prepared) -> None:
-    """Keep the engine's hooks from changing what a call of the model means."""
-    model = known.built.model
-    known.engine.keep_calls(model, known.built.library.entries(model))
+    """Keep the engine's hooks and classes from changing what a call of the model means."""
+    model, library = known.built.model, known.built.library
+    known.engine.keep_calls(model, library.entries(model))
+    library.keep_outputs(model)
 
 
 def _finish(request: Request, known: Prepared) -> None:

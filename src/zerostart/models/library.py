@@ -233,6 +233,9 @@ class ModelLibrary(ABC):
         """Names of methods of ``model``, beside its forward, by which its users run it."""
         return tuple(name for name in ENTRIES if callable(getattr(type(model), name, None)))
 
+    def keep_outputs(self, model: nn.Module) -> None:  # noqa: B027  # may be left
+        """Let ``model`` give what it gave, now that an engine may have put its own classes before others."""
+
     def by_parts(self, model: nn.Module) -> bool:
         """Whether users of ``model`` call the modules in it one by one, and not its forward."""
         return False

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, mo
 
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import LoadArguments
+from zerostart.training.cache_config import CacheConfig
 from zerostart.training.media.config import MediaConfig
 from zerostart.training.mistakes import TaskMistake, told
 from zerostart.training.samples.settings import SamplesConfig
@@ -225,6 +226,7 @@ class TrainConfig(Section):
     lora: LoraConfig | None = None
     ema: EmaConfig | None = None
     samples: SamplesConfig | None = None
+    cache: CacheConfig | None = None
 
     @model_validator(mode="after")
     def _compatible(self) -> TrainConfig:

@@ -18,6 +18,7 @@ from zerostart.errors import ConfigError, PeerError
 from zerostart.layout import Mesh
 from zerostart.loading.arguments import LoadArguments, keys
 from zerostart.state.keeping import complete
+from zerostart.training.cached import is_of_cache
 from zerostart.training.checkpoints import FOLDER, METRICS, Checkpoints, Past, begun_before, newest
 from zerostart.training.config import TrainConfig
 from zerostart.training.evaluate import HeldOut
@@ -145,7 +146,7 @@ def _claim_directory(config: TrainConfig, world: World) -> Path:
     def claim() -> Path:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            occupied = any(directory.iterdir())
+            occupied = not all(is_of_cache(entry.name) for entry in directory.iterdir())
         except OSError as error:
             raise ConfigError(f"output.directory {directory}: {error.strerror}") from error
         if occupied and not (config.output.overwrite or begun_before(config, directory)):

@@ -22,6 +22,7 @@ __all__ = [
     "initialise",
     "is_pretrained",
     "keep_conversions",
+    "keep_outputs",
     "loading_core",
     "mark_loaded",
     "parallel_rules",
@@ -98,6 +99,13 @@ TOUCHED = (
                 has=("getattr(model, '_weight_conversions', None)",),
             ),
         ),
+    ),
+    PatchPoint(
+        library=TRANSFORMERS,
+        owner="transformers.modeling_utils",
+        writes=("_CAN_RECORD_REGISTRY",),
+        why="FSDP2 puts a class of its own before a model's, under whose name hidden states are not found",
+        lasts=Lasts.MODEL,
     ),
     PatchPoint(
         library=TRANSFORMERS,
@@ -217,6 +225,18 @@ def mark_loaded(tensor: torch.Tensor) -> None:
 def keep_conversions(model: Any, conversions: Sequence[object]) -> None:
     """Leave the conversions that matched where ``save_pretrained`` looks for what to reverse."""
     model._weight_conversions = list(conversions)
+
+
+def keep_outputs(model: Any) -> None:
+    """Have models in ``model`` find what they can record beside their output, of whatever class they are now."""
+    from transformers import modeling_utils
+
+    _check()
+    for module in model.modules():
+        if is_pretrained(module):
+            # By its own method: the keys are the classes' names, also where the registry would make them itself.
+            registry: Any = modeling_utils._CAN_RECORD_REGISTRY
+            dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
 
 
 def tied_names(model: Any) -> dict[str, str]:

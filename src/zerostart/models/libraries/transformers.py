@@ -150,6 +150,10 @@ class Transformers(ModelLibrary):
         """The model's own."""
         return functools.partial(upstream.initialise, model)
 
+    def keep_outputs(self, model: nn.Module) -> None:
+        """What is asked of it besides (hidden states, attentions) is found by the name of the class."""
+        upstream.keep_outputs(model)
+
     def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
         """Set what later library calls look at.
 

@@ -1,0 +1,59 @@
+"""``zerostart cache``: encode the media of a configuration once, for the runs that train on them.
+
+Also the worker of its own local ranks: ``python -m zerostart.cli.cache CONFIG [KEY=VALUE ...]``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zerostart.cli.train import run_config
+from zerostart.cli.worker import join_group, leave_group, worker_main
+from zerostart.errors import ConfigError
+
+__all__ = ["command"]
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values over those of the file.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Start this many ranks on this machine.")
+    ] = None,
+) -> None:
+    """Compute latents and embeddings of the media once, on all ranks, and keep them.
+
+    zerostart train then opens no file of an encoder. A run that was killed goes on where it stopped; a cache
+    that is there already is compared with what is asked for.
+    """
+    run_config("zerostart.cli.cache", [str(config), *(overrides or [])], nproc, _run)
+
+
+def _run(arguments: list[str]) -> dict[str, Any]:
+    """One rank's part; returns where the cache is, and of how many items."""
+    from zerostart.distributed.world import current_world
+    from zerostart.training.cache import ensure_cache
+    from zerostart.training.config import load_config
+    from zerostart.training.registry import task_class
+
+    config = load_config(arguments[0], arguments[1:])
+    if "cache" not in task_class(config.task.name).sections:
+        raise ConfigError(
+            f"task.name {config.task.name} trains on no encoded media, so there is nothing to cache"
+        )
+    join_group()
+    world = current_world()
+    items = ensure_cache(config, world, thorough=True)
+    if world.rank == 0:
+        typer.echo(f"{len(items)} items in {items.directory}")
+    leave_group()
+    return {"directory": str(items.directory), "items": len(items), "digest": items.digest()}
+
+
+if __name__ == "__main__":
+    worker_main(_run)

@@ -1,0 +1,120 @@
+"""The cache of a run: opened where it fits what is asked for, else made first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerostart.distributed.world import World
+from zerostart.errors import ConfigError
+from zerostart.training.cache_config import CacheConfig
+from zerostart.training.cache_facts import Facts, differences, facts_of_encoders, facts_of_media
+from zerostart.training.cached import FOLDER, CachedItems, read_manifest
+
+if TYPE_CHECKING:
+    from zerostart.training.config import TrainConfig
+    from zerostart.training.media.items import MediaItems
+
+__all__ = ["ensure_cache"]
+
+
+def ensure_cache(config: TrainConfig, world: World, thorough: bool = False) -> CachedItems:
+    """The items that ``config`` asks for, encoded; collective, and the same on every rank.
+
+    A cache that is there and fits is opened, and no file of an encoder is; of those only names and lengths
+    are compared, unless ``thorough``. Where there is none the encoders are loaded, what ``media`` names
+    goes through them, and they are let go before this returns. Raises ConfigError, on every rank, for a
+    cache that was made of other data, with other encoders or by other settings, saying which, and what the
+    reading of media and encoders raises.
+    """
+    settings = config.cache or CacheConfig()
+    with world.phase("opening the cache"):
+        place = _place(config, settings)
+        source = settings.source or config.model.source
+        document = world.broadcast_object(lambda: read_manifest(place), "looking for a cache")
+        media = _media(config, world)
+        texts = _texts(config, settings)
+        repeats = 1 if config.media is None else config.media.repeats
+        if document is None:
+            _check_place(place, media)
+            assert media is not None, "it was checked"
+            facts = Facts(facts_of_media(media), facts_of_encoders(source, world, thorough=True), settings)
+            _make(place, media, facts, source, texts, world)
+        else:
+            _check_fits(place, document["cache"], settings, media, source, world, thorough)
+            if missing := [text for text in texts if text not in document["cache"]["prompts"]]:
+                _add_texts(place, document["cache"]["prompts"], missing, settings, source, world)
+        return CachedItems(place, repeats)
+
+
+def _place(config: TrainConfig, settings: CacheConfig) -> Path:
+    given = settings.directory
+    path = Path(config.output.directory) / FOLDER if given is None else Path(given)
+    return path.expanduser().absolute()
+
+
+def _media(config: TrainConfig, world: World) -> MediaItems | None:
+    from zerostart.training.media.items import read_media
+
+    return None if config.media is None else read_media(config.media, world)
+
+
+def _texts(config: TrainConfig, settings: CacheConfig) -> list[str]:
+    """The texts alone that are asked for, each once."""
+    samples = getattr(config, "samples", None)
+    return list(dict.fromkeys([*settings.prompts, *(samples.prompts if samples is not None else ())]))
+
+
+def _check_place(place: Path, media: MediaItems | None) -> None:
+    if media is None:
+        raise ConfigError(
+            f"there is no cache at {place}, and no section media that says of what to make one: name the "
+            "cache in cache.directory, or the data in media"
+        )
+    if place.is_dir() and any(place.iterdir()):
+        raise ConfigError(
+            f"{place} has files in it and is no complete cache: remove it, or name another cache.directory"
+        )
+
+
+def _check_fits(
+    place: Path,
+    made: dict[str, Any],
+    settings: CacheConfig,
+    media: MediaItems | None,
+    source: str,
+    world: World,
+    thorough: bool,
+) -> None:
+    """Raise ConfigError for a cache that is not what is asked for now."""
+    now = Facts(
+        None if media is None else facts_of_media(media),
+        facts_of_encoders(source, world, thorough),
+        settings,
+    )
+    if found := differences(made["facts"], now.document()):
+        raise ConfigError(
+            f"the cache {place} is not of what is asked for now: {'; '.join(found)}. Remove it to have "
+            "it made anew, name another cache.directory, or put back what it was made of"
+        )
+
+
+def _make(place: Path, media: MediaItems, facts: Facts, source: str, texts: list[str], world: World) -> None:
+    from zerostart.training.encoding.filling import fill
+    from zerostart.training.encoding.loading import encoders
+
+    with encoders(source, facts.settings, world) as encoder:
+        fill(place, media, encoder, facts, texts, world)
+
+
+def _add_texts(
+    place: Path, before: list[str], missing: list[str], settings: CacheConfig, source: str, world: World
+) -> None:
+    """Give a cache that fits the embeddings of further texts; its items stay."""
+    from zerostart.training.cache_files import publish_prompts
+    from zerostart.training.encoding.filling import embedded
+    from zerostart.training.encoding.loading import encoders
+
+    with encoders(source, settings, world) as encoder:
+        prompts = embedded(encoder, [*before, *missing], world)
+    publish_prompts(place, prompts, world)

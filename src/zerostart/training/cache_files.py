@@ -1,0 +1,247 @@
+"""Writing a cache: files of items beside its place, each whole or not there, and putting them in place.
+
+While it is made a cache is the directory ``.NAME.encoding`` beside its place ``NAME``, with a document of
+what it is being made of. Each file of items is written by one rank, and has its name once it is on the
+disk, so that a run that is killed loses no more than the files that were under way: the next one with the
+same document goes on with those that are missing. Which items a file has follows from their number and the
+size of the first one alone, so that files are the same bytes however many ranks there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerostart.checkpoint.catalog import TORCH_NAMES
+from zerostart.checkpoint.durable import sync_directory, write_whole
+from zerostart.checkpoint.publishing import told
+from zerostart.checkpoint.replacing import MARKER
+from zerostart.checkpoint.shards import plan_shards
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.distributed.world import World
+from zerostart.errors import ZerostartError
+from zerostart.state.publishing import Publication, publishing
+from zerostart.training.cached import INDEX_FILE, PROMPTS_FILE, VERSION, Kind, items_file
+
+__all__ = ["Draft", "drafted", "items_of_a_file", "publish", "publish_prompts"]
+
+#: A small cache is in some files at least, so that several ranks have something to do.
+_FILES = 64
+_FEWEST = 4
+_PLAN = "plan.json"
+_NO_LIMIT = 1 << 62
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def items_of_a_file(count: int, size: int, limit: int) -> int:
+    """How many of ``count`` items go into a file of about ``limit`` bytes, where the first has ``size``."""
+    return max(1, min(max(_FEWEST, count // _FILES), limit // max(size, 1)))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A cache that is being made, of ``count`` items, ``per_file`` of them in each file."""
+
+    directory: Path
+    count: int
+    per_file: int
+
+    @property
+    def files(self) -> int:
+        """How many files of items there are when it is complete."""
+        return -(-self.count // self.per_file)
+
+    def items(self, file: int) -> range:
+        """The numbers of the items of a file."""
+        return range(file * self.per_file, min((file + 1) * self.per_file, self.count))
+
+    def missing(self) -> list[int]:
+        """The numbers of the files that are not there yet."""
+        return [file for file in range(self.files) if not self._described(file).is_file()]
+
+    def write(self, file: int, items: Sequence[Tensors]) -> None:
+        """Write a file of items. Raises WriteError."""
+        named = {
+            f"{n:08d}.{key}": t
+            for n, item in zip(self.items(file), items, strict=True)
+            for key, t in item.items()
+        }
+        with told(
+            self.directory, "what is complete of the cache stays: start again, and it goes on from there"
+        ):
+            offsets, described = _write_tensors(self.directory / items_file(file), named)
+            document = {
+                **described,
+                "items": [
+                    _described(f"{n:08d}.", item, offsets)
+                    for n, item in zip(self.items(file), items, strict=True)
+                ],
+            }
+            part = self.directory / f"{items_file(file)}.json.part"
+            write_whole(self._described(file), json.dumps(document).encode(), part)
+            sync_directory(self.directory)
+
+    def described(self, file: int) -> dict[str, Any]:
+        """What ``write`` has noted of a file. Raises ReadError and CheckpointError."""
+        return read_json(self._described(file), "description of a file of a cache")
+
+    def _described(self, file: int) -> Path:
+        return self.directory / f"{items_file(file)}.json"
+
+
+def _described(prefix: str, item: Tensors, offsets: Mapping[str, int]) -> dict[str, Any]:
+    """The kind of an item, the offsets of its tensors in that order, and its digest."""
+    hashed = hashlib.blake2b(digest_size=16)
+    names = sorted(item)
+    for name in names:
+        hashed.update(_bytes(item[name]))
+    kind = [[name, _spelling(item[name]), list(item[name].shape)] for name in names]
+    return {"kind": kind, "offsets": [offsets[prefix + name] for name in names], "digest": hashed.hexdigest()}
+
+
+def _spelling(tensor: torch.Tensor) -> str:
+    return TORCH_NAMES[str(tensor.dtype).removeprefix("torch.")]
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _write_tensors(path: Path, tensors: Tensors) -> tuple[dict[str, int], dict[str, Any]]:
+    """Write a safetensors file; gives the offset of each tensor in it, and the file's length and hash.
+
+    It gets its name when its bytes are on the disk; nothing is put together in memory. Raises OSError.
+    """
+    layout = plan_shards(((name, _spelling(t), tuple(t.shape)) for name, t in tensors.items()), _NO_LIMIT)
+    (file,) = layout.files
+    hashed = hashlib.sha256(file.header)
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb", buffering=0) as handle:
+        _write(handle, memoryview(file.header))
+        for entry in sorted(layout.tensors.values(), key=lambda entry: (entry.offset, entry.name)):
+            data = _bytes(tensors[entry.name])
+            hashed.update(data)
+            _write(handle, data)
+        os.fsync(handle.fileno())
+    part.replace(path)
+    offsets = {entry.name: entry.offset for entry in layout.tensors.values()}
+    return offsets, {"bytes": file.size, "sha256": hashed.hexdigest()}
+
+
+def _write(handle: Any, data: memoryview) -> None:
+    while data:
+        data = data[handle.write(data) :]
+
+
+def drafted(place: Path, plan: Mapping[str, Any], world: World) -> tuple[Draft, bool]:
+    """The draft of the cache at ``place``, and whether a killed run has left some of it; collective.
+
+    ``plan`` has all that its bytes follow from, with ``items`` and ``per_file``; what was made by another
+    one is removed. Raises WriteError.
+    """
+    directory = place.with_name(f".{place.name}.encoding")
+
+    def begin() -> bool:
+        with told(place, "nothing was encoded"):
+            with contextlib.suppress(ZerostartError):
+                if directory.is_dir() and read_json(directory / _PLAN, "plan of a cache") == plan:
+                    return True
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
+            data = json.dumps(plan, indent=1).encode()
+            write_whole(directory / _PLAN, data, directory / f"{_PLAN}.part")
+            sync_directory(directory)
+            return False
+
+    goes_on = world.broadcast_object(begin, "making a directory for the cache")
+    return Draft(directory, int(plan["items"]), int(plan["per_file"])), goes_on
+
+
+def publish(
+    place: Path, draft: Draft, facts: Mapping[str, Any], prompts: Mapping[str, Tensors], world: World
+) -> None:
+    """Put a draft that is complete in its place, with what the encoders make of single texts; collective.
+
+    Raises WriteError, on every rank; the draft is there still then.
+    """
+    with publishing(place, world) as publication:
+        if world.rank == 0:
+            _fill(publication, draft, facts, prompts)
+    if world.rank == 0:
+        shutil.rmtree(draft.directory, ignore_errors=True)
+
+
+def publish_prompts(place: Path, prompts: Mapping[str, Tensors], world: World) -> None:
+    """Give the cache at ``place`` other texts, and leave its items as they are; collective.
+
+    Raises WriteError, on every rank; the cache is as it was then.
+    """
+    with publishing(place, world) as publication:
+        if world.rank == 0:
+            document = read_json(place / MARKER, "marker")
+            kept = {name: one for name, one in document["files"].items() if name != PROMPTS_FILE}
+            for name in kept:
+                os.link(place / name, publication.directory / name)
+            publication.document["files"] = kept
+            cache = {**document["cache"], "prompts": list(prompts)}
+            publication.document["cache"] = cache
+            _write_prompts(publication, prompts)
+
+
+def _fill(
+    publication: Publication, draft: Draft, facts: Mapping[str, Any], prompts: Mapping[str, Tensors]
+) -> None:
+    files = publication.document.setdefault("files", {})
+    kinds: dict[Kind, int] = {}
+    of_items: list[int] = []
+    offsets: list[int] = []
+    digests: list[bytes] = []
+    for number in range(draft.files):
+        described, name = draft.described(number), items_file(number)
+        _linked(draft.directory / name, publication.directory / name)
+        files[name] = {key: described[key] for key in ("bytes", "sha256")}
+        for item in described["items"]:
+            kind = tuple((key, dtype, tuple(shape)) for key, dtype, shape in item["kind"])
+            of_items.append(kinds.setdefault(kind, len(kinds)))
+            offsets += item["offsets"]
+            digests.append(bytes.fromhex(item["digest"]))
+    index = {
+        "kinds": torch.tensor(of_items, dtype=torch.int64, device="cpu"),
+        "offsets": torch.tensor(offsets, dtype=torch.int64, device="cpu"),
+        "digests": torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(-1, 16),
+    }
+    _, files[INDEX_FILE] = _write_tensors(publication.directory / INDEX_FILE, index)
+    _write_prompts(publication, prompts)
+    publication.document["cache"] = {
+        "version": VERSION,
+        "items": draft.count,
+        "per_file": draft.per_file,
+        "kinds": list(kinds),
+        "prompts": list(prompts),
+        "facts": facts,
+    }
+
+
+def _write_prompts(publication: Publication, prompts: Mapping[str, Tensors]) -> None:
+    named = {f"{place}.{key}": t for place, text in enumerate(prompts.values()) for key, t in text.items()}
+    path = publication.directory / PROMPTS_FILE
+    _, publication.document["files"][PROMPTS_FILE] = _write_tensors(path, named)
+
+
+def _linked(old: Path, new: Path) -> None:
+    """One file with two names, so that what fails after this leaves the first; moved where that cannot be."""
+    try:
+        os.link(old, new)
+    except OSError:
+        old.replace(new)

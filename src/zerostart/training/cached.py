@@ -1,0 +1,230 @@
+"""Reading a cache of encoded items: no encoder, no file but its own, one item at a time.
+
+A cache is a directory whose marker (``zerostart.json``) says what it was made of, and lists its files::
+
+    items-00000.safetensors ...   the tensors of ``per_file`` items each, named NUMBER.KEY
+    prompts.safetensors           what the encoders make of single texts, named PLACE.KEY
+    index.safetensors             where the tensors of each item begin, of what kind it is, and its digest
+
+An item is of a *kind* that many share: names, dtypes and shapes of its tensors. So the index of 100,000
+items is a few megabytes, and no header of a file of items is ever read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerostart.checkpoint.catalog import DTYPE_BITS
+from zerostart.checkpoint.formats.safetensors import read_header
+from zerostart.checkpoint.verifying import read_marker
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
+from zerostart.recipe import torch_dtype
+
+__all__ = ["FOLDER", "VERSION", "CachedItems", "Kind", "is_of_cache", "items_file", "read_manifest"]
+
+#: Of the files and what is in them; other versions are made anew.
+VERSION = 1
+INDEX_FILE, PROMPTS_FILE = "index.safetensors", "prompts.safetensors"
+#: What differs in length between the examples of one batch; all else has to be alike.
+_TEXT = frozenset({"prompt_embeds", "prompt_embeds_mask"})
+
+#: The cache in the output directory of a run.
+FOLDER = "cache"
+
+#: Name, dtype in safetensors' spelling, and shape of each tensor of an item, in the order of the names.
+Kind = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+def items_file(number: int) -> str:
+    """The name of a file of items."""
+    return f"items-{number:05d}.safetensors"
+
+
+def is_of_cache(name: str) -> bool:
+    """Whether what is called so in an output directory is its cache, or what was left of making it."""
+    return (
+        name == FOLDER
+        or re.fullmatch(rf"\.{FOLDER}\.(encoding|[0-9a-f]{{12}}\.(saving|replaced))", name) is not None
+    )
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """What the marker of a complete cache says of it; None where there is no cache.
+
+    Raises VerifyError for a marker that this version of zerostart does not know, ConfigError for that of a
+    directory that is something else.
+    """
+    document = read_marker(directory) if directory.is_dir() else None
+    if document is None:
+        return None
+    if not isinstance(document.get("cache"), dict):
+        raise ConfigError(f"cache.directory {directory} holds a saved model, and no cache; name another")
+    return document
+
+
+@dataclass(frozen=True)
+class _Index:
+    """Numbers of kinds [items], first tensors [items], offsets [tensors], digests [items, 16]."""
+
+    kinds: np.ndarray[Any, Any]
+    firsts: np.ndarray[Any, Any]
+    offsets: np.ndarray[Any, Any]
+    digests: np.ndarray[Any, Any]
+
+
+class CachedItems:
+    """The items of the cache in ``directory``, over which an epoch goes ``repeats`` times.
+
+    What an item is: tensors on the CPU named as diffusers' pipelines name them, ``latents`` ([C, H, W] of a
+    picture, [C, F, H, W] of a video, not packed), ``prompt_embeds`` [L, D], and what else its transformer
+    takes. It may be read by several processes at once; none holds more than the item that it reads.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], repeats: int = 1) -> None:
+        """Raises CheckpointNotFoundError where no cache is, ReadError for a file that is not as written."""
+        self.directory = Path(directory)
+        document = read_manifest(self.directory)
+        if document is None:
+            raise CheckpointNotFoundError(f"{self.directory}: there is no cache; zerostart cache makes one")
+        found = document["cache"]
+        if found.get("version") != VERSION:
+            raise CheckpointError(
+                f"{self.directory}: a cache of version {found.get('version')!r}, and this zerostart knows "
+                f"{VERSION}: remove it, and have it made anew"
+            )
+        self.facts: Mapping[str, Any] = found["facts"]
+        self.texts: tuple[str, ...] = tuple(found["prompts"])
+        self._repeats = repeats
+        self._count, self._per_file = int(found["items"]), int(found["per_file"])
+        self._kinds: list[Kind] = [
+            tuple((name, dtype, tuple(shape)) for name, dtype, shape in kind) for kind in found["kinds"]
+        ]
+        self._sizes = {name: int(described["bytes"]) for name, described in document["files"].items()}
+        self._check_sizes()
+        self._index = self._read_index()
+
+    def __len__(self) -> int:
+        return self._count * self._repeats
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Item ``index``. Raises IndexError, and ReadError, naming the file, for what is not as written."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"item {index} of {len(self)}")
+        number = index % self._count
+        kind, first = self._kinds[self._index.kinds[number]], int(self._index.firsts[number])
+        path = self.directory / items_file(number // self._per_file)
+        hashed = hashlib.blake2b(digest_size=16)
+        item: dict[str, torch.Tensor] = {}
+        with _opened(path) as handle:
+            for (name, dtype, shape), offset in zip(
+                kind, self._index.offsets[first : first + len(kind)].tolist(), strict=True
+            ):
+                item[name] = _tensor(handle.fileno(), path, offset, dtype, shape)
+                hashed.update(_bytes(item[name]))
+        if hashed.digest() != self._index.digests[number].tobytes():
+            raise ReadError(
+                f"{path}: item {number} is not what was written: the file is damaged; {self._remedy()}"
+            )
+        return item
+
+    def digest(self) -> str:
+        """A digest of all items: equal for equal ones, wherever they lie."""
+        hashed = hashlib.blake2b(repr((self._count, self._repeats)).encode(), digest_size=16)
+        hashed.update(self._index.digests.tobytes())
+        return hashed.hexdigest()
+
+    def shapes(self) -> Sequence[Hashable]:
+        """For each item the names and shapes of what has to be alike in a batch: all but texts."""
+        keys = [tuple((name, shape) for name, _, shape in kind if name not in _TEXT) for kind in self._kinds]
+        return [keys[kind] for kind in self._index.kinds.tolist()] * self._repeats
+
+    def prompt(self, text: str = "") -> dict[str, torch.Tensor]:
+        """What the encoders make of ``text`` alone, by the keys that it has in items.
+
+        Raises ConfigError for a text that was not asked for when the cache was made.
+        """
+        if text not in self.texts:
+            raise ConfigError(
+                f"{self.directory} has no embeddings of the text {text!r}; name it in cache.prompts, and run "
+                "zerostart cache again: its items stay"
+                if self.texts
+                else f"{self.directory} has embeddings of no text alone: its encoders take pictures, too"
+            )
+        path = self.directory / PROMPTS_FILE
+        entries, _, _ = read_header(path)
+        prefix = f"{self.texts.index(text)}."
+        with _opened(path) as handle:
+            return {
+                entry.name.removeprefix(prefix): _tensor(
+                    handle.fileno(), path, entry.offset, entry.dtype, entry.shape
+                )
+                for entry in entries
+                if entry.name.startswith(prefix)
+            }
+
+    def _check_sizes(self) -> None:
+        for name, size in self._sizes.items():
+            path = self.directory / name
+            try:
+                found = path.stat().st_size
+            except OSError as error:
+                raise ReadError(f"{path}: {error.strerror}; {self._remedy()}") from error
+            if found != size:
+                raise ReadError(f"{path} has {found} bytes and had {size}; {self._remedy()}")
+
+    def _remedy(self) -> str:
+        return f"remove {self.directory}, and have it made anew"
+
+    def _read_index(self) -> _Index:
+        path = self.directory / INDEX_FILE
+        entries, _, _ = read_header(path)
+        with _opened(path) as handle:
+            found = {
+                e.name: _tensor(handle.fileno(), path, e.offset, e.dtype, e.shape).numpy() for e in entries
+            }
+        kinds = found["kinds"]
+        lengths = np.array([len(kind) for kind in self._kinds], dtype=np.int64)
+        if len(kinds) != self._count or (len(kinds) and int(kinds.max()) >= len(lengths)):
+            raise ReadError(f"{path} is not the index of this cache; {self._remedy()}")
+        ends = np.cumsum(lengths[kinds])
+        if len(found["offsets"]) != (int(ends[-1]) if len(ends) else 0):
+            raise ReadError(f"{path} is not the index of this cache; {self._remedy()}")
+        return _Index(kinds, ends - lengths[kinds], found["offsets"], found["digests"])
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return path.open("rb", buffering=0)
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, where they lie."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _tensor(handle: int, path: Path, offset: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of a file. Raises ReadError."""
+    count = prod(shape) * DTYPE_BITS[dtype] // 8
+    data = torch.empty(count, dtype=torch.uint8, device="cpu")
+    view, done = data.numpy().data, 0
+    while done < count:
+        try:
+            got = os.preadv(handle, [view[done:]], offset + done)
+        except OSError as error:
+            raise ReadError(f"{path}: cannot be read: {error.strerror}") from error
+        if got == 0:
+            raise ReadError(f"{path} ends at byte {offset + done}, where more was written: it is damaged")
+        done += got
+    return data.view(torch_dtype(dtype)).reshape(tuple(shape))

@@ -1,0 +1,245 @@
+"""Every family: the same bytes on one, two and three ranks, and what diffusers feeds its transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from tests.training.encoded import PROMPTS, bytes_of, configured, make, write_media
+
+from ranks import run_ranks
+from zerostart.distributed.world import current_world
+from zerostart.training.cache import ensure_cache
+from zerostart.training.cached import CachedItems
+from zerostart.training.config import parse_config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As encoders compute on a CPU: bits depend on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def cached(values: dict[str, Any]) -> str:
+    return ensure_cache(parse_config(values), current_world()).digest()
+
+
+class Fed(Exception):
+    """The transformer was about to be called."""
+
+
+def fed(pipe: Any, **call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the first call of a pipeline's transformer."""
+    found: list[Any] = []
+
+    def note(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found.extend((given, named))
+        raise Fed
+
+    handle = pipe.transformer.register_forward_pre_hook(note, with_kwargs=True)
+    pipe.set_progress_bar_config(disable=True)
+    with pytest.raises(Fed):
+        pipe(num_inference_steps=2, generator=torch.Generator().manual_seed(1), **call)
+    handle.remove()
+    return found[0], found[1]
+
+
+Row = Mapping[str, Any]
+
+
+def drawn(number: int) -> torch.Generator:
+    import hashlib
+
+    seed = hashlib.blake2b(f"0 {number}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family: its columns, the size of all its media, and what its pipeline makes of a row."""
+
+    columns: Mapping[str, str]
+    expected: Callable[[Any, str, Row, int], Mapping[str, torch.Tensor]]
+    size: tuple[int, int] = (16, 16)
+    sizes: Mapping[str, Any] | None = None
+
+
+def wan_latents(pipe: Any, video: list[Any], number: int) -> torch.Tensor:
+    pixels = pipe.video_processor.preprocess_video(video)
+    shape = (1, -1, 1, 1, 1)
+    mean, std = (
+        torch.tensor(getattr(pipe.vae.config, f"latents_{name}")).view(shape) for name in ("mean", "std")
+    )
+    return (pipe.vae.encode(pixels).latent_dist.sample(drawn(number)) - mean) * (1.0 / std)
+
+
+WAN = {"height": 16, "width": 16, "num_frames": 5, "guidance_scale": 1.0, "max_sequence_length": 12}
+
+
+def wan(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch.Tensor]:
+    _, given = fed(pipe, prompt=prompt, **WAN)
+    latents = wan_latents(pipe, row["video"], number)[0]
+    return {"latents": latents, "prompt_embeds": given["encoder_hidden_states"][0]}
+
+
+def wan_i2v(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch.Tensor]:
+    last = {"last_image": row["last_frame"]} if "last_frame" in row else {}
+    _, given = fed(pipe, image=row.get("first_frame", row["video"][0]), prompt=prompt, **last, **WAN)
+    return {
+        "latents": wan_latents(pipe, row["video"], number)[0],
+        "prompt_embeds": given["encoder_hidden_states"][0],
+        "condition": given["hidden_states"][0, 4:],
+        "image_embeds": given["encoder_hidden_states_image"].flatten(0, 1),
+    }
+
+
+def wan_vace(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch.Tensor]:
+    references = row.get("reference_image", [])
+    more = {"reference_images": references} if references else {}
+    _, given = fed(pipe, prompt=prompt, video=row["control_video"], mask=row["control_mask"], **more, **WAN)
+    latents = wan_latents(pipe, row["video"], number)[0]
+    shape, config = (1, -1, 1, 1, 1), pipe.vae.config
+    mean, std = (torch.tensor(getattr(config, f"latents_{name}")).view(shape) for name in ("mean", "std"))
+    for picture in references:
+        kept = pipe.vae.encode(pipe.video_processor.preprocess_video([picture])).latent_dist.mode()
+        latents = torch.cat([((kept - mean) * (1.0 / std))[0], latents], dim=1)
+    return {
+        "latents": latents,
+        "prompt_embeds": given["encoder_hidden_states"][0],
+        "control_latents": given["control_hidden_states"][0],
+    }
+
+
+IMAGE = {"height": 16, "width": 16, "max_sequence_length": 24}
+
+
+def qwen_image(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch.Tensor]:
+    _, given = fed(pipe, prompt=prompt, **IMAGE)
+    other = diffusers.QwenImageImg2ImgPipeline(**pipe.components)
+    pixels = other.image_processor.preprocess(row["image"]).unsqueeze(2)
+    embeds = given["encoder_hidden_states"][0]
+    return {
+        "latents": other._encode_vae_image(pixels, drawn(number))[0, :, 0],
+        "prompt_embeds": embeds,
+        "prompt_embeds_mask": torch.ones(len(embeds), dtype=torch.long),
+    }
+
+
+def flux(pipe: Any, prompt: str, row: Row, number: int, **more: Any) -> Mapping[str, torch.Tensor]:
+    _, given = fed(pipe, prompt=prompt, **IMAGE, **more)
+    parts = {
+        name: part
+        for name, part in pipe.components.items()
+        if name not in ("image_encoder", "feature_extractor")
+    }
+    other = diffusers.FluxImg2ImgPipeline(**parts)
+    latents = other._encode_vae_image(other.image_processor.preprocess(row["image"]), drawn(number))[0]
+    found = {
+        "latents": latents,
+        "prompt_embeds": given["encoder_hidden_states"][0],
+        "pooled_prompt_embeds": given["pooled_projections"][0],
+    }
+    if more:
+        height, width = latents.shape[1:]
+        tokens = given["hidden_states"][:, height * width // 4 :]
+        factor = pipe.vae_scale_factor
+        found["image_latents.0"] = pipe._unpack_latents(tokens, height * factor, width * factor, factor)[0]
+    return found
+
+
+def flux_kontext(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch.Tensor]:
+    return flux(pipe, prompt, row, number, image=row["edit_image"], max_area=256, _auto_resize=False)
+
+
+def flux2(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch.Tensor]:
+    call = {"height": 64, "width": 64, "max_sequence_length": 24, "guidance_scale": 1.0}
+    _, given = fed(pipe, prompt=prompt, image=row["edit_image"], **call)
+    posterior = pipe.vae.encode(pipe.image_processor.preprocess(row["image"])).latent_dist
+    bn = pipe.vae.bn
+    mean, std = bn.running_mean.view(1, -1, 1, 1), torch.sqrt(bn.running_var + pipe.vae.config.batch_norm_eps)
+    patches = pipe._patchify_latents(posterior.sample(drawn(number)))
+    latents = ((patches - mean) / std.view(1, -1, 1, 1))[0]
+    height, width = latents.shape[1:]
+    tokens = given["hidden_states"][0, height * width :].unflatten(0, (-1, height, width))
+    others = {f"image_latents.{n}": one.permute(2, 0, 1) for n, one in enumerate(tokens)}
+    return {"latents": latents, "prompt_embeds": given["encoder_hidden_states"][0], **others}
+
+
+def z_image(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch.Tensor]:
+    given, _ = fed(pipe, prompt=prompt, guidance_scale=0.0, **IMAGE)
+    pixels, config = pipe.image_processor.preprocess(row["image"]), pipe.vae.config
+    sample = pipe.vae.encode(pixels).latent_dist.sample(drawn(number))
+    return {
+        "latents": ((sample - config.shift_factor) * config.scaling_factor)[0],
+        "prompt_embeds": given[2][0],
+    }
+
+
+OWN = {"reference_image": {"kind": "images", "size": "item"}}
+CASES = {
+    "wan": Case({"video": "video"}, wan),
+    "wan_i2v": Case({"video": "video"}, wan_i2v),
+    "wan_i2v last": Case({"video": "video", "first_frame": "image", "last_frame": "image"}, wan_i2v),
+    "wan_vace": Case({"video": "video", "control_video": "video", "control_mask": "video"}, wan_vace),
+    "wan_vace reference": Case(
+        {"video": "video", "control_video": "video", "control_mask": "video", "reference_image": "images"},
+        wan_vace,
+        sizes=OWN,
+    ),
+    "qwen_image": Case({"image": "image"}, qwen_image),
+    "flux": Case({"image": "image"}, flux),
+    "flux_kontext": Case(
+        {"image": "image", "edit_image": "image"}, flux_kontext, sizes={"edit_image": {"kind": "images"}}
+    ),
+    "flux2_klein": Case({"image": "image", "edit_image": "images"}, flux2, size=(64, 64)),
+    "z_image": Case({"image": "image"}, z_image),
+}
+
+
+def pictures(media: Mapping[str, Any], number: int, columns: Mapping[str, str]) -> dict[str, Any]:
+    """What the files of a row show."""
+    from PIL import Image
+
+    folder, found = Path(media["source"]).parent, {}
+    for name, kind in columns.items():
+        path = folder / f"{name}-{number}"
+        files = [path.with_suffix(".png")] if kind == "image" else sorted(path.iterdir())
+        shown = [Image.open(file) for file in files]
+        found[name] = shown[0] if kind == "image" else shown
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_a_family_is_encoded_as_its_pipeline_does(name: str, tmp_path: Path) -> None:
+    case, rows = CASES[name], 5
+    pipeline = make(name.partition(" ")[0], tmp_path / "pipeline")
+    media = write_media(tmp_path / "media", case.columns, [case.size] * rows)
+    media["columns"] = {**dict.fromkeys(case.columns), **(case.sizes or {})}
+    media["columns"] = {column: value or column for column, value in media["columns"].items()}
+    length = 12 if name.startswith("wan") else 24
+    for ranks in (1, 2, 3):
+        values = configured(pipeline, media, tmp_path / f"out{ranks}", max_sequence_length=length)
+        assert len(set(run_ranks(cached, ranks, values))) == 1
+    one = bytes_of(tmp_path / "out1" / "cache")
+    assert bytes_of(tmp_path / "out2" / "cache") == one
+    assert bytes_of(tmp_path / "out3" / "cache") == one
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(pipeline))
+    for number, item in enumerate(CachedItems(tmp_path / "out1" / "cache")):
+        expected = case.expected(pipe, PROMPTS[number], pictures(media, number, case.columns), number)
+        assert item.keys() == expected.keys()
+        different = {
+            key: (item[key].shape, value.shape)
+            for key, value in expected.items()
+            if not torch.equal(item[key], value)
+        }
+        assert not different
