@@ -38,7 +38,7 @@ def test_defaults_overrides_and_yaml_spellings(path):
         ("trane.steps=3", "unknown key trane; did you mean train"),
         ("train.steps=many", "train.steps: .*integer.*'many'"),
         ("model.source=", "model.source: .*string"),
-        ("task.name=lm", "task.name: .*'causal-lm' or 'masked-lm'"),
+        ("task.name=lm", "task.name: 'lm' is unknown; choose one of causal-lm, flow-matching, masked-lm"),
         ("engine.name=ddp", ": engine='ddp' is unknown; choose one of deepspeed, fsdp2"),
         ("engine.zero_stage=4", ": zero_stage=4 is not available on deepspeed"),
         ("train.steps", "an override is KEY=VALUE"),

@@ -8,15 +8,25 @@ from transformers import AutoTokenizer
 
 from tiny import minilm_path
 from zerostart.errors import ConfigError
-from zerostart.training.config import DataConfig, TaskConfig
+from zerostart.training.config import DataConfig, parse_config
 from zerostart.training.data import Sequences, iter_documents, split_held_out, tokenize
 from zerostart.training.evaluate import HeldOut, held_out_batches
-from zerostart.training.tasks import IGNORED_LABEL, make_collator, predicted_tokens, weighed
+from zerostart.training.registry import task_class
+from zerostart.training.tasks.language import IGNORED_LABEL
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(minilm_path())
+
+
+def language(name="causal-lm", tokenizer=None, **settings):
+    """A task of a run with that tokenizer; one that pads with 0 where none is given."""
+    given = {"model": {"source": "x"}, "data": {"source": "x"}, "output": {"directory": "x"}}
+    config = parse_config(given | {"task": {"name": name, **settings}, "train": {"steps": 1, "seed": 0}})
+    task = task_class(name)(config)
+    task.tokenizer = tokenizer or type("T", (), {"pad_token_id": 0})
+    return task
 
 
 def test_documents_of_files_and_directories(tmp_path):
@@ -117,9 +127,7 @@ class FakeSession:
 
 
 def test_held_out_batches_are_weighted_and_shared_out():
-    task = TaskConfig(name="causal-lm")
-    collator = make_collator(task, type("T", (), {"pad_token_id": 0}), seed=0)
-    batches = held_out_batches(numbered(5), collator, task, batch_size=2)
+    batches = held_out_batches(language(), numbered(5), batch_size=2)
     assert [predicted for _, predicted in batches] == [6, 6, 3]
     assert HeldOut(batches, 0, 1).loss(FakeSession()) == pytest.approx((0 * 6 + 8 * 6 + 16 * 3) / 15)
     assert HeldOut(batches, 0, 2).loss(FakeSession()) == pytest.approx((0 * 6 + 16 * 3) / 9)
@@ -128,49 +136,45 @@ def test_held_out_batches_are_weighted_and_shared_out():
 
 def test_held_out_sequences_without_a_token_to_predict_are_refused():
     """Their loss would be shown as 0."""
-    task = TaskConfig(name="causal-lm")
-    collator = make_collator(task, type("T", (), {"pad_token_id": 0}), seed=0)
     with pytest.raises(ConfigError, match=r"no token to predict.*raise data\.held_out"):
-        held_out_batches(
-            Sequences(torch.arange(3, dtype=torch.int32), [1, 2, 3]), collator, task, batch_size=2
-        )
+        held_out_batches(language(), Sequences(torch.arange(3, dtype=torch.int32), [1, 2, 3]), batch_size=2)
 
 
 @pytest.mark.parametrize("name", ["causal-lm", "masked-lm"])
 def test_a_batch_without_a_prediction_has_a_finite_loss_and_no_weight(name):
-    task = TaskConfig(name=name)
-    ids = make_collator(TaskConfig(name="causal-lm"), type("T", (), {"pad_token_id": 0}), seed=0)(
+    task = language(name)
+    ids = language().collator(0)(
         [{"input_ids": torch.tensor([7])}, {"input_ids": torch.tensor([8])}]
     )["input_ids"]
     empty = {"input_ids": ids, "labels": torch.full_like(ids, IGNORED_LABEL)}
-    batch, weight = weighed(task, empty)
+    batch, weight = task.weighed(empty)
     assert weight == 0
-    assert predicted_tokens(task, batch["labels"]) == 1
+    assert task.predicted_tokens(batch["labels"]) == 1
     assert (empty["labels"] == IGNORED_LABEL).all()
 
 
 def test_causal_batches_pad_without_losing_the_end_token():
     items = [{"input_ids": torch.tensor(ids)} for ids in ([5, 6, 2], [7, 2])]
-    collator = make_collator(TaskConfig(name="causal-lm"), type("T", (), {"pad_token_id": 2}), seed=0)
-    batch = collator(items)
+    task = language(tokenizer=type("T", (), {"pad_token_id": 2}))
+    batch = task.collator(0)(items)
     assert batch["input_ids"].tolist() == [[5, 6, 2], [7, 2, 2]]
     assert batch["labels"].tolist() == [[5, 6, 2], [7, 2, IGNORED_LABEL]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert predicted_tokens(TaskConfig(name="causal-lm"), batch["labels"]) == 3
+    assert task.predicted_tokens(batch["labels"]) == 3
 
 
 def test_masked_batches_hide_the_same_tokens_for_the_same_seed(tokenizer):
-    task = TaskConfig(name="masked-lm", mask_probability=0.5)
+    task = language("masked-lm", tokenizer, mask_probability=0.5)
     sequences = tokenize(["some words " * 40], tokenizer, DataConfig(source="unused", sequence_length=16))
     items = [sequences[index] for index in range(4)]
-    first, second = (make_collator(task, tokenizer, seed=7)(items) for _ in range(2))
+    first, second = (task.collator(7)(items) for _ in range(2))
     assert torch.equal(first["labels"], second["labels"])
-    assert predicted_tokens(task, first["labels"]) == int((first["labels"] != IGNORED_LABEL).sum()) > 0
+    assert task.predicted_tokens(first["labels"]) == int((first["labels"] != IGNORED_LABEL).sum()) > 0
     assert (first["labels"][:, [0, -1]] == IGNORED_LABEL).all()  # special tokens are never hidden
     assert json.dumps(sorted(first)) == '["attention_mask", "input_ids", "labels"]'
 
 
 def test_masked_task_needs_a_mask_token():
-    tokenizer = type("T", (), {"mask_token": None})
+    task = language("masked-lm", type("T", (), {"mask_token": None}))
     with pytest.raises(ConfigError, match="mask token"):
-        make_collator(TaskConfig(name="masked-lm"), tokenizer, seed=0)
+        task.collator(0)

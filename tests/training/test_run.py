@@ -119,10 +119,14 @@ def load_and_export(path, engine, out):
     from transformers import AutoTokenizer
 
     from zerostart.training.export import export_model
+    from zerostart.training.tasks.language import CausalLanguage
 
     model = zerostart.load(path, engine=engine, progress=False)
-    with_tokenizer = AutoTokenizer.from_pretrained(path.parent / "tokenizer")
-    export_model(model, with_tokenizer, Path(out), "20KB")
+    given = {"model": {"source": str(path)}, "data": {"source": "x"}, "train": {"steps": 1}}
+    given |= {"task": {"name": "causal-lm"}, "output": {"directory": out, "max_shard_size": "20KB"}}
+    task = CausalLanguage(parse_config(given))
+    task.tokenizer = AutoTokenizer.from_pretrained(path.parent / "tokenizer")
+    export_model(model, task, Path(out))
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
@@ -196,8 +200,10 @@ def test_a_wish_to_stop_on_one_rank_stops_all_after_a_step(checkpoints, values):
 
 def run_failing(values, chosen):
     """Runs that one rank cannot go on with, each for another reason; what every rank was told."""
-    from zerostart.training import runner, session
+    from zerostart.training import session
     from zerostart.training.progress import Display
+
+    from zerostart.training.tasks.language import CausalLanguage
 
     rank, told = torch.distributed.get_rank(), {}
 
@@ -221,7 +227,7 @@ def run_failing(values, chosen):
         "metrics": list,
         "schedule": lambda: fails(session, "learning_rate_schedule", 0, 1, KeyError("warmup")),
         "optimizer": lambda: fails(session, "_parameter_groups", 1, 1, KeyError("parameters")),
-        "batch": lambda: fails(runner, "weighed", 1, 2, MemoryError("for a batch")),
+        "batch": lambda: fails(CausalLanguage, "weighed", 1, 2, MemoryError("for a batch")),
         "step": lambda: fails(AdamW, "step", 1, 2, MemoryError("for the optimizer")),
         "held out": lambda: fails(Display, "evaluation", 1, 2, BrokenPipeError("no terminal")),
         "interrupt": lambda: fails(Display, "step", 0, 2, KeyboardInterrupt("twice")),

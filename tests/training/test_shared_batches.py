@@ -6,7 +6,7 @@ import torch
 from zerostart.engines import check_choice
 from zerostart.layout import Mesh
 from zerostart.training.sequences import Sharing
-from zerostart.training.tasks import IGNORED_LABEL
+from zerostart.training.tasks.language import IGNORED_LABEL
 
 LENGTHS = (7, 1, 4)
 

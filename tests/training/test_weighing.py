@@ -60,13 +60,15 @@ def values(tmp_path, tokenizer_path):
 def first_step(values):
     """What one step of the runner shows: batches as collated, its line of metrics, whole gradients."""
     from zerostart.training import runner
+    from zerostart.training.registry import task_class
     from zerostart.training.session import Session
 
     batches, gradients = [], {}
-    collators, clip = runner.make_collator, Session.clip
+    task = task_class(values["task"]["name"])
+    collators, clip = task.collator, Session.clip
 
-    def recording(*arguments, **options):
-        collate = collators(*arguments, **options)
+    def recording(*arguments):
+        collate = collators(*arguments)
         return lambda items: batches.append(collate(items)) or batches[-1]
 
     def look(module):
@@ -78,7 +80,7 @@ def first_step(values):
             look(session.model)
         return clip(session, *arguments)
 
-    runner.make_collator, Session.clip = recording, looked_at
+    task.collator, Session.clip = recording, looked_at
     runner.export_model = lambda *_: None
     if values["engine"]["name"] == "deepspeed":
         from deepspeed.runtime.engine import DeepSpeedEngine

@@ -98,7 +98,7 @@ class Checkpoints:
         extra = {
             "step": past.steps,
             "epoch": epoch,
-            "sequences": batches * self._session.sequences_a_round,
+            "sequences": batches * self._session.items_a_round,
             "data": self._data,
             "schedule": self._session.scheduler.state_dict(),
             "losses": [past.first_loss, past.last_loss],
@@ -120,9 +120,9 @@ class Checkpoints:
         extra = current_world().broadcast_object(lambda: _extra(path), "reading the checkpoint's document")
         if extra["data"] != self._data:
             raise ConfigError(
-                f"{path} was trained on other data than data.source gives now (or another part is held out): "
-                "its place in them means nothing here. Start anew in another output.directory, with "
-                f"model.source={path / 'model'}"
+                f"{path} was trained on other data than {self._session.task.data_key} gives now (or another "
+                "part is held out): its place in them means nothing here. Start anew in another "
+                f"output.directory, with model.source={path / 'model'}"
             )
         # Before random states are restored: what is passed over draws again what was drawn for it.
         batches = self._session.batches_after(extra["epoch"], extra["sequences"])

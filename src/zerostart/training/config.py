@@ -6,16 +6,17 @@ before a model or a process group exists.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import LoadArguments
+from zerostart.training.mistakes import TaskMistake, told
+from zerostart.training.sections import Count, Positive, Section, TaskConfig
 
 if TYPE_CHECKING:
     from zerostart.engines import Engine
@@ -35,10 +36,6 @@ __all__ = [
     "parse_config",
 ]
 
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-
-
 # The schedules of ``transformers.get_scheduler`` that need no further arguments.
 Schedule = Literal[
     "linear",
@@ -55,25 +52,25 @@ Precision = Annotated[
 ]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """Which pretrained weights: a directory, a file or a hub id, and the type they train in.
 
+    ``component`` is the one that is trained where ``source`` is a pipeline of diffusers (default: transformer).
     ``dtype`` None means float32, or bfloat16 / float16 where DeepSpeed's mixed precision keeps the model
     in that type. ``strict`` False initialises parameters that the checkpoint lacks (a new head).
     ``fp32_masters`` False has mixed precision start from weights that were rounded to 16 bits first.
     """
 
+    places: ClassVar[frozenset[str]] = frozenset({"source"})
+
     source: str
+    component: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     strict: bool = LoadArguments.strict
     fp32_masters: bool = LoadArguments.fp32_masters
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """Text to train on.
 
     ``source`` is a text file, a ``.jsonl`` file with ``text_field`` in every line, a directory of both, a
@@ -84,6 +81,8 @@ class DataConfig(_Section):
     ``held_out`` of the sequences is kept out of training and evaluated before and after.
     """
 
+    places: ClassVar[frozenset[str]] = frozenset({"source", "tokenizer"})
+
     source: str | list[str]
     text_field: str = "text"
     documents: Count = 0
@@ -93,14 +92,7 @@ class DataConfig(_Section):
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
 
 
-class TaskConfig(_Section):
-    """What is learnt: the next token, or tokens hidden with probability ``mask_probability``."""
-
-    name: Literal["causal-lm", "masked-lm"]
-    mask_probability: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
-
-
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """Which engine shards the model. ``config`` is its own configuration, merged over ours.
 
     For DeepSpeed that is a ``ds_config`` dictionary (or the path of a JSON file), in which the batch
@@ -111,6 +103,8 @@ class EngineConfig(_Section):
     its own; ``sequence_parallel`` ranks share each sequence, and see one batch. An engine that another
     package has registered is known by its name, too.
     """
+
+    places: ClassVar[frozenset[str]] = frozenset({"config"})  # whose content is compared
 
     name: str = LoadArguments.engine
     zero_stage: int = LoadArguments.zero_stage
@@ -126,7 +120,7 @@ class EngineConfig(_Section):
         return check_choice(self.name, self.zero_stage).of(self.zero_stage, None, Mesh(1), None)
 
 
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """The optimisation: ``steps`` optimizer steps of AdamW.
 
     A step sees ``batch_size`` sequences a rank, ``accumulation`` times over. ``schedule`` (as
@@ -152,18 +146,20 @@ class TrainingConfig(_Section):
     checkpoint_blocks: bool | Literal["offload"] = False
 
 
-class OutputConfig(_Section):
+class OutputConfig(Section):
     """Where the trained model goes, in files of at most ``max_shard_size`` (such as ``5GB``).
 
     A directory that holds anything is refused, unless ``overwrite`` says that a model in it may go.
+    ``pipeline`` puts the trained component into a whole pipeline there, whose other parts are copied.
     """
 
     directory: str
     max_shard_size: str = "5GB"
     overwrite: bool = False
+    pipeline: bool = False
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """Training checkpoints, from which ``resume`` goes on: one ``every`` so many steps (0: none).
 
     They are in ``checkpoints`` of the output directory, of which the last ``keep`` stay. ``background``
@@ -175,29 +171,35 @@ class CheckpointConfig(_Section):
     background: bool = False
 
 
-class TrackingConfig(_Section):
+class TrackingConfig(Section):
     """accelerate's trackers by name (``tensorboard``, ``wandb``, ...) and the project they log to."""
+
+    places: ClassVar[frozenset[str]] = frozenset({"project"})
 
     trackers: list[str] = Field(default_factory=list)
     project: str = "zerostart"
 
 
-class LoggingConfig(_Section):
+class LoggingConfig(Section):
     """A plain log line every ``every`` steps where no terminal shows the live display."""
 
     every: Positive = 10
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """All of it.
 
-    ``resume`` ``auto`` goes on from the newest complete checkpoint in the output directory, and starts anew
-    where there is none yet; a path goes on from that checkpoint.
+    ``data`` and the sections after ``logging`` are taken by some tasks and refused by others. ``resume``
+    ``auto`` goes on from the newest complete checkpoint in the output directory, and starts anew where there
+    is none yet; a path goes on from that checkpoint.
     """
 
+    #: The sections that each task says for itself whether it takes.
+    of_tasks: ClassVar[tuple[str, ...]] = ("data", "media", "cache", "samples")
+
     model: ModelConfig
-    data: DataConfig
-    task: TaskConfig
+    data: DataConfig | None = None
+    task: SerializeAsAny[Annotated[TaskConfig, BeforeValidator(lambda value: _of_task(value))]]
     train: TrainingConfig
     output: OutputConfig
     engine: EngineConfig = EngineConfig()
@@ -214,18 +216,35 @@ class TrainConfig(_Section):
                 f"train.mixed_precision {precision} is not available with engine.name {engine.name}; use "
                 f"{' or '.join(engine.precisions)}"
             )
-        if self.engine.sequence_parallel > 1 and self.task.name != "causal-lm":
-            raise ValueError(
-                f"engine.sequence_parallel {self.engine.sequence_parallel} is not available with task.name "
-                f"{self.task.name}: ranks share sequences whose tokens look back alone; leave it out"
-            )
         kept = self._kept_dtype
         if kept is not None and self.model.dtype not in (None, kept):
             raise ValueError(
                 f"model.dtype {self.model.dtype} contradicts train.mixed_precision {precision}: "
                 f"{engine.title} keeps the model in {kept} there"
             )
+        self._check_task()
         return self
+
+    def _check_task(self) -> None:
+        """Whether the task can be run with what else is configured. Raises ValueError."""
+        from zerostart.training.registry import task_class
+
+        task, name = task_class(self.task.name), self.task.name
+        for section in self.of_tasks:
+            given = getattr(self, section, None) is not None
+            if section in task.needs and not given:
+                raise ValueError(f"{section} is required with task.name {name}")
+            if given and section not in task.sections:
+                taken = ", ".join(one for one in self.of_tasks if one in task.sections) or "none of these"
+                raise ValueError(
+                    f"the section {section} is not for task.name {name}, which takes {taken}; leave it out"
+                )
+        if self.engine.sequence_parallel > 1 and not task.shares_sequences:
+            raise ValueError(
+                f"engine.sequence_parallel {self.engine.sequence_parallel} is not available with task.name "
+                f"{name}: ranks share sequences whose tokens look back alone; leave it out"
+            )
+        task.check(self)
 
     @property
     def _kept_dtype(self) -> str | None:
@@ -237,6 +256,24 @@ class TrainConfig(_Section):
         """The type in which the parameters are loaded, as the name of a ``torch.dtype``."""
         # An engine that keeps no dtype of its own casts when it gathers, from weights in full precision.
         return self.model.dtype or self._kept_dtype or "float32"
+
+
+def _of_task(value: object) -> object:
+    """The section ``task``, as the task's own settings."""
+    from zerostart.training.registry import task_class
+
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str):
+        return value  # which the section itself refuses, if it is none
+    try:
+        settings = task_class(name).Settings
+    except ConfigError as error:
+        problem = {"loc": ("name",), "type": "value_error", "msg": str(error), "input": name}
+        raise TaskMistake([problem], TaskConfig) from None
+    try:
+        return settings.model_validate(value)
+    except ValidationError as error:
+        raise TaskMistake(error.errors(), settings) from None
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -262,8 +299,7 @@ def parse_config(values: dict[str, Any], where: str = "configuration") -> TrainC
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
-        problems = "; ".join(_explain(dict(problem)) for problem in error.errors())
-        raise ConfigError(f"{where}: {problems}") from None
+        raise ConfigError(f"{where}: {'; '.join(told(error, TrainConfig))}") from None
 
 
 def _parse_yaml(text: str, where: str) -> Any:
@@ -287,27 +323,3 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
         section = inner
     section[leaf] = _parse_yaml(text, f"override {override!r}")
-
-
-def _explain(problem: dict[str, Any]) -> str:
-    location = [str(part) for part in problem["loc"]]
-    key = ".".join(location)
-    if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(location[-1], _fields(location[:-1]), n=1, cutoff=0.5)
-        hint = f"; did you mean {'.'.join([*location[:-1], near[0]])}?" if near else ""
-        return f"unknown key {key}{hint}"
-    if problem["type"] == "missing":
-        return f"{key} is required"
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{key}: {message}, not {problem['input']!r}" if key else message
-
-
-def _fields(location: Sequence[str]) -> list[str]:
-    """Names of the keys that the section at ``location`` knows."""
-    section: type[BaseModel] = TrainConfig
-    for part in location:
-        annotation = section.model_fields[part].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        section = annotation
-    return list(section.model_fields)

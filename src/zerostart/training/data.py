@@ -62,6 +62,10 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
         state.update(torch.tensor(self.ends, dtype=torch.int64, device="cpu").numpy().data)
         return state.hexdigest()
 
+    def shapes(self) -> list[int]:
+        """All alike: shorter sequences are padded in their batch."""
+        return [0] * len(self)
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         start = self.ends[index - 1] if index else 0
         stored = self.tokens[start : self.ends[index]].long()

@@ -6,7 +6,6 @@ other in a collective. Paths may differ from machine to machine; what lies there
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +14,21 @@ from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh
 from zerostart.training.config import TrainConfig
-from zerostart.training.data import Sequences, file_digests, iter_documents, split_held_out, tokenize
 from zerostart.training.engine_config import engine_config, own_config
 from zerostart.training.evaluate import HeldOut, held_out_batches
-from zerostart.training.tasks import load_tokenizer, make_collator, read_settings
+from zerostart.training.registry import task_class
+from zerostart.training.sections import Section
+from zerostart.training.tasks.base import Items, Task
 
 __all__ = ["Inputs", "read_inputs"]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The model's ``settings``, the tokenizer, the data, and what the engine is configured with."""
+    """The task, its data, and what the engine is configured with."""
 
-    settings: Any  # a transformers PretrainedConfig
-    tokenizer: Any
-    sequences: Sequences
+    task: Task
+    items: Items
     held_out: HeldOut | None
     engine_config: dict[str, Any]
 
@@ -40,55 +39,40 @@ def read_inputs(config: TrainConfig, world: World) -> Inputs:
     Raises :class:`ConfigError` on every rank, with the same text, which names the ranks that differ and in
     what; or whatever one of them fails with.
     """
-    with world.phase("reading the configuration and the tokenizer"):
-        settings = read_settings(config)
-        tokenizer = load_tokenizer(config)
-        _check_vocabulary(tokenizer, settings)
-        given = engine_config(config, world.size, getattr(settings, "hidden_size", None))
-        facts = _facts(config, settings, tokenizer)
+    with world.phase("reading the configuration and what the task starts from"):
+        task = task_class(config.task.name)(config)
+        task.open()
+        given = engine_config(config, world.size, task.hidden_size)
+        facts = _facts(config, task)
     _agree_on_facts(facts, world)
     with world.phase("preparing the data"):
-        every = tokenize(iter_documents(config.data), tokenizer, config.data)
-    _agree_on_data(config, every, world)
-    with world.phase("holding sequences out"):
-        sequences, rest = split_held_out(every, config.data.held_out)
-        held_out = None if rest is None else _held_out(config, tokenizer, rest, world)
-    return Inputs(settings, tokenizer, sequences, held_out, given)
+        every = task.items(world)
+    _agree_on_data(task, every, world)
+    with world.phase("holding examples out"):
+        items, rest = task.split(every)
+        held_out = None if rest is None else _held_out(task, rest, world)
+    return Inputs(task, items, held_out, given)
 
 
-def _check_vocabulary(tokenizer: Any, settings: Any) -> None:
-    size = settings.get_text_config().vocab_size
-    if len(tokenizer) > size:
-        raise ConfigError(f"the tokenizer has {len(tokenizer)} tokens, but the model knows only {size}")
-
-
-def _held_out(config: TrainConfig, tokenizer: Any, sequences: Sequences, world: World) -> HeldOut:
-    # The same seed on every rank and in every run, so that the same tokens are hidden.
-    collator = make_collator(config.task, tokenizer, seed=config.train.seed)
-    batches = held_out_batches(sequences, collator, config.task, config.train.batch_size)
+def _held_out(task: Task, items: Items, world: World) -> HeldOut:
+    config = task.config
+    batches = held_out_batches(task, items, config.train.batch_size)
     mesh = Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
     return HeldOut(batches, *mesh.batch(world.rank))
 
 
-def _facts(config: TrainConfig, settings: Any, tokenizer: Any) -> dict[str, str]:
+def _facts(config: TrainConfig, task: Task) -> dict[str, str]:
     """By key what has to be alike: the configuration but for paths and display, and what is at the paths."""
-    values = config.model_dump(
-        exclude={
-            "model": {"source"},
-            "data": {"source", "tokenizer"},
-            "engine": {"config"},
-            "output": True,
-            "logging": True,
-            "tracking": {"project"},
-        }
-    )
-    values["engine"]["config"] = own_config(config)
-    facts = {key: repr(value) for key, value in _flat(values)}
-    described = {**settings.to_dict(), "_name_or_path": None}
-    facts["the model's config.json"] = _short(repr(sorted(described.items())))
-    special = (tokenizer.pad_token_id, tokenizer.mask_token_id, tokenizer.all_special_ids)
-    facts["the tokenizer"] = _short(repr((sorted(tokenizer.get_vocab().items()), special)))
-    return facts
+    facts: dict[str, str] = {}
+    for name, section in config:
+        if name in ("output", "logging"):
+            continue
+        values: dict[str, Any] = {name: section}
+        if isinstance(section, Section):
+            values = {name: section.model_dump(exclude=set(section.places))}
+        facts |= {key: repr(value) for key, value in _flat(values)}
+    facts |= {key: repr(value) for key, value in _flat({"engine": {"config": own_config(config)}})}
+    return facts | task.facts()
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -98,10 +82,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         name = f"{prefix}{key}"
         found += _flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
     return found
-
-
-def _short(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _agree_on_facts(own: Mapping[str, str], world: World) -> None:
@@ -116,14 +96,14 @@ def _agree_on_facts(own: Mapping[str, str], world: World) -> None:
             )
 
 
-def _agree_on_data(config: TrainConfig, own: Sequences, world: World) -> None:
-    mine = (own.digest(), f"{len(own):,} sequences of {own.tokens.numel():,} tokens")
+def _agree_on_data(task: Task, own: Items, world: World) -> None:
+    mine = (own.digest(), task.described(own))
     ranks = world.all_gather_object(mine, "comparing the data")
     groups = _groups([digest for digest, _ in ranks])
     if len(groups) == 1:
         return
     with world.phase("looking for the files that differ"):
-        digests = file_digests(config.data)
+        digests = task.files()
     files = world.all_gather_object(digests, "comparing the files of the data")
     most, *others = groups
     told = "; ".join(
@@ -132,7 +112,8 @@ def _agree_on_data(config: TrainConfig, own: Sequences, world: World) -> None:
     )
     raise ConfigError(
         f"the data differ between the ranks: {told} from {_named(most)} ({ranks[most[0]][1]}). Every rank "
-        "reads data.source for itself: copy the same files to every machine, or name a directory they share"
+        f"reads {task.data_key} for itself: copy the same files to every machine, or name a directory they "
+        "share"
     )
 
 

@@ -35,17 +35,17 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Metrics:
-    """One optimizer step, over all ranks: mean loss, learning rate, tokens seen, peak bytes of rank 0.
+    """One optimizer step, over all ranks: mean loss, learning rate, what was seen, peak bytes of rank 0.
 
-    ``loss`` is the mean over the predicted tokens, None where there was none; ``gradient_norm`` is that
-    before clipping, None where the engine does not tell.
+    ``loss`` is the mean by weight (over predicted tokens, or items), None where nothing had any;
+    ``gradient_norm`` is that before clipping, None where the engine does not tell.
     """
 
     step: int
     loss: float | None
     gradient_norm: float | None
     learning_rate: float
-    tokens: int
+    seen: int
     peak_bytes: int
 
 
@@ -59,11 +59,21 @@ class Display:
 
     ``path`` receives one JSON object a line: ``step, loss, gradient_norm, learning_rate, tokens, seconds``
     for a step and ``step, held_out_loss`` for an evaluation; a number that is not finite is null. ``every``
-    is the distance of plain lines, in steps.
+    is the distance of plain lines, in steps. ``counted`` is the key of what a step has seen, in the place of
+    ``tokens``, and its rate in short.
     """
 
-    def __init__(self, steps: int, path: Path, every: int, *, active: bool) -> None:
+    def __init__(
+        self,
+        steps: int,
+        path: Path,
+        every: int,
+        counted: tuple[str, str] = ("tokens", "tok/s"),
+        *,
+        active: bool,
+    ) -> None:
         self._steps = steps
+        self._key, self._unit = counted
         self._before = 0
         self._path = path
         self._every = every
@@ -121,14 +131,14 @@ class Display:
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         self._stepping += seconds
-        rate = metrics.tokens / max(seconds, 1e-9)
+        rate = metrics.seen / max(seconds, 1e-9)
         self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
         self._write(
             step=metrics.step,
             loss=metrics.loss,
             gradient_norm=metrics.gradient_norm,
             learning_rate=metrics.learning_rate,
-            tokens=metrics.tokens,
+            **{self._key: metrics.seen},
             seconds=round(seconds, 6),
         )
         figures = self._figures(metrics)
@@ -143,7 +153,7 @@ class Display:
         self._last = time.monotonic()
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Show the mean loss on the held-out sequences after ``step`` steps. Raises WriteError."""
+        """Show the mean loss on what is held out after ``step`` steps. Raises WriteError."""
         self._write(step=step, held_out_loss=loss)
         self.say(f"held-out loss after step {step}: {loss:.4f}")
 
@@ -153,7 +163,7 @@ class Display:
         return [
             f"loss {shown_loss(metrics.loss)}",
             f"lr {metrics.learning_rate:.1e}",
-            f"{self._rate:,.0f} tok/s",
+            f"{self._rate:,.{0 if self._rate >= 10 else 2}f} {self._unit}",
             f"{duration(left)} left",
             f"{metrics.peak_bytes / 2**30:.1f} GiB",
         ]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from zerostart.training.inputs import read_inputs
 from zerostart.training.progress import Display, Metrics, peak_memory_bytes, shown_loss
 from zerostart.training.session import Session, check_surroundings, open_session
 from zerostart.training.stop import StopSignal
-from zerostart.training.tasks import make_collator, model_builder, weighed
+from zerostart.training.tasks.base import Batch
 
 __all__ = ["TrainResult", "train"]
 
@@ -35,8 +36,8 @@ class TrainResult:
     """What came of a run: the same values on every rank.
 
     ``steps`` were done (fewer than asked for when ``stopped``); ``first_loss`` and ``last_loss`` are the
-    training losses of the first and the last of them (None where no token was predicted); ``held_out`` has
-    the loss on held-out text by step.
+    training losses of the first and the last of them (None where nothing had a weight); ``held_out`` has the
+    loss on held-out examples by step.
     """
 
     directory: str
@@ -70,10 +71,11 @@ def train(config: TrainConfig) -> TrainResult:
     directory = _claim_directory(config, world)
     resumed = newest(config, directory, world)
     inputs = read_inputs(config, world)
+    task = inputs.task
     torch.manual_seed(config.train.seed)  # for parameters that the checkpoint lacks; the same on every rank
     model = zerostart.load(
-        **{name: attrgetter(key)(config) for name, key in keys(LoadArguments).items()},
-        model=model_builder(config.task, inputs.settings),
+        **_arguments(config) | {"source": task.source},
+        model=task.builder(),
         engine_config=inputs.engine_config,
         dtype=getattr(torch, config.dtype),
     )
@@ -83,23 +85,27 @@ def train(config: TrainConfig) -> TrainResult:
     path, every = directory / METRICS, config.logging.every
     with (
         world.phase("training"),
-        Display(config.train.steps, path, every, active=world.rank == 0) as display,
+        Display(config.train.steps, path, every, task.counted, active=world.rank == 0) as display,
         StopSignal() as stop,
     ):
         display.say(str(zerostart.report(model)))
-        # Masks differ from rank to rank in training; held-out ones are the same in every run.
-        collator = make_collator(config.task, inputs.tokenizer, seed=config.train.seed + world.rank)
-        session = open_session(config, model, inputs.sequences, collator)
-        checkpoints = Checkpoints(config.checkpoint, directory, session, inputs.sequences.digest())
+        task.begin(model)
+        session = open_session(config, model, task, inputs.items)
+        checkpoints = Checkpoints(config.checkpoint, directory, session, inputs.items.digest())
         run = _Run(config, session, inputs.held_out, display, stop, checkpoints)
         with untold(), _peers_named(directory), checkpoints.ended():
             run.to_the_end(resumed)
         display.say("saving the model")
-        export_model(model, inputs.tokenizer, directory, config.output.max_shard_size)
+        export_model(model, task, directory)
         result = run.result(directory)
         display.say(str(result))
     session.end()
     return result
+
+
+def _arguments(config: TrainConfig) -> dict[str, Any]:
+    """The arguments of the load that have a key in the configuration."""
+    return {name: attrgetter(key)(config) for name, key in keys(LoadArguments).items()}
 
 
 @contextmanager
@@ -155,7 +161,7 @@ class _Run:
         checkpoints: Checkpoints,
     ) -> None:
         self._config = config.train
-        self._task = config.task
+        self._task = session.task
         self._tracked = bool(config.tracking.trackers)
         self._session = session
         self._held_out = held_out
@@ -198,20 +204,19 @@ class _Run:
                 break
         self._failures.tell()
 
-    def _step(self, step: int, source: Iterator[dict[str, torch.Tensor]]) -> None:
+    def _step(self, step: int, source: Iterator[Batch]) -> None:
         """One optimizer step on the next batches of this rank, as one process would do it on those of all."""
         session, summed = self._session, self._failures.sum_over_ranks
-        parts: list[tuple[dict[str, torch.Tensor], int]] = []
+        parts: list[tuple[Batch, int]] = []
         with self._failures.kept():
-            whole = [weighed(self._task, next(source)) for _ in range(self._config.accumulation)]
+            whole = [self._taken(source) for _ in range(self._config.accumulation)]
             parts = [session.part(*batch) for batch in whole]
-        predicted, tokens = summed(
-            sum(weight for _, weight in parts),
-            sum(float(batch["attention_mask"].sum()) for batch, _ in parts),
+        whole_weight, seen = summed(
+            sum(weight for _, weight in parts), sum(self._task.seen(batch) for batch, _ in parts)
         )
         loss = 0.0
         for batch, weight in parts:
-            share = weight / max(predicted, 1.0)
+            share = weight / max(whole_weight, 1.0)
             loss += float(session.accumulate(batch, share)) * share
         rate = session.scheduler.get_last_lr()[0]
         norm = session.clip(self._config.max_grad_norm)
@@ -221,7 +226,12 @@ class _Run:
         loss, wishes = summed(loss, float(self._stop.requested))
         self._stopped = wishes > 0
         with self._failures.kept():
-            self._note(Metrics(step, loss if predicted else None, norm, rate, int(tokens), self._peak()))
+            self._note(Metrics(step, loss if whole_weight else None, norm, rate, int(seen), self._peak()))
+
+    def _taken(self, source: Iterator[Batch]) -> tuple[Batch, int]:
+        """The next batch, with what is drawn for it, and its weight."""
+        batch = next(source)
+        return self._task.weighed(self._task.drawn(batch, self._session.position[0]))
 
     def _peak(self) -> int:
         return peak_memory_bytes(self._session.device)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from zerostart.training.tasks import IGNORED_LABEL
+from zerostart.training.tasks.language import IGNORED_LABEL
 
 __all__ = ["Sharing"]
 

@@ -5,7 +5,6 @@ The model comes sharded from ``zerostart.load``; nothing here moves, wraps or sh
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -22,11 +21,10 @@ from zerostart.engines import Engine
 from zerostart.errors import ConfigError, EngineError
 from zerostart.loading.record import record_of
 from zerostart.training.config import TrainConfig
-from zerostart.training.data import Sequences
 from zerostart.training.failures import untold
 from zerostart.training.schedule import learning_rate_schedule
 from zerostart.training.sequences import Sharing
-from zerostart.training.tasks import Collator
+from zerostart.training.tasks.base import Batch, Items, Task
 
 __all__ = ["Session", "check_surroundings", "open_session"]
 
@@ -40,9 +38,9 @@ class Session:
     optimizer: Any
     scheduler: Any
     loader: Any
-    options: dict[str, Any]  # further arguments of the forward
+    task: Task
     engine: Engine  # that the model was loaded for
-    sequences_a_round: int  # in one batch on every rank, or on all that share one
+    items_a_round: int  # in one batch on every rank, or on all that share one
     sharing: Sharing | None  # of sequences that ranks share
     draws: bool  # whether making a batch draws from a generator that is no rank's own random state
     position: tuple[int, int] = (0, 0)  # the epoch, and the rounds of it that were had
@@ -53,7 +51,7 @@ class Session:
         device: torch.device = self.accelerator.device
         return device
 
-    def batches(self, epoch: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+    def batches(self, epoch: int = 0) -> Iterator[Batch]:
         """This rank's batches, epoch after epoch from ``epoch`` on, each in a new order."""
         while True:
             self.loader.set_epoch(epoch)
@@ -62,33 +60,30 @@ class Session:
                 yield batch
             epoch += 1
 
-    def batches_after(self, epoch: int, sequences: int) -> Iterator[dict[str, torch.Tensor]]:
-        """The batches that follow when all ranks together have had ``sequences`` of ``epoch``.
+    def batches_after(self, epoch: int, items: int) -> Iterator[Batch]:
+        """The batches that follow when all ranks together have had ``items`` of ``epoch``.
 
         The order is the same for any number of ranks; where rounds were of another size, and do not end at
-        the same place, some sequences come again.
+        the same place, some come again.
         """
         batches = self.batches(0 if self.draws else epoch)
-        for _ in range(epoch * len(self.loader) * self.draws + sequences // self.sequences_a_round):
+        for _ in range(epoch * len(self.loader) * self.draws + items // self.items_a_round):
             next(batches)
         return batches
 
-    def part(self, batch: dict[str, torch.Tensor], predicted: int) -> tuple[dict[str, torch.Tensor], int]:
-        """What this rank computes of a whole ``batch``, and how many of its ``predicted`` tokens."""
-        return (batch, predicted) if self.sharing is None else self.sharing.part(batch, predicted)
+    def part(self, batch: Batch, weight: int) -> tuple[Batch, int]:
+        """What this rank computes of a whole ``batch``, and how much of its ``weight`` that has."""
+        return (batch, weight) if self.sharing is None else self.sharing.part(batch, weight)
 
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Mean loss of one batch, [], by the model's own loss function."""
-        if "shift_labels" in batch:  # of a shared sequence, where no rank could make the whole mask
-            batch = {key: value for key, value in batch.items() if key != "attention_mask"}
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Mean loss of one batch, [], as the task computes it."""
         with self.engine.attending():
-            loss: torch.Tensor = self.model(**batch, **self.options).loss
-        return loss
+            return self.task.loss(self.model, batch)
 
-    def accumulate(self, batch: dict[str, torch.Tensor], share: float) -> torch.Tensor:
+    def accumulate(self, batch: Batch, share: float) -> torch.Tensor:
         """Forward and backward of one batch; returns its mean loss, detached, [].
 
-        ``share`` is its part (0 to 1) of the predicted tokens of the whole step, of all batches on all ranks.
+        ``share`` is its part (0 to 1) of the weight of the whole step, of all batches on all ranks.
         The gradients of the step come out as those of the sum of all losses times their shares.
         """
         # Every engine averages over ranks, and accelerate or DeepSpeed over the batches of a step: both as if
@@ -172,7 +167,7 @@ def check_surroundings(config: TrainConfig) -> None:
         )
 
 
-def open_session(config: TrainConfig, model: nn.Module, sequences: Sequences, collator: Collator) -> Session:
+def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items) -> Session:
     """Make the optimizer, schedule and loader for the loaded ``model`` and let accelerate prepare them.
 
     Raises :class:`ConfigError` for data that does not fill one step.
@@ -181,17 +176,17 @@ def open_session(config: TrainConfig, model: nn.Module, sequences: Sequences, co
     accelerator = _accelerator(config, engine)
     place, count = engine.mesh.batch(accelerator.process_index)
     needed = train.batch_size * count
-    if len(sequences) < needed:
+    if len(items) < needed:
         raise ConfigError(
-            f"the data has {len(sequences)} sequences to train on; one batch on every rank takes {needed}"
+            f"the data has {len(items)} {task.examples} to train on; one batch on every rank takes {needed}"
         )
-    # A causal model would fill a cache for generation that nobody reads.
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     optimizer = torch.optim.AdamW(
         _parameter_groups(model, train.weight_decay), lr=train.learning_rate, betas=train.betas
     )
+    # What is drawn differs from rank to rank in training.
+    collator = task.collator(train.seed + accelerator.process_index)
     loader: Any = DataLoader(
-        sequences,
+        items,
         batch_size=train.batch_size,
         shuffle=True,
         drop_last=True,
@@ -214,7 +209,7 @@ def open_session(config: TrainConfig, model: nn.Module, sequences: Sequences, co
     sharing = None
     if engine.mesh.sequence_parallel > 1:
         sharing = Sharing(*engine.sequence_chunks(accelerator.process_index), train.batch_size)
-    return Session(accelerator, model, prepared, scheduler, loader, options, engine, needed, sharing, draws)
+    return Session(accelerator, model, prepared, scheduler, loader, task, engine, needed, sharing, draws)
 
 
 def _prepared(accelerator: Any, loader: Any, place: int, count: int) -> Any:

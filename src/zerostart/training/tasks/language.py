@@ -1,0 +1,288 @@
+"""Language models of transformers: the next token, or tokens that are hidden."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from zerostart.checkpoint.source import resolve_source
+from zerostart.errors import CheckpointError, ConfigError
+from zerostart.training.data import Sequences, file_digests, iter_documents, split_held_out, tokenize
+from zerostart.training.sections import TaskConfig
+from zerostart.training.tasks.base import Batch, Collator, Items, Task
+
+if TYPE_CHECKING:
+    from zerostart.distributed.world import World
+    from zerostart.training.config import DataConfig, TrainConfig
+
+__all__ = ["IGNORED_LABEL", "CausalLanguage", "LanguageConfig", "MaskedConfig", "MaskedLanguage"]
+
+#: The label that the loss of transformers' models leaves out.
+IGNORED_LABEL = -100
+
+
+class LanguageConfig(TaskConfig):
+    """The next token."""
+
+
+class MaskedConfig(TaskConfig):
+    """Tokens hidden with probability ``mask_probability``."""
+
+    mask_probability: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
+
+
+class _Language(Task):
+    """What both have in common. ``unpredicted`` are the first tokens of a sequence that have no prediction."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"data"})
+    needs: ClassVar[frozenset[str]] = frozenset({"data"})
+    examples: ClassVar[str] = "sequences"
+    counted: ClassVar[tuple[str, str]] = ("tokens", "tok/s")
+    weightless: ClassVar[str] = (
+        "the held-out sequences give no token to predict, so they have no loss; raise data.held_out or name "
+        "more text"
+    )
+    unpredicted: ClassVar[int]
+    settings: Any  # a transformers PretrainedConfig
+    tokenizer: Any
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        self._options: dict[str, Any] = {}  # further arguments of the forward
+
+    @classmethod
+    def check(cls, config: TrainConfig) -> None:
+        """Raise ValueError for a component of a pipeline, which no language model is loaded from."""
+        if config.model.component is not None:
+            raise ValueError(
+                f"model.component is for pipelines of diffusers, not for task.name {config.task.name}"
+            )
+
+    @property
+    def _data(self) -> DataConfig:
+        assert self.config.data is not None, "needed, as the configuration has found out"
+        return self.config.data
+
+    def open(self) -> None:
+        """Read the model's configuration and the tokenizer.
+
+        Raises :class:`CheckpointNotFoundError`, :class:`CheckpointError` or :class:`ConfigError` where one is
+        not there, or they do not go together.
+        """
+        self.settings = _read_settings(self.config.model.source)
+        self.tokenizer = _load_tokenizer(self._data.tokenizer or self.config.model.source)
+        size = self.settings.get_text_config().vocab_size
+        if len(self.tokenizer) > size:
+            raise ConfigError(
+                f"the tokenizer has {len(self.tokenizer)} tokens, but the model knows only {size}"
+            )
+
+    def facts(self) -> dict[str, str]:
+        """The model's configuration but for its path, and the tokenizer."""
+        described = {**self.settings.to_dict(), "_name_or_path": None}
+        special = (self.tokenizer.pad_token_id, self.tokenizer.mask_token_id, self.tokenizer.all_special_ids)
+        return {
+            "the model's config.json": _short(repr(sorted(described.items()))),
+            "the tokenizer": _short(repr((sorted(self.tokenizer.get_vocab().items()), special))),
+        }
+
+    @property
+    def hidden_size(self) -> int | None:
+        """As the configuration of the model says."""
+        size: int | None = getattr(self.settings, "hidden_size", None)
+        return size
+
+    def items(self, world: World) -> Sequences:
+        """The sequences of ``data``. Raises :class:`ConfigError`."""
+        return tokenize(iter_documents(self._data), self.tokenizer, self._data)
+
+    def split(self, items: Items) -> tuple[Items, Items | None]:
+        """By ``data.held_out``. Raises :class:`ConfigError` where none are left to train on."""
+        assert isinstance(items, Sequences)
+        return split_held_out(items, self._data.held_out)
+
+    def described(self, items: Items) -> str:
+        """Sequences and tokens."""
+        assert isinstance(items, Sequences)
+        return f"{len(items):,} sequences of {items.tokens.numel():,} tokens"
+
+    def files(self) -> dict[str, str]:
+        """Those of ``data.source``. Raises :class:`ConfigError`."""
+        return file_digests(self._data)
+
+    @abstractmethod
+    def automatic(self) -> Any:
+        """transformers' automatic class of the models that do this."""
+
+    def builder(self) -> Callable[[], nn.Module]:
+        """A callable that builds the model class.
+
+        It raises :class:`ConfigError` when models of this type have no head for the task.
+        """
+
+        def build() -> nn.Module:
+            try:
+                model: nn.Module = self.automatic().from_config(self.settings)
+            except ValueError as error:
+                message = f"task {self.config.task.name} has no model of type {self.settings.model_type}"
+                raise ConfigError(f"{message}: {error}") from error
+            return model
+
+        return build
+
+    def begin(self, model: nn.Module) -> None:
+        """A causal model would fill a cache for generation that nobody reads."""
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            self._options = {"use_cache": False}
+
+    def predicted_tokens(self, labels: torch.Tensor) -> int:
+        """How many labels ([batch, length]) the loss of a batch is the mean of."""
+        return int((labels[:, self.unpredicted :] != IGNORED_LABEL).sum())
+
+    def weighed(self, batch: Batch) -> tuple[Batch, int]:
+        """``batch``, and how many tokens it predicts.
+
+        Loss and gradients of a step are means over the predicted tokens of all its batches on all ranks (what
+        transformers calls ``num_items_in_batch``), and a batch counts for as many as it has. Where it has none
+        its own mean would be 0 / 0, which spoils a sum even with weight 0; then one label is filled in.
+        """
+        labels: torch.Tensor = batch["labels"]
+        predicted = self.predicted_tokens(labels)
+        if predicted == 0:
+            labels, column = labels.clone(), self.unpredicted
+            labels[0, column] = batch["input_ids"][0, column]
+        return {**batch, "labels": labels}, predicted
+
+    def seen(self, batch: Batch) -> int:
+        """Tokens, padding aside."""
+        return int(batch["attention_mask"].sum())
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """By the model's own loss function."""
+        if "shift_labels" in batch:  # of a shared sequence, where no rank could make the whole mask
+            batch = {key: value for key, value in batch.items() if key != "attention_mask"}
+        loss: torch.Tensor = model(**batch, **self._options).loss
+        return loss
+
+    def beside(self, folder: Path) -> None:
+        """The tokenizer."""
+        self.tokenizer.save_pretrained(folder)
+
+
+class CausalLanguage(_Language):
+    """The next token."""
+
+    Settings: ClassVar[type[TaskConfig]] = LanguageConfig
+    shares_sequences: ClassVar[bool] = True  # whose tokens look back alone
+    # A causal model predicts each token from those before it, so the first has no prediction.
+    unpredicted: ClassVar[int] = 1
+
+    def automatic(self) -> Any:
+        """Models with a head for the next token."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM
+
+    def collator(self, seed: int) -> Collator:
+        """``input_ids``, ``attention_mask`` and ``labels``, each [batch, length]; nothing is drawn."""
+        padding = self.tokenizer.pad_token_id
+        return lambda items: _collate_causal(items, 0 if padding is None else padding)
+
+
+class MaskedLanguage(_Language):
+    """Tokens that are hidden."""
+
+    Settings: ClassVar[type[TaskConfig]] = MaskedConfig
+    unpredicted: ClassVar[int] = 0
+
+    def automatic(self) -> Any:
+        """Models with a head for hidden tokens."""
+        from transformers import AutoModelForMaskedLM
+
+        return AutoModelForMaskedLM
+
+    def collator(self, seed: int) -> Collator:
+        """``input_ids``, ``attention_mask`` and ``labels``, each [batch, length].
+
+        ``seed`` fixes which tokens are hidden. Raises :class:`ConfigError` when the tokenizer has no mask
+        token.
+        """
+        from transformers import DataCollatorForLanguageModeling
+
+        task = self.config.task
+        assert isinstance(task, MaskedConfig)
+        if self.tokenizer.mask_token is None:
+            raise ConfigError(
+                "task masked-lm needs a tokenizer with a mask token; data.tokenizer can name one"
+            )
+        collator = DataCollatorForLanguageModeling(
+            self.tokenizer, mlm=True, mlm_probability=task.mask_probability
+        )
+        # Not its argument `seed`: that refuses to work in a process that multiprocessing has started.
+        collator.generator = collator.get_generator(seed)
+        collate: Collator = collator
+        return collate
+
+
+def _collate_causal(items: Sequence[dict[str, torch.Tensor]], padding: int) -> Batch:
+    """Pad on the right. Not transformers' collator: it takes the padding token out of the labels by its id,
+    which is the end-of-text token in many models, and that one has to be learnt."""
+    length = max(2, *(len(item["input_ids"]) for item in items))  # room for `weighed` to predict something
+    shape = (len(items), length)
+    input_ids = torch.full(shape, padding, device="cpu")
+    labels = torch.full(shape, IGNORED_LABEL, device="cpu")
+    attention_mask = torch.zeros(shape, dtype=torch.int64, device="cpu")
+    for row, item in enumerate(items):
+        tokens = item["input_ids"]
+        input_ids[row, : len(tokens)] = tokens
+        labels[row, : len(tokens)] = tokens
+        attention_mask[row, : len(tokens)] = 1
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def _read_settings(source: str) -> Any:
+    """The checkpoint's own configuration, a transformers ``PretrainedConfig``.
+
+    Raises :class:`CheckpointNotFoundError` or :class:`CheckpointError` when there is none to read.
+    """
+    from transformers import AutoConfig
+
+    directory = _directory_of(source)
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory}: no readable model configuration: {error}") from error
+
+
+def _load_tokenizer(source: str) -> Any:
+    """The transformers tokenizer there.
+
+    Raises :class:`CheckpointNotFoundError` or :class:`ConfigError` when there is none.
+    """
+    from transformers import AutoTokenizer
+
+    directory = _directory_of(source)
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no tokenizer at {directory} (data.tokenizer can name another): {error}"
+        ) from error
+
+
+def _directory_of(source: str) -> Path:
+    """Where the files beside the weights are: a directory, that of a file, or an id's cached snapshot."""
+    path = resolve_source(source)
+    return path.parent if path.is_file() else path
+
+
+def _short(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
