@@ -17,8 +17,8 @@ def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpo
     """Under ``root`` for each name one of:
 
     a tiny checkpoint by its name in ``tests/tiny.py`` (``text:NAME`` with a tokenizer of characters),
-    ``pipeline:FAMILY``, a diffusers pipeline of ``tests/pipelines/tiny_pipelines.py``, or ``releases:FAMILY``,
-    a folder with such a pipeline and an original release's file.
+    ``pipeline:FAMILY``, a diffusers pipeline of ``tests/pipelines/tiny_pipelines.py``; ``releases:FAMILY``, a folder
+    with such a pipeline and an original release's file; or ``pictures:``, two photographs and their table.
     """
     for name, kind in models.items():
         path = root / name
@@ -28,6 +28,8 @@ def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpo
             _pipeline(key, path)
         elif what == "releases":
             _releases(key, path)
+        elif what == "pictures":
+            _pictures(path)
         else:
             shutil.copytree(checkpoints(key), path)
             if what == "text":
@@ -61,3 +63,15 @@ def _releases(key: str, path: Path) -> None:
     write_original(family(key), path / "original", torch.float32)
     (path / "original" / "release.safetensors").rename(path / "wan2.1.safetensors")
     (path / "original" / "config.json").rename(path / "config.json")
+
+def _pictures(path: Path) -> None:
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    path.mkdir()
+    for name, picture in zip(("two", "one"), load_sample_images().images, strict=True):
+        Image.fromarray(picture).save(path / f"{name}.png")
+    (path / "metadata.csv").write_text(
+        "image,prompt\none.png,a flower in the sun\ntwo.png,a temple in the mountains\n"
+    )
+

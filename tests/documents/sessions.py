@@ -26,6 +26,10 @@ CHANGED: Mapping[str, str] = {
     # The tiny models know sequences of 64 tokens.
     "sequence_length: 128": "sequence_length: 32",
     "sequence_length: 512": "sequence_length: 32",
+    # Pictures of a size that two cores draw in a moment.
+    "height: 512": "height: 16",
+    "width: 512": "width: 16",
+    'pipe("a flower in the mountains")': 'pipe("a flower", height=16, width=16, num_inference_steps=2)',
 }
 
 QWEN = {"Qwen/Qwen3-0.6B": "text:qwen3"}
@@ -97,4 +101,9 @@ SESSIONS = (
     Session("docs/tutorials/language-model.md", QWEN, fails=("zerostart diff",), python=True),
     Session("docs/tutorials/experts.md", MIXTURE, python=True),
     Session("docs/tutorials/existing-script.md", QWEN, python=True),
+    Session(
+        "docs/tutorials/diffusion.md",
+        {"Qwen/Qwen-Image": "pipeline:qwen_image", "pictures": "pictures:"},
+        python=True,
+    ),
 )

@@ -11,6 +11,8 @@ from pydantic import BaseModel
 
 from tests.documents.blocks import REPOSITORY, Block, blocks_of, pages, translations
 from zerostart.training.config import TrainConfig, parse_config
+from zerostart.training.registry import task_class
+from zerostart.training.sections import TaskConfig
 
 BLOCKS = [
     block
@@ -43,6 +45,8 @@ def test_keys_are_there(block: Block) -> None:
 
 def unknown(values: dict[str, Any], section: type[BaseModel], above: str = "") -> Iterator[str]:
     """Keys that the section does not have, and those of sections in it."""
+    if section is TaskConfig and "name" in values:
+        section = task_class(values["name"]).Settings
     for key, value in values.items():
         found = section.model_fields.get(key)
         if found is None:
