@@ -34,9 +34,6 @@ python_use_unqualified_type_names = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
-# A group of pages may be empty.
-suppress_warnings = ["toc.empty_glob"]
-
 html_theme = "furo"
 html_title = "zerostart"
 html_show_sourcelink = False

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import click
+import typer
 import typer.main
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from zerostart.cli import application
 from zerostart.training.config import TrainConfig
@@ -33,18 +34,18 @@ def markdown(name: str) -> str:
 
 def _commands() -> Iterator[str]:
     group = typer.main.get_command(application())
-    assert isinstance(group, click.Group)
+    assert isinstance(group, TyperGroup)
     for name, command in group.commands.items():
-        context = click.Context(command, info_name=f"zerostart {name}")
+        context = typer.Context(command, info_name=f"zerostart {name}")
         yield from (f"## {name}", "", "```text", command.get_usage(context), "```", "")
         yield from (_prose(command.help or ""), "")
         yield from _table(("option", "meaning", "default"), _options(command))
 
 
-def _options(command: click.Command) -> Iterator[tuple[str, str, str]]:
+def _options(command: TyperCommand) -> Iterator[tuple[str, str, str]]:
     for parameter in command.params:
-        if isinstance(parameter, click.Argument):
-            word = f"`{parameter.make_metavar(click.Context(command))}`"
+        if isinstance(parameter, TyperArgument):
+            word = f"`{parameter.metavar or str(parameter.name).upper()}`"
         else:
             names = [*parameter.opts, *parameter.secondary_opts]
             word = ", ".join(f"`{option}`" for option in names)

@@ -48,7 +48,10 @@ def pages() -> list[str]:
 def translations() -> list[tuple[str, str]]:
     """Each translated page, and the page that it is a translation of."""
     return [
-        (str(page.relative_to(REPOSITORY)), str((DOCS / page.relative_to(TRANSLATED)).relative_to(REPOSITORY)))
+        (
+            str(page.relative_to(REPOSITORY)),
+            str((DOCS / page.relative_to(TRANSLATED)).relative_to(REPOSITORY)),
+        )
         for page in sorted(TRANSLATED.rglob("*.md"))
     ]
 

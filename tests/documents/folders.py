@@ -64,6 +64,7 @@ def _releases(key: str, path: Path) -> None:
     (path / "original" / "release.safetensors").rename(path / "wan2.1.safetensors")
     (path / "original" / "config.json").rename(path / "config.json")
 
+
 def _pictures(path: Path) -> None:
     from PIL import Image
     from sklearn.datasets import load_sample_images
@@ -74,4 +75,3 @@ def _pictures(path: Path) -> None:
     (path / "metadata.csv").write_text(
         "image,prompt\none.png,a flower in the sun\ntwo.png,a temple in the mountains\n"
     )
-

@@ -97,7 +97,9 @@ SESSIONS = (
     Session("docs/forecast.md", MIXTURE),
     Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN}),
     Session("docs/verify.md", CHECKPOINT, {}, SAVED),
-    Session("docs/quickstart.md", QWEN, {"script.py": LOAD.replace("CHECKPOINT", "Qwen/Qwen3-0.6B")}, python=True),
+    Session(
+        "docs/quickstart.md", QWEN, {"script.py": LOAD.replace("CHECKPOINT", "Qwen/Qwen3-0.6B")}, python=True
+    ),
     Session("docs/tutorials/language-model.md", QWEN, fails=("zerostart diff",), python=True),
     Session("docs/tutorials/experts.md", MIXTURE, python=True),
     Session("docs/tutorials/existing-script.md", QWEN, python=True),

@@ -10,23 +10,26 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
-import click
 import pytest
 import typer.main
-
+from pydantic import BaseModel
 from tests.documents.blocks import REPOSITORY, Block, blocks_of, pages
 from tests.documents.folders import make_folders
 from tests.documents.sessions import CHANGED, SESSIONS, Session, session_of
+from typer.core import TyperGroup, TyperOption
+
 from tiny import TinyCheckpoints
 from zerostart.cli import application
+from zerostart.training.config import TrainConfig
 
 SECONDS = 420
 COMMANDS = typer.main.get_command(application())
 SHELL = [block for page in pages() for block in blocks_of(page) if block.language == "sh"]
 #: What else a page may have; text is not run, and says what is seen.
 LANGUAGES = {"python", "sh", "yaml", "json", "text", "mermaid"}
-_QUOTED = re.compile(r"(?<!`)`(zerostart (?:[a-z]+ )[^`]*)`")
+_QUOTED = re.compile(r"(?<!`)`(zerostart [a-z]+(?:\s[^`]*)?)`")
 
 
 def test_every_block_says_what_it_is() -> None:
@@ -95,21 +98,36 @@ def wrong(command: str) -> str:
 
 
 def options_of(words: list[str]) -> str:
-    """Options of a command of zerostart that it does not have."""
-    assert isinstance(COMMANDS, click.Group)
+    """Options, or keys of a configuration, that a command of zerostart does not have."""
+    assert isinstance(COMMANDS, TyperGroup)
     command = COMMANDS.commands.get(words[0].strip("[]"))
     if command is None:
         return "no command" if re.fullmatch("[a-z]+", words[0]) else ""
-    known = {opt for p in command.params for opt in (*p.opts, *p.secondary_opts)} | {"--help"}
-    options = []
-    for word in words[1:]:
-        word = word.strip("[]").partition("=")[0]
-        if command.name == "run" and not word.startswith("-") and not options[-1:]:
+    known = {opt: p for p in command.params for opt in (*p.opts, *p.secondary_opts)}
+    unknown, left = [], [word.strip("[]") for word in words[1:]]
+    while left:
+        word = left.pop(0)
+        if re.match(r"--?[a-z]", word):
+            name, given, _ = word.partition("=")
+            parameter = known.get(name)
+            if parameter is None and name != "--help":
+                unknown.append(name)
+            elif isinstance(parameter, TyperOption) and not parameter.is_flag and not given:
+                left = left[1:]
+        elif command.name == "run":
             break  # What follows the script is its own.
-        if re.fullmatch(r"--?[a-z][a-z-]*", word):
-            options.append(word)
-    unknown = [option for option in options if option not in known]
+        elif re.match(r"[a-z_]+\.[a-z_.]+=", word) and not has_key(word.partition("=")[0]):
+            unknown.append(word)
     return f"{words[0]} has no {', '.join(unknown)}" if unknown else ""
+
+
+def has_key(key: str) -> bool:
+    """Whether there is such a key in a configuration; those of a task are its own."""
+    section, _, name = key.partition(".")
+    found = TrainConfig.model_fields.get(section)
+    kinds = [] if found is None else [found.annotation, *get_args(found.annotation)]
+    inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return section == "task" or any(name.partition(".")[0] in kind.model_fields for kind in inner)
 
 
 @pytest.mark.slow

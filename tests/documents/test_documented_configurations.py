@@ -8,8 +8,8 @@ from typing import Any, get_args
 import pytest
 import yaml
 from pydantic import BaseModel
-
 from tests.documents.blocks import REPOSITORY, Block, blocks_of, pages, translations
+
 from zerostart.training.config import TrainConfig, parse_config
 from zerostart.training.registry import task_class
 from zerostart.training.sections import TaskConfig

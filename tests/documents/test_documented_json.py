@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.documents.blocks import REPOSITORY
+
 from tiny import TinyCheckpoints
 from zerostart.cli import main
 
@@ -18,7 +18,9 @@ PAGE = (REPOSITORY / "docs" / "reference" / "json.md").read_text(encoding="utf-8
 
 def documented(command: str) -> set[str]:
     """The keys of the table below the heading of a command."""
-    (section,) = re.findall(rf"^## `zerostart {command} [^\n]*\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
+    (section,) = re.findall(
+        rf"^## `zerostart {command} [^\n]*\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL
+    )
     cells = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
     return {key for cell in cells for key in re.findall(r"`(\w+)`", cell)}
 

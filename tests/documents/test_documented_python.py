@@ -9,16 +9,17 @@ import re
 from pathlib import Path
 
 import pytest
-
-import file_aio
-import zerostart
-from ranks import run_ranks
 from tests.documents.blocks import Block, blocks_of, pages
 from tests.documents.folders import make_folders
 from tests.documents.scenes import CHANGED, SCENES, Scene, scene_of
 from tests.documents.sessions import session_of
+
+import file_aio
+import zerostart
+from ranks import run_ranks
 from tiny import TinyCheckpoints
 from zerostart.errors import ConfigError
+
 
 def of_a_session(page: str) -> bool:
     """Whether the page is run from its top to its end, with its commands."""
@@ -40,14 +41,12 @@ SCENARIOS = [
 def test_every_block_has_a_scene_and_every_scene_a_block() -> None:
     lost = [block.place for block in PYTHON if scene_of(block.page, block.text) is None]
     assert lost == [], "add a scene to tests/documents/scenes.py, or a reason: <!-- not run: ... -->"
-    used = {scene_of(block.page, block.text) for block in PYTHON}
+    used = [scene_of(block.page, block.text) for block in PYTHON]
     assert [scene.id for scene in SCENES if scene not in used] == []
 
 
 @pytest.mark.parametrize("scene", [s for s in SCENARIOS if s.values[0].slow])
-def test_blocks_that_take_their_time_run(
-    scene: Scene, checkpoints: TinyCheckpoints, tmp_path: Path
-) -> None:
+def test_blocks_that_take_their_time_run(scene: Scene, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     make_folders(tmp_path, scene.models, checkpoints)
     run_ranks(play, scene.ranks, [scene], [tmp_path], timeout=240)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-
 from tests.documents.blocks import REPOSITORY, Block, blocks_of, translations
 
 #: What a page has for its readers in English alone: where it stands among the others.
