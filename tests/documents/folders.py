@@ -16,9 +16,9 @@ __all__ = ["make_folders"]
 def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpoints) -> None:
     """Under ``root`` for each name one of:
 
-    a tiny checkpoint by its name in ``tests/tiny.py`` (``text:NAME`` with a tokenizer of characters),
-    ``pipeline:FAMILY``, a diffusers pipeline of ``tests/pipelines/tiny_pipelines.py``; ``releases:FAMILY``, a folder
-    with such a pipeline and an original release's file; or ``pictures:``, two photographs and their table.
+    a tiny checkpoint by its name in ``tests/tiny.py`` (``text:NAME`` with a tokenizer of characters);
+    ``pipeline:FAMILY``, a diffusers pipeline of ``tests/pipelines/tiny_pipelines.py``; ``releases:FAMILY``, a
+    folder with such a pipeline and an original release's file; or ``pictures:``, two photographs and a table.
     """
     for name, kind in models.items():
         path = root / name

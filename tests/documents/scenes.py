@@ -1,7 +1,8 @@
-"""What the Python blocks of the pages are run in: folders by the names that pages use, and names that they take as given.
+"""What the Python blocks of the pages are run in: folders by the names in them, and what they take as given.
 
-Nothing in a block is changed to point at a test's model: ``path/or/hub-id`` *is* a folder in the directory that a scene
-runs in, with a tiny checkpoint. What has to be changed all the same stands in ``CHANGED``, with the reason.
+Nothing in a block is changed to point at a test's model: ``path/or/hub-id`` *is* a folder in the directory
+that a scene runs in, with a tiny checkpoint. What has to be changed all the same stands in ``CHANGED``, with
+the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ CHANGED: Mapping[str, str] = {
     # A disk that every machine has, and buffers for tiny layers.
     '"/nvme/swap"': '"nvme"',
     "200_000_000": "2_000_000",
-    # A host without a device has no page-locked memory.
+    # Hosts without a device: the Trainer wants to be told, and there is no page-locked memory.
+    "bf16=True": "use_cpu=True",
     '{"device": "cpu", "pin_memory": True}': '{"device": "cpu", "pin_memory": False}',
     "CPUOffloadPolicy(pin_memory=True)": "CPUOffloadPolicy(pin_memory=False)",
 }
@@ -131,7 +133,7 @@ def _started() -> Names:
 
 
 def _shared_sequences() -> Names:
-    """Sequences shared: a configuration for DeepSpeed, and the path of a model whose heads two ranks can share."""
+    """A configuration for shared sequences, and the path of a model whose heads two ranks can share."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3},

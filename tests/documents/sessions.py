@@ -1,8 +1,8 @@
-"""What the commands of the pages are run in: a folder for each page, in which the names that it uses are there.
+"""What the commands of the pages are run in: a folder for each page, with the names that it uses in it.
 
-A session runs a page from its top to its end: files that the page shows (``# train.yaml`` in the first line) are
-written, commands are run by a shell, and of tutorials the Python blocks too. ``CHANGED`` says what is run otherwise than
-it stands there.
+A session runs a page from its top to its end: files that the page shows (``# train.yaml`` in the first line)
+are written, commands are run by a shell, and of tutorials the Python blocks too. ``CHANGED`` says what is run
+otherwise than it stands there.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ num_processes: 2
 class Session:
     """One page. ``models`` are folders (``folders.py``), ``files`` what else is there before it begins.
 
-    ``first`` are commands that come before, for what the page takes as given; commands that begin with one of
-    ``fails`` end with exit code 1, as the page says. With ``python`` its Python blocks are run in their places.
+    ``first`` are commands that come before, for what the page takes as given; commands that begin with one
+    of ``fails`` end with exit code 1, as the page says. With ``python`` its Python blocks are run in their
+    places.
     """
 
     page: str

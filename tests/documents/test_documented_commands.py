@@ -188,4 +188,5 @@ def run(command: str, folder: Path, place: str, code: int = 0) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         raise AssertionError(f"{place}: {command}: not done after {SECONDS} s\n{output[-4000:]}") from None
+    print(f"{place}: {command}")
     assert process.returncode == code, f"{place}: {command}: {process.returncode}\n{output[-6000:]}"
