@@ -143,9 +143,9 @@ def test_held_out_sequences_without_a_token_to_predict_are_refused():
 @pytest.mark.parametrize("name", ["causal-lm", "masked-lm"])
 def test_a_batch_without_a_prediction_has_a_finite_loss_and_no_weight(name):
     task = language(name)
-    ids = language().collator(0)(
-        [{"input_ids": torch.tensor([7])}, {"input_ids": torch.tensor([8])}]
-    )["input_ids"]
+    ids = language().collator(0)([{"input_ids": torch.tensor([7])}, {"input_ids": torch.tensor([8])}])[
+        "input_ids"
+    ]
     empty = {"input_ids": ids, "labels": torch.full_like(ids, IGNORED_LABEL)}
     batch, weight = task.weighed(empty)
     assert weight == 0

@@ -202,7 +202,6 @@ def run_failing(values, chosen):
     """Runs that one rank cannot go on with, each for another reason; what every rank was told."""
     from zerostart.training import session
     from zerostart.training.progress import Display
-
     from zerostart.training.tasks.language import CausalLanguage
 
     rank, told = torch.distributed.get_rank(), {}

@@ -55,7 +55,7 @@ Precision = Annotated[
 class ModelConfig(Section):
     """Which pretrained weights: a directory, a file or a hub id, and the type they train in.
 
-    ``component`` is the one that is trained where ``source`` is a pipeline of diffusers (default: transformer).
+    ``component`` is the one that is trained where ``source`` is a pipeline of diffusers (transformer).
     ``dtype`` None means float32, or bfloat16 / float16 where DeepSpeed's mixed precision keeps the model
     in that type. ``strict`` False initialises parameters that the checkpoint lacks (a new head).
     ``fp32_masters`` False has mixed precision start from weights that were rounded to 16 bits first.

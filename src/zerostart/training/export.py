@@ -16,8 +16,8 @@ __all__ = ["export_model"]
 def export_model(model: nn.Module, task: Task, directory: Path) -> SaveReport:
     """Save ``model``, as loaded or as trained, with its settings and what ``task`` puts beside it.
 
-    Collective; see ``zerostart.save``. What an earlier run has saved in ``directory`` is replaced once the new
-    is whole.
+    Collective; see ``zerostart.save``. What an earlier run has saved in ``directory`` is replaced once the
+    new is whole.
     """
     output = task.config.output
     report = save(model, task.saved_in(directory), SaveRequest(output.max_shard_size, beside=task.beside))

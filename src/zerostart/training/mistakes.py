@@ -23,7 +23,7 @@ class TaskMistake(ValueError):
 
 
 def told(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
-    """Each mistake that ``error`` found in a ``root``; in the section ``task`` by the settings of the task."""
+    """Each mistake that ``error`` found in a ``root``; in the section ``task`` by the task's settings."""
     for problem in error.errors():
         inner = problem.get("ctx", {}).get("error")
         if not isinstance(inner, TaskMistake):

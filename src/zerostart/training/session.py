@@ -185,8 +185,9 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     )
     # What is drawn differs from rank to rank in training.
     collator = task.collator(train.seed + accelerator.process_index)
+    data: Any = items  # which DataLoader takes without it being its Dataset
     loader: Any = DataLoader(
-        items,
+        data,
         batch_size=train.batch_size,
         shuffle=True,
         drop_last=True,

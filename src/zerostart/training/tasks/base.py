@@ -85,8 +85,8 @@ class Task(ABC):
     ``task``. ``sections`` are those of the sections ``data``, ``media``, ``cache`` and ``samples`` that the
     task takes, ``needs`` those of them that it cannot do without; others are refused by name.
     ``shares_sequences`` says whether several ranks may share each example (``engine.sequence_parallel``).
-    ``examples`` is what people call them; ``counted`` is the key in ``metrics.jsonl`` of what a step has seen,
-    and its rate in short; ``data_key`` the key of the configuration that says where the data are.
+    ``examples`` is what people call them; ``counted`` is the key in ``metrics.jsonl`` of what a step has
+    seen, and its rate in short; ``data_key`` the key of the configuration that says where the data are.
     """
 
     Settings: ClassVar[type[TaskConfig]] = TaskConfig
@@ -104,6 +104,7 @@ class Task(ABC):
     @classmethod
     def check(cls, config: TrainConfig) -> None:
         """Raise ValueError for a configuration that this task cannot run; before anything is read."""
+        return
 
     # Before the load.
 
@@ -152,12 +153,13 @@ class Task(ABC):
 
     def begin(self, model: nn.Module) -> None:
         """The loaded model is about to be trained; no engine has wrapped it yet. Raises ConfigError."""
+        return
 
     # Batches.
 
     @abstractmethod
     def collator(self, seed: int) -> Collator:
-        """How examples become a batch; ``seed`` is for what is drawn while that is done, another on each rank.
+        """How examples become a batch; ``seed`` is for what is drawn while that is done, one for each rank.
 
         A collator that draws has its generator as the attribute ``generator``. Raises ConfigError.
         """
@@ -165,7 +167,7 @@ class Task(ABC):
     def drawn(self, batch: Batch, epoch: int) -> Batch:
         """``batch``, on the device, with what is drawn for each of its examples in ``epoch`` (-1: held out).
 
-        It is to depend on the seed of the run, the epoch and the example alone, so that it is the same however
+        It is to depend on the seed of the run, the epoch and the example alone, and so be the same however
         many ranks there are.
         """
         return batch
@@ -196,9 +198,11 @@ class Task(ABC):
 
     def beside(self, folder: Path) -> None:
         """Write what belongs beside the weights in ``folder``; on one rank. Raises ZerostartError."""
+        return
 
     def finish(self, directory: Path) -> None:
         """The model is saved: what else belongs into the output directory; on one rank.
 
         Raises ZerostartError.
         """
+        return

@@ -40,7 +40,7 @@ class MaskedConfig(TaskConfig):
 
 
 class _Language(Task):
-    """What both have in common. ``unpredicted`` are the first tokens of a sequence that have no prediction."""
+    """What both have in common. ``unpredicted``: the first tokens of a sequence that have no prediction."""
 
     sections: ClassVar[frozenset[str]] = frozenset({"data"})
     needs: ClassVar[frozenset[str]] = frozenset({"data"})
@@ -151,8 +151,8 @@ class _Language(Task):
         """``batch``, and how many tokens it predicts.
 
         Loss and gradients of a step are means over the predicted tokens of all its batches on all ranks (what
-        transformers calls ``num_items_in_batch``), and a batch counts for as many as it has. Where it has none
-        its own mean would be 0 / 0, which spoils a sum even with weight 0; then one label is filled in.
+        transformers calls ``num_items_in_batch``), and a batch counts for as many as it has. Where it has
+        none its own mean would be 0 / 0, which spoils a sum even with weight 0; then one label is filled in.
         """
         labels: torch.Tensor = batch["labels"]
         predicted = self.predicted_tokens(labels)

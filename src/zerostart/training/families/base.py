@@ -1,0 +1,150 @@
+"""What a family of diffusion transformers is: how it is called, and in what its flow is told.
+
+Everywhere else time ``t`` goes from 0 (the data) to 1 (noise), latents at it are ``(1 - t) * data + t *
+noise``, and the velocity is ``noise - data``; what a transformer wants in their place, and how its latents
+lie, is here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from math import exp
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from zerostart.errors import ConfigError
+
+__all__ = ["Conditions", "Family", "Tensors", "linear_shift", "packed", "shifted", "unpacked"]
+
+#: One example.
+Tensors = Mapping[str, torch.Tensor]
+#: What goes with latents in one batch: tensors, or lists of those that differ in length.
+Conditions = dict[str, Any]
+
+
+class Family(ABC):
+    """A transformer by its ``config``, with the ``index`` of its pipeline, where it is of one.
+
+    ``classes`` are the names of diffusers' classes; ``shift`` is the one that training uses (of times ``u``
+    that are drawn, ``shift * u / (1 + (shift - 1) * u)`` is taken). ``keys`` are those that an example may
+    have beside ``latents``, of which ``required`` have to be there; of pictures that it starts from,
+    ``image_latents.0`` and so on, there are ``most_images`` at most. ``masked``: texts of different lengths
+    may be in one batch.
+    """
+
+    name: ClassVar[str]
+    classes: ClassVar[frozenset[str]]
+    shift: ClassVar[float]
+    keys: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
+    required: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
+    most_images: ClassVar[int] = 0
+    masked: ClassVar[bool] = False
+
+    def __init__(self, config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> None:
+        self.config = config
+        self.index = index or {}
+
+    @property
+    def hidden_size(self) -> int | None:
+        """The width of the transformer."""
+        heads, size = self.config.get("num_attention_heads"), self.config.get("attention_head_dim")
+        return heads * size if heads and size else None
+
+    @abstractmethod
+    def tokens(self, shape: Sequence[int]) -> int:
+        """How many tokens latents of ``shape`` (without a batch) are."""
+
+    def shift_at(self, tokens: int) -> float:
+        """The shift for so many tokens, as the family's pipeline has it. Raises ConfigError without one."""
+        raise ConfigError(f"task.shift: {self.name} has none by resolution; give a number, or leave it out")
+
+    def schedule(self, shift: float) -> torch.Tensor:
+        """The 1000 times, from noise on, that DiffSynth trains at."""
+        return shifted(torch.linspace(1.0, 0.0, 1001, device="cpu")[:-1], shift)
+
+    def conditions(self, items: Sequence[Tensors]) -> Conditions:
+        """What goes with the latents of ``items``, as one batch. Raises ConfigError for what is amiss."""
+        names = items[0].keys() - {"latents", "index"}
+        images = {f"image_latents.{number}" for number in range(self.most_images)}
+        for item in items:
+            own = item.keys() - {"latents", "index"}
+            if unknown := sorted(own - self.keys - images):
+                raise ConfigError(f"an example has {unknown[0]}, which {self.name} does not take")
+            if missing := sorted(self.required - own):
+                raise ConfigError(f"an example has no {missing[0]}, which {self.name} needs")
+            if own != names:
+                raise ConfigError(
+                    f"examples of one batch differ in what they have: {', '.join(sorted(own ^ names))}"
+                )
+        return {name: self._joined(name, [item[name] for item in items]) for name in sorted(names)}
+
+    def _joined(self, name: str, parts: list[torch.Tensor]) -> Any:
+        """One key of all examples: stacked, [batch, ...]; texts that are masked are padded first."""
+        lengths = [len(part) for part in parts if part.ndim]
+        if self.masked and name in ("prompt_embeds", "prompt_embeds_mask") and len(set(lengths)) > 1:
+            most = max(lengths)
+            parts = [pad(part, (*(0, 0) * (part.ndim - 1), 0, most - len(part))) for part in parts]
+        shapes = {tuple(part.shape) for part in parts}
+        if len(shapes) > 1:
+            told = " and ".join(map(str, sorted(shapes)))
+            raise ConfigError(
+                f"examples of one batch have {name} of the shapes {told}, which {self.name} cannot have in "
+                "one; make them alike, or set train.batch_size=1"
+            )
+        return torch.stack(parts)
+
+    @abstractmethod
+    def velocity(
+        self,
+        model: nn.Module,
+        latents: torch.Tensor,
+        t: torch.Tensor,
+        conditions: Conditions,
+        guidance: float,
+    ) -> torch.Tensor:
+        """The velocity that ``model`` predicts for ``latents`` ([batch, ...]) at times ``t`` ([batch]).
+
+        Floating tensors of ``conditions`` and ``latents`` are in the dtype of the model; ``t`` is float32.
+        ``guidance`` is told to transformers that were distilled for it. Shaped as ``latents``.
+        """
+
+    def trained(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+        """The part of ``values`` (shaped as the latents) that a loss is of: what is not given beforehand."""
+        return values
+
+    def images(self, conditions: Conditions) -> list[torch.Tensor]:
+        """The latents of the pictures that an example starts from, in their order, each [batch, ...]."""
+        found: list[torch.Tensor] = []
+        while (image := conditions.get(f"image_latents.{len(found)}")) is not None:
+            found.append(image)
+        return found
+
+
+def shifted(u: torch.Tensor, shift: float) -> torch.Tensor:
+    """Times ``u``, moved towards noise."""
+    return shift * u / (1 + (shift - 1) * u)
+
+
+def linear_shift(tokens: int, least: int, most: int, low: float, high: float) -> float:
+    """The shift whose logarithm is ``low`` at ``least`` tokens, ``high`` at ``most``, and linear."""
+    return exp(low + (high - low) * (tokens - least) / (most - least))
+
+
+def packed(latents: torch.Tensor) -> torch.Tensor:
+    """[batch, C, H, W] as tokens of 2 by 2: [batch, H/2 * W/2, 4 C]. Raises ConfigError for an odd side."""
+    batch, channels, height, width = latents.shape
+    if height % 2 or width % 2:
+        raise ConfigError(f"latents of {height} by {width} are no tokens of 2 by 2: make sides even")
+    cut = latents.reshape(batch, channels, height // 2, 2, width // 2, 2)
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, height // 2 * (width // 2), channels * 4)
+
+
+def unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The reverse of ``packed`` for latents of ``height`` by ``width``."""
+    batch, _, channels = tokens.shape
+    cut = tokens.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
+    return cut.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)

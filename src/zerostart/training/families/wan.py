@@ -1,0 +1,100 @@
+"""Wan 2.1 and 2.2: text, picture, first and last frame to video; VACE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from zerostart.errors import ConfigError
+from zerostart.training.families.base import Conditions, Family, Tensors
+
+__all__ = ["Wan"]
+
+
+class Wan(Family):
+    """Latents are [C, F, H, W]; a timestep goes from 0 to 1000.
+
+    ``condition`` is what a transformer with more input channels than the latents have gets beside them (the
+    given frames and their mask), or, where it has no more (Wan 2.2 5B), the latents of the first frame, which
+    is then put in its place, at time 0, and is no part of the loss.
+    """
+
+    name: ClassVar[str] = "wan"
+    classes: ClassVar[frozenset[str]] = frozenset({"WanTransformer3DModel", "WanVACETransformer3DModel"})
+    shift: ClassVar[float] = 5.0
+    keys: ClassVar[frozenset[str]] = frozenset(
+        {"prompt_embeds", "image_embeds", "condition", "control_latents"}
+    )
+
+    def tokens(self, shape: Sequence[int]) -> int:
+        """By the patches of the transformer."""
+        return prod(size // patch for size, patch in zip(shape[1:], self._patch, strict=True))
+
+    def conditions(self, items: Sequence[Tensors]) -> Conditions:
+        """What VACE is controlled by has to be there. Raises ConfigError."""
+        if "vace_layers" in self.config and any("control_latents" not in item for item in items):
+            raise ConfigError("an example has no control_latents, which the transformer of VACE needs")
+        return super().conditions(items)
+
+    @property
+    def _patch(self) -> tuple[int, ...]:
+        return tuple(self.config.get("patch_size", (1, 2, 2)))
+
+    def velocity(
+        self,
+        model: nn.Module,
+        latents: torch.Tensor,
+        t: torch.Tensor,
+        conditions: Conditions,
+        guidance: float,
+    ) -> torch.Tensor:
+        """See ``Family``; guidance is not told. Raises ConfigError for channels that do not fit."""
+        given, timestep = latents, t * 1000
+        condition = conditions.get("condition")
+        if condition is not None and self._first_frame(latents):
+            frames = condition.shape[2]
+            given = torch.cat([condition, latents[:, :, frames:]], dim=2)
+            timestep = self._after(timestep, latents, frames)
+        elif condition is not None:
+            given = torch.cat([latents, condition], dim=1)
+        channels = self.config.get("in_channels", 16)
+        if given.shape[1] != channels:
+            raise ConfigError(
+                f"examples give {given.shape[1]} channels (latents, and condition where it is), but the "
+                f"transformer takes {channels}: they were encoded for another model"
+            )
+        more: dict[str, Any] = {}
+        if (image := conditions.get("image_embeds")) is not None:
+            more["encoder_hidden_states_image"] = image
+        if (control := conditions.get("control_latents")) is not None:
+            more["control_hidden_states"] = control
+        predicted: torch.Tensor = model(
+            hidden_states=given,
+            timestep=timestep,
+            encoder_hidden_states=conditions["prompt_embeds"],
+            **more,
+            return_dict=False,
+        )[0]
+        return predicted
+
+    def trained(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+        """All frames but those that are put in."""
+        condition = conditions.get("condition")
+        if condition is None or not self._first_frame(values):
+            return values
+        return values[:, :, condition.shape[2] :]
+
+    def _first_frame(self, latents: torch.Tensor) -> bool:
+        """Whether the transformer has no channels for what is given beside the latents."""
+        return bool(latents.shape[1] == self.config.get("in_channels", 16))
+
+    def _after(self, timestep: torch.Tensor, latents: torch.Tensor, frames: int) -> torch.Tensor:
+        """A timestep for each token, [batch, tokens]: 0 in the first ``frames``."""
+        each = [size // patch for size, patch in zip(latents.shape[2:], self._patch, strict=True)]
+        whole = timestep[:, None, None].expand(len(timestep), each[0], each[1] * each[2]).clone()
+        whole[:, : frames // self._patch[0]] = 0
+        return whole.flatten(1)

@@ -1,0 +1,84 @@
+"""Where the transformer of a flow-matching run is: a pipeline of diffusers, or a directory of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerostart.checkpoint.formats.pipeline import PIPELINE_INDEX, components
+from zerostart.checkpoint.source import read_config, resolve_source
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.errors import CheckpointError, ConfigError
+from zerostart.training.config import ModelConfig
+
+__all__ = ["FlowSource", "copy_others", "read_source"]
+
+_DEFAULT = "transformer"
+#: Of a pipeline with two transformers, the one for times below the boundary.
+_BELOW = "transformer_2"
+
+
+@dataclass(frozen=True)
+class FlowSource:
+    """A transformer: its directory and configuration; of a pipeline its root, its index, its name there."""
+
+    directory: Path
+    config: dict[str, Any]
+    root: Path | None
+    index: dict[str, Any]
+    component: str | None
+
+    @property
+    def boundaries(self) -> tuple[float, float]:
+        """The times that the transformer is for."""
+        ratio = self.index.get("boundary_ratio")
+        if ratio is None:
+            return (0.0, 1.0)
+        return (0.0, float(ratio)) if self.component == _BELOW else (float(ratio), 1.0)
+
+
+def read_source(model: ModelConfig) -> FlowSource:
+    """What ``model`` names. Raises CheckpointError or ConfigError where that is no model of diffusers."""
+    path = resolve_source(model.source)
+    root = path if (path / PIPELINE_INDEX).is_file() else None
+    name: str | None = None
+    if root is not None:
+        name = model.component or _DEFAULT
+        found = {one.name: one.path for one in components(root) or ()}
+        if name not in found:
+            raise ConfigError(f"model.component {name}: the models of {root} are {', '.join(found)}")
+        path = found[name]
+    elif model.component is not None:
+        raise ConfigError(f"model.component: {path} is no pipeline, but one model; leave it out")
+    directory = path if path.is_dir() else path.parent
+    config = read_config(directory)
+    if config is None or not isinstance(config.get("_class_name"), str):
+        raise CheckpointError(f"{directory} has no configuration of a transformer of diffusers (config.json)")
+    index = read_json(root / PIPELINE_INDEX, "pipeline index") if root is not None else {}
+    return FlowSource(path, config, root, index, name)
+
+
+def copy_others(root: Path, component: str, directory: Path) -> None:
+    """Put all of the pipeline in ``root`` but ``component`` into ``directory``, its index last.
+
+    Files are hard links where they lie on the same file system, copies elsewhere. Raises ConfigError.
+    """
+    try:
+        for entry in sorted(root.iterdir()):
+            if entry.is_dir() and entry.name != component and not entry.name.startswith("."):
+                shutil.rmtree(directory / entry.name, ignore_errors=True)
+                shutil.copytree(entry, directory / entry.name, copy_function=_linked)
+        shutil.copyfile(root / PIPELINE_INDEX, directory / PIPELINE_INDEX)
+    except (OSError, shutil.Error) as error:
+        raise ConfigError(f"output.pipeline: {root} cannot be copied to {directory}: {error}") from error
+
+
+def _linked(source: str, target: str) -> None:
+    real = os.path.realpath(source)
+    if Path(real).stat().st_dev == Path(target).parent.stat().st_dev:
+        os.link(real, target)
+    else:
+        shutil.copy2(real, target)

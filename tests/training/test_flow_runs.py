@@ -1,0 +1,125 @@
+"""Flow matching on several ranks: losses and weights of one process in plain torch that sees all examples."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.training.flow_items import FAMILIES, configured, recorded_run, train_alone
+
+from ranks import run_ranks
+
+#: What the runner promises in fp32: of losses relative, of weights relative to their norm.
+EXACT = 1e-5
+
+
+def by_steps(ranks, accumulation):
+    """What was drawn for each step, by all ranks."""
+    batches = [rank["batches"] for rank in ranks]
+    steps = len(batches[0]) // accumulation
+    return [
+        [
+            one
+            for rank in batches
+            for batch in rank[k * accumulation : (k + 1) * accumulation]
+            for one in batch
+        ]
+        for k in range(steps)
+    ]
+
+
+def saved(directory):
+    """Everything in the weights files of a directory."""
+    tensors = {}
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def assert_equal_weights(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        wrong = torch.linalg.vector_norm(found[name].double() - tensor.double())
+        assert wrong <= EXACT * max(1.0, torch.linalg.vector_norm(tensor.double())), name
+
+
+def check(values, family, ranks):
+    """That a run is that of one process, and its losses are its own."""
+    found = run_ranks(recorded_run, ranks, values, timeout=280)
+    train = values["train"]
+    steps = by_steps(found, train.get("accumulation", 1))[-len(found[0]["losses"]) :]
+    losses, weights = train_alone(values, family, steps)
+    assert found[0]["losses"] == pytest.approx(losses, rel=EXACT)
+    folder = "transformer" if values["output"].get("pipeline") else "."
+    assert_equal_weights(saved(Path(found[0]["directory"], folder)), weights)
+    assert losses[0] != losses[-1]
+    return found
+
+
+CASES = [
+    (family, engine, stage, checkpointing)
+    for family in FAMILIES
+    for engine, stage in (("deepspeed", 2), ("deepspeed", 3), ("fsdp2", 3))
+    for checkpointing in (False, True, "offload")
+]
+
+
+def test_a_run_is_that_of_one_process(tmp_path):
+    """Texts of several lengths; a step is of 2 batches of 2 on 2 ranks, over the end of an epoch of 12."""
+    values = configured(tmp_path, "qwen-image", "deepspeed", 3, accumulation=2)
+    found = check(values, "qwen-image", 2)
+    assert found[0]["items"] == [8, 8, 8]
+    draws = {(number, t) for rank in found for batch in rank["batches"] for number, t, _ in batch}
+    assert len(draws) == 24  # in another epoch an example has another time
+
+
+def test_on_fsdp2_and_with_what_is_held_out(tmp_path):
+    values = configured(tmp_path, "wan", "fsdp2", 3)
+    values["task"] |= {"held_out": 0.25, "shift": 2.0, "sampling": "logit-normal"}
+    values["output"]["pipeline"] = True
+    found = check(values, "wan", 2)
+    scheduler = Path("scheduler", "scheduler_config.json")
+    assert Path(found[0]["directory"], scheduler).samefile(Path(values["model"]["source"], scheduler))
+    assert Path(found[0]["directory"], "model_index.json").is_file()
+    assert all(number < 9 for rank in found for batch in rank["batches"] for number, _, _ in batch)
+    assert found[0]["held_out"].keys() == {0, 3}
+    assert found[0]["held_out"] == found[1]["held_out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "engine", "stage", "checkpointing"), CASES)
+def test_every_family_is_trained_as_by_one_process(family, engine, stage, checkpointing, tmp_path):
+    values = configured(tmp_path, family, engine, stage, steps=30, checkpoint_blocks=checkpointing)
+    check(values, family, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("engine", "stage"), [("deepspeed", 2), ("deepspeed", 3), ("fsdp2", 3)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_goes_on_on_other_ranks(family, engine, stage, ranks, tmp_path):
+    """It dies after step 17 of 30 on 2 ranks, and goes on from 15 on 1 or 3; a step is of 6 examples."""
+    values = configured(tmp_path, family, engine, stage, steps=30, batch_size=3)
+    values |= {"checkpoint": {"every": 15}, "resume": "auto"}
+    first = run_ranks(recorded_run, 2, values, 17, timeout=280)
+    values["train"]["batch_size"] = 6 // ranks
+    second = run_ranks(recorded_run, ranks, values, timeout=280)
+    steps = [*by_steps(first, 1)[:15], *by_steps(second, 1)]
+    losses, weights = train_alone(values, family, steps)
+    assert second[0]["losses"] == pytest.approx(losses, rel=EXACT)
+    assert_equal_weights(saved(second[0]["directory"]), weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pipeline_draws_what_the_trained_model_does(family, tmp_path):
+    """That of diffusers, opened from what was saved, and with the weights that were in memory in the end."""
+    from tests.training.flow_pipelines import drawn_by, save_pipeline
+
+    values = configured(tmp_path, family, "deepspeed", 3)
+    values["model"]["source"] = str(save_pipeline(tmp_path / "pipeline", family))
+    values["output"]["pipeline"] = True
+    found = run_ranks(recorded_run, 2, values, timeout=280)[0]
+    picture = drawn_by(found["directory"], family)
+    assert torch.equal(picture, drawn_by(values["model"]["source"], family, found["weights"]))
+    assert not torch.equal(picture, drawn_by(values["model"]["source"], family))
