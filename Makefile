@@ -4,6 +4,7 @@
 #   make demo-diffusion  train a small diffusion model on two local ranks, and look at what it draws
 #   make test            the tests        make conformance   the long ones
 #   make check           ruff, mypy, import-linter
+#   make docs            the documentation site, in build/site
 #   make bench           the load benchmark beside other routes
 #   make gpu-check       what only an accelerator can show
 #   make upstream        other projects' own scripts and tests, from checkouts: DEEPSPEED=, TRANSFORMERS=, ACCELERATE=,
@@ -22,7 +23,7 @@ STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-diffusion test check bench gpu-check upstream conformance clean
+.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -34,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (some minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) torch numpy setuptools wheel ninja
-	@$(PIP) --no-build-isolation -e '.[deepspeed,dev]'
+	@$(PIP) --no-build-isolation -e '.[deepspeed,dev,docs]'
 	@touch $@
 
 demo: $(STAMP)
@@ -54,6 +55,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# What is generated on it (commands, keys, figures) is made anew every time; a warning is an error.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env docs build/site
 
 bench: $(STAMP) build/peers
 	$(BIN)/python benchmarks/load.py

@@ -20,7 +20,7 @@ _LINK = re.compile(r"\]\(([\w./-]+\.md)(?:#[\w-]+)?\)")
 
 
 def texts() -> Iterator[tuple[Path, str]]:
-    for folder, pattern in ((REPOSITORY, "*.md"), (REPOSITORY / "docs", "*.md"), (ROOT, "**/*.py")):
+    for folder, pattern in ((REPOSITORY, "*.md"), (REPOSITORY / "docs", "**/*.md"), (ROOT, "**/*.py")):
         for path in sorted(folder.glob(pattern)):
             yield path, path.read_text()
 

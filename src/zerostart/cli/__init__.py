@@ -20,18 +20,14 @@ import typer
 from zerostart.cli import run
 from zerostart.errors import ZerostartError
 
-__all__ = ["main"]
+__all__ = ["application", "main"]
 
 _COMMANDS = tuple("inspect plan load train cache config run export synth verify diff env".split())
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line ``argv`` (default: this process's) and exit.
-
-    Exit codes: 0, or 1 with one line ``error: ...`` for a :class:`ZerostartError`, 2 for a usage error,
-    130 when interrupted. Tracebacks appear with ``--traceback`` or ``ZEROSTART_TRACEBACK=1``.
-    """
+def application() -> typer.Typer:
+    """The command line with all its commands; builds it, and imports none of what they run."""
     app = typer.Typer(
         name="zerostart",
         help="Pretrained checkpoints straight into sharded, ready-to-train models.",
@@ -44,6 +40,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in _COMMANDS:
         module = importlib.import_module(f"zerostart.cli.{name}")
         app.command(name, context_settings=getattr(module, "CONTEXT", None))(_guarded(module.command))
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line ``argv`` (default: this process's) and exit.
+
+    Exit codes: 0, or 1 with one line ``error: ...`` for a :class:`ZerostartError`, 2 for a usage error,
+    130 when interrupted. Tracebacks appear with ``--traceback`` or ``ZEROSTART_TRACEBACK=1``.
+    """
+    app = application()
     try:
         app(None if argv is None else list(argv))
     except SystemExit as done:

@@ -62,7 +62,7 @@ def checkpoint_blocks(
 
     Args:
         blocks: classes, their names, or names of modules (``transformer.blocks.*``); None: the classes that
-            the model declares as not to be split, else the entries of its outermost ``ModuleList``s.
+            the model declares as not to be split, else the entries of its outermost ``ModuleList`` modules.
         offload: as in ``gradient_checkpoint``.
         every: 1 for each block, 2 for each second, and so on.
 

@@ -1,0 +1,141 @@
+"""Pages of the reference that are made from what they tell of: commands, configuration keys, figures."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+import typer.main
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+from typer.core import TyperArgument, TyperCommand, TyperGroup
+
+from zerostart.cli import application
+from zerostart.training.config import TrainConfig
+
+__all__ = ["markdown"]
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def markdown(name: str) -> str:
+    """The text that stands where a page says ``<!-- generated: NAME -->``."""
+    makers: dict[str, Callable[[], Iterator[str]]] = {
+        "commands": _commands,
+        "configuration": _configuration,
+        "figures": _figures,
+    }
+    return "\n".join(makers[name]()) + "\n"
+
+
+def _commands() -> Iterator[str]:
+    group = typer.main.get_command(application())
+    assert isinstance(group, TyperGroup)
+    for name, command in group.commands.items():
+        context = typer.Context(command, info_name=f"zerostart {name}")
+        yield from (f"## {name}", "", "```text", command.get_usage(context), "```", "")
+        yield from (_prose(command.help or ""), "")
+        yield from _table(("option", "meaning", "default"), _options(command))
+
+
+def _options(command: TyperCommand) -> Iterator[tuple[str, str, str]]:
+    for parameter in command.params:
+        if isinstance(parameter, TyperArgument):
+            word = f"`{parameter.metavar or str(parameter.name).upper()}`"
+        else:
+            names = [*parameter.opts, *parameter.secondary_opts]
+            word = ", ".join(f"`{option}`" for option in names)
+        default = "" if parameter.default is None or callable(parameter.default) else f"`{parameter.default}`"
+        yield word, _prose(getattr(parameter, "help", None) or ""), default
+
+
+def _configuration() -> Iterator[str]:
+    plain = []
+    for name, field in TrainConfig.model_fields.items():
+        section = _section(field.annotation)
+        if section is None:
+            plain.append((name, field))
+            continue
+        yield from (f"## {name}", "", _docstring(section), "")
+        yield from _table(("key", "values", "default"), (_key(f"{name}.{k}", f) for k, f in _fields(section)))
+    yield from ("## Keys without a section", "", _docstring(TrainConfig), "")
+    yield from _table(("key", "values", "default"), (_key(name, field) for name, field in plain))
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field is, which may also be left out (``MediaConfig | None``)."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in section.model_fields.items():
+        inner = _section(field.annotation)
+        if inner is None:
+            yield prefix + name, field
+        else:
+            yield from _fields(inner, f"{prefix}{name}.")
+
+
+def _key(name: str, field: Any) -> tuple[str, str, str]:
+    values = _spoken(field.annotation)
+    if field.is_required():
+        return f"`{name}`", values, "must be given"
+    default = field.get_default(call_default_factory=True)
+    return f"`{name}`", values, "" if default is PydanticUndefined else f"`{_yaml(default)}`"
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _spoken(kind: Any) -> str:
+    """A type in words of YAML."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _spoken(inside[0])
+    if origin is Literal:
+        return ", ".join(f"`{_yaml(value)}`" for value in inside)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_spoken(one) for one in inside if one is not type(None)))
+    if origin in (list, tuple, set, frozenset):
+        return "a list" + (f" of {_spoken(inside[0])}" if inside else "")
+    if origin is dict or kind is dict:
+        return "a mapping"
+    names = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}
+    return names.get(kind, "any value" if kind is Any else getattr(kind, "__name__", str(kind)))
+
+
+def _figures() -> Iterator[str]:
+    for file in sorted(RESULTS.glob("*.md")):
+        text = re.sub(r"^# (.+)$", r"**\1**", file.read_text(encoding="utf-8").strip(), flags=re.MULTILINE)
+        yield from (f"## {file.stem}", "", re.sub(r"^(##+) ", r"#\1 ", text, flags=re.MULTILINE), "")
+
+
+def _docstring(owner: type) -> str:
+    import inspect
+
+    return _prose(inspect.getdoc(owner) or "")
+
+
+def _prose(text: str) -> str:
+    """Text of a docstring as Markdown: roles become code, and angle brackets are no tags."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in parts)
+
+
+def _table(heads: tuple[str, ...], rows: Any) -> Iterator[str]:
+    yield "| " + " | ".join(heads) + " |"
+    yield "|" + "---|" * len(heads)
+    for row in rows:
+        yield "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in row) + " |"
+    yield ""

@@ -1,0 +1,81 @@
+"""The fenced blocks of README and docs, and which of them are not run, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["REPOSITORY", "Block", "blocks_of", "pages", "translations"]
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
+#: Pages in another language, each beside the page of the same name in English.
+TRANSLATED = DOCS / "zh"
+
+_FENCE = re.compile(r"^(?P<indent> *)(?P<marks>`{3,})(?P<language>[^`]*)$")
+_NOT_RUN = re.compile(r"^\s*<!-- not run: (?P<reason>.+?) -->\s*$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: ``line`` is that of its first line of text, counted from 1."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    not_run: str | None = None
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def file(self) -> str | None:
+        """The name of the file that the block is, where its first line says it: ``# train.yaml``."""
+        found = re.match(r"# ([\w.-]+\.(?:yaml|py|json))$", self.text.partition("\n")[0])
+        return found[1] if found else None
+
+
+def pages() -> list[str]:
+    """README and every page in English, by its path in the repository."""
+    found = [REPOSITORY / "README.md", *DOCS.rglob("*.md")]
+    return sorted(str(page.relative_to(REPOSITORY)) for page in found if TRANSLATED not in page.parents)
+
+
+def translations() -> list[tuple[str, str]]:
+    """Each translated page, and the page that it is a translation of."""
+    return [
+        (
+            str(page.relative_to(REPOSITORY)),
+            str((DOCS / page.relative_to(TRANSLATED)).relative_to(REPOSITORY)),
+        )
+        for page in sorted(TRANSLATED.rglob("*.md"))
+    ]
+
+
+def blocks_of(page: str) -> Iterator[Block]:
+    """The blocks of a page, in their order. Raises AssertionError for a fence that is never closed."""
+    lines = (REPOSITORY / page).read_text(encoding="utf-8").splitlines()
+    number = 0
+    while number < len(lines):
+        opened = _FENCE.match(lines[number])
+        number += 1
+        if opened is None:
+            continue
+        first = number
+        while lines[number : number + 1] and lines[number].strip() != opened["marks"]:
+            number += 1
+        assert number < len(lines), f"{page}:{first}: the block is not closed"
+        text = "\n".join(line.removeprefix(opened["indent"]) for line in lines[first:number]) + "\n"
+        yield Block(page, first + 1, opened["language"].strip(), text, _reason(lines, first - 1))
+        number += 1
+
+
+def _reason(lines: list[str], fence: int) -> str | None:
+    """What stands above a fence, in a comment that the reader does not see."""
+    above = [line for line in lines[max(0, fence - 2) : fence] if line.strip()]
+    found = _NOT_RUN.match(above[-1]) if above else None
+    return found["reason"] if found else None

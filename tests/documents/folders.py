@@ -1,0 +1,77 @@
+"""Folders by the names that pages use, with tiny models in them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from tiny import TinyCheckpoints
+
+__all__ = ["make_folders"]
+
+
+def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpoints) -> None:
+    """Under ``root`` for each name one of:
+
+    a tiny checkpoint by its name in ``tests/tiny.py`` (``text:NAME`` with a tokenizer of characters);
+    ``pipeline:FAMILY``, a diffusers pipeline of ``tests/pipelines/tiny_pipelines.py``; ``releases:FAMILY``, a
+    folder with such a pipeline and an original release's file; or ``pictures:``, two photographs and a table.
+    """
+    for name, kind in models.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        what, _, key = kind.rpartition(":")
+        if what == "pipeline":
+            _pipeline(key, path)
+        elif what == "releases":
+            _releases(key, path)
+        elif what == "pictures":
+            _pictures(path)
+        else:
+            shutil.copytree(checkpoints(key), path)
+            if what == "text":
+                character_tokenizer(path)
+
+
+def character_tokenizer(path: Path) -> None:
+    """A tokenizer of single characters that fits the vocabularies of the tiny models."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<unk>", "<bos>", "</s>", *"abcdefghijklmnopqrstuvwxyz .,", "<mask>", "<pad>"]
+    made = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", eos_token="</s>", mask_token="<mask>", pad_token="<pad>"
+    ).save_pretrained(path)
+
+
+def _pipeline(key: str, path: Path) -> None:
+    from tests.pipelines.tiny_pipelines import make_pipeline
+
+    make_pipeline(key, path)
+
+
+def _releases(key: str, path: Path) -> None:
+    from tests.conformance.diffusion_suite import family, write_original
+
+    path.mkdir()
+    _pipeline(key, path / "Wan2.1-Diffusers")
+    write_original(family(key), path / "original", torch.float32)
+    (path / "original" / "release.safetensors").rename(path / "wan2.1.safetensors")
+    (path / "original" / "config.json").rename(path / "config.json")
+
+
+def _pictures(path: Path) -> None:
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    path.mkdir()
+    for name, picture in zip(("two", "one"), load_sample_images().images, strict=True):
+        Image.fromarray(picture).save(path / f"{name}.png")
+    (path / "metadata.csv").write_text(
+        "image,prompt\none.png,a flower in the sun\ntwo.png,a temple in the mountains\n"
+    )

@@ -1,0 +1,197 @@
+"""What the Python blocks of the pages are run in: folders by the names in them, and what they take as given.
+
+Nothing in a block is changed to point at a test's model: ``path/or/hub-id`` *is* a folder in the directory
+that a scene runs in, with a tiny checkpoint. What has to be changed all the same stands in ``CHANGED``, with
+the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["CHANGED", "SCENES", "Scene", "scene_of"]
+
+Names = dict[str, Any]
+
+#: Text in a block, and what stands there when it is run.
+CHANGED: Mapping[str, str] = {
+    # One process group runs a whole scene.
+    "dist.init_process_group()": "dist.is_initialized() or dist.init_process_group()",
+    # A picture of 16 by 16, in two steps.
+    'pipe("a cat sees the sea")': (
+        'pipe("a cat sees the sea", height=16, width=16, num_frames=5, num_inference_steps=2, '
+        "max_sequence_length=12)"
+    ),
+    # A disk that every machine has, and buffers for tiny layers.
+    '"/nvme/swap"': '"nvme"',
+    "200_000_000": "2_000_000",
+    # Hosts without a device: the Trainer wants to be told, and there is no page-locked memory.
+    "bf16=True": "use_cpu=True",
+    '{"device": "cpu", "pin_memory": True}': '{"device": "cpu", "pin_memory": False}',
+    "CPUOffloadPolicy(pin_memory=True)": "CPUOffloadPolicy(pin_memory=False)",
+}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The blocks of a page in which ``having`` stands, in their order, in one namespace on each of ``ranks``.
+
+    ``models`` are folders to be made, by name: a tiny checkpoint (``tests/tiny.py``) or ``pipeline:FAMILY``.
+    ``given`` makes the names that the page takes as given, on each rank, in the directory of the scene.
+    """
+
+    page: str
+    having: str = ""
+    models: Mapping[str, str] = field(default_factory=dict)
+    given: Callable[[], Names] = dict
+    ranks: int = 2
+    slow: bool = True
+
+    @property
+    def id(self) -> str:
+        return f"{self.page} {self.having}".strip()
+
+
+def scene_of(page: str, text: str) -> Scene | None:
+    """The first scene of the page that the block belongs to."""
+    return next((one for one in SCENES if one.page == page and one.having in text), None)
+
+
+def _common() -> Names:
+    import deepspeed
+    import torch.distributed as dist
+    from torch import nn
+
+    import zerostart
+
+    return {"torch": torch, "dist": dist, "nn": nn, "deepspeed": deepspeed, "zerostart": zerostart}
+
+
+def _loaded(engine: str = "fsdp2", path: str = "path/or/hub-id") -> Any:
+    import zerostart
+
+    return zerostart.load(path, engine=engine, progress=False)
+
+
+def _trained() -> Names:
+    """A model on FSDP2 with an optimizer and a schedule."""
+    model = _loaded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return {**_common(), "model": model, "optimizer": optimizer, "schedule": schedule}
+
+
+def _accumulated() -> Names:
+    tokens = torch.arange(12, device="cpu").reshape(2, 6)
+    model = _loaded().train()
+    return {**_common(), "model": model, "batches": [{"input_ids": tokens, "labels": tokens}] * 2}
+
+
+def _edited() -> Names:
+    return {**_common(), "model": _loaded(path="path/mixture")}
+
+
+def _saved() -> Names:
+    import zerostart
+
+    model = _loaded()
+    zerostart.save(model, "out")
+    zerostart.save(model, "other")
+    return {**_common(), "model": model}
+
+
+def _started() -> Names:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    class Composite(torch.nn.Module):
+        def __init__(self, **parts: torch.nn.Module) -> None:
+            super().__init__()
+            for name, part in parts.items():
+                self.add_module(name, part)
+
+    config = AutoConfig.from_pretrained("path/or/hub-id")
+    ds_config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+    }
+    return {
+        **_common(),
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+        "config": config,
+        "ds_config": ds_config,
+        "decoder_config": config,
+        "build_and_fill": lambda: torch.nn.Linear(8, 8, device="cpu"),
+        "Composite": Composite,
+    }
+
+
+def _shared_sequences() -> Names:
+    """A configuration for shared sequences, and the path of a model whose heads two ranks can share."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "sequence_parallel_size": 2,
+    }
+    return {**_common(), "path": "path/or/hub-id", "config": config}
+
+
+def _video() -> Names:
+    torch.manual_seed(0)
+    return {**_common(), "video": torch.randn(1, 3, 1, 16, 16, device="cpu")}
+
+
+def _blocks() -> Names:
+    def block(hidden: torch.Tensor, temb: torch.Tensor, rotary: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return hidden * temb + rotary[0] - rotary[1]
+
+    ones = torch.ones(3, device="cpu")
+    return {
+        **_common(),
+        "block": block,
+        "hidden": ones.clone().requires_grad_(),
+        "temb": ones,
+        "cos": ones,
+        "sin": ones,
+    }
+
+
+def _trainer() -> Names:
+    Path("ds_config_zero3.json").write_text(
+        json.dumps(
+            {
+                "zero_optimization": {"stage": 3},
+                "bf16": {"enabled": "auto"},
+                "train_micro_batch_size_per_gpu": "auto",
+                "gradient_accumulation_steps": "auto",
+                "gradient_clipping": "auto",
+            }
+        )
+    )
+    tokens = list(range(8))
+    return {**_common(), "data": [{"input_ids": tokens, "labels": tokens}] * 4}
+
+
+MODEL = {"path/or/hub-id": "qwen3_moe_aligned"}
+SCENES = (
+    Scene("README.md", "WanTransformer3DModel", {"path": "releases:wan"}, _common),
+    Scene("README.md", "", {**MODEL, "path/to/checkpoint": "qwen3"}, _common, slow=False),
+    Scene("docs/adoption.md", "TrainingArguments(", {"path/or/hub-id": "qwen3"}, _trainer),
+    Scene("docs/adoption.md", "", {"path/mixture": "qwen3_moe_aligned"}, _edited, slow=False),
+    Scene("docs/diffusion.md", "", {"path/Qwen-Image": "pipeline:qwen_image"}, _video),
+    Scene("docs/parallelism.md", "", {"path/or/hub-id": "qwen3_even"}, _shared_sequences),
+    Scene("docs/pipelines.md", "", {"path/Wan2.1-T2V-14B-Diffusers": "pipeline:wan"}, _blocks),
+    Scene("docs/placements.md", "nvme", {"path/or/hub-id": "qwen3_wide"}, _common),
+    Scene("docs/placements.md", "", MODEL, _common, slow=False),
+    Scene("docs/resuming.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),
+    Scene("docs/starting.md", "", {"path/or/hub-id": "qwen3", "path/encoder": "qwen3"}, _started, slow=False),
+    Scene("docs/verify.md", "", {"path/or/hub-id": "qwen3"}, _saved, slow=False),
+    Scene("docs/zero12.md", "is_last", {"path/or/hub-id": "qwen3"}, _accumulated, slow=False),
+    Scene("docs/zero12.md", "", {"path/or/hub-id": "qwen3"}, _common, slow=False),
+)

@@ -1,0 +1,112 @@
+"""What the commands of the pages are run in: a folder for each page, with the names that it uses in it.
+
+A session runs a page from its top to its end: files that the page shows (``# train.yaml`` in the first line)
+are written, commands are run by a shell, and of tutorials the Python blocks too. ``CHANGED`` says what is run
+otherwise than it stands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["CHANGED", "SESSIONS", "Session", "session_of"]
+
+#: Text in commands and files, and what stands there when they are run.
+CHANGED: Mapping[str, str] = {
+    # As many ranks as a small machine bears.
+    "--nproc-per-node 8": "--nproc-per-node 2",
+    "num_processes: 8": "num_processes: 2",
+    "--world-size 1024 --rank 700": "--world-size 4 --rank 3",
+    # What every processor computes in.
+    "mixed_precision: bf16": "mixed_precision: 'no'",
+    # Two jobs of one machine do not meet at the launcher's own port.
+    "torchrun --nproc": "torchrun --master-port 0 --nproc",
+    "accelerate launch --config_file": "accelerate launch --main_process_port 0 --config_file",
+    # The tiny models know sequences of 64 tokens.
+    "sequence_length: 128": "sequence_length: 32",
+    "sequence_length: 512": "sequence_length: 32",
+    # Pictures of a size that two cores draw in a moment.
+    "height: 512": "height: 16",
+    "width: 512": "width: 16",
+    'pipe("a flower in the mountains")': 'pipe("a flower", height=16, width=16, num_inference_steps=2)',
+}
+
+QWEN = {"Qwen/Qwen3-0.6B": "text:qwen3"}
+MIXTURE = {"Qwen/Qwen3-30B-A3B": "text:qwen3_moe_aligned"}
+TRAIN = """\
+model: {source: CHECKPOINT}
+data: {source: stdlib-docstrings, documents: 30, sequence_length: 16}
+task: {name: causal-lm}
+train: {steps: 2, batch_size: 1}
+output: {directory: trained}
+"""
+LOAD = """\
+import os
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+if "RANK" in os.environ:
+    dist.init_process_group()
+AutoModelForCausalLM.from_pretrained("CHECKPOINT")
+"""
+ZERO_THREE = """\
+distributed_type: DEEPSPEED
+deepspeed_config: {zero_stage: 3}
+mixed_precision: "no"
+num_processes: 2
+"""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One page. ``models`` are folders (``folders.py``), ``files`` what else is there before it begins.
+
+    ``first`` are commands that come before, for what the page takes as given; commands that begin with one
+    of ``fails`` end with exit code 1, as the page says. With ``python`` its Python blocks are run in their
+    places.
+    """
+
+    page: str
+    models: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    first: tuple[str, ...] = ()
+    fails: tuple[str, ...] = ()
+    python: bool = False
+
+
+def session_of(page: str) -> Session | None:
+    """The session that runs the commands of a page."""
+    return next((one for one in SESSIONS if one.page == page), None)
+
+
+CHECKPOINT = {"CHECKPOINT": "text:qwen3", "A": "qwen3", "B": "qwen3"}
+SAVED = (
+    "python -c \"import zerostart; zerostart.save(zerostart.load('CHECKPOINT', engine='fsdp2'), 'PATH')\"",
+)
+SESSIONS = (
+    Session(
+        "README.md",
+        CHECKPOINT,
+        {"CONFIG.yaml": TRAIN, "SCRIPT.py": LOAD, "zero3.yaml": ZERO_THREE},
+        SAVED,
+    ),
+    Session(
+        "docs/adoption.md",
+        CHECKPOINT,
+        {"SCRIPT": LOAD, "script.py": LOAD, "ds_config_zero3.json": "{}"},
+    ),
+    Session("docs/forecast.md", MIXTURE),
+    Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN}),
+    Session("docs/verify.md", CHECKPOINT, {}, SAVED),
+    Session(
+        "docs/quickstart.md", QWEN, {"script.py": LOAD.replace("CHECKPOINT", "Qwen/Qwen3-0.6B")}, python=True
+    ),
+    Session("docs/tutorials/language-model.md", QWEN, fails=("zerostart diff",), python=True),
+    Session("docs/tutorials/experts.md", MIXTURE, python=True),
+    Session("docs/tutorials/existing-script.md", QWEN, python=True),
+    Session(
+        "docs/tutorials/diffusion.md",
+        {"Qwen/Qwen-Image": "pipeline:qwen_image", "pictures": "pictures:"},
+        python=True,
+    ),
+)

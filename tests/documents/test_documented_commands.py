@@ -1,0 +1,192 @@
+"""Every command of README and docs is one that there is, with the options that it has; and runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import typer.main
+from pydantic import BaseModel
+from tests.documents.blocks import REPOSITORY, Block, blocks_of, pages
+from tests.documents.folders import make_folders
+from tests.documents.sessions import CHANGED, SESSIONS, Session, session_of
+from typer.core import TyperGroup, TyperOption
+
+from tiny import TinyCheckpoints
+from zerostart.cli import application
+from zerostart.training.config import TrainConfig
+
+SECONDS = 420
+COMMANDS = typer.main.get_command(application())
+SHELL = [block for page in pages() for block in blocks_of(page) if block.language == "sh"]
+#: What else a page may have; text is not run, and says what is seen.
+LANGUAGES = {"python", "sh", "yaml", "json", "text", "mermaid"}
+_QUOTED = re.compile(r"(?<!`)`(zerostart [a-z]+(?:\s[^`]*)?)`")
+
+
+def test_every_block_says_what_it_is() -> None:
+    """So that none is left out here by mistake."""
+    found = [block for page in pages() for block in blocks_of(page)]
+    unknown = [b.place for b in found if b.language not in LANGUAGES and not b.language.startswith("{")]
+    assert unknown == [], f"a fenced block is one of {sorted(LANGUAGES)}"
+
+
+def test_what_is_not_run_is_few_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    left = [block for page in pages() for block in blocks_of(page) if block.not_run is not None]
+    with capsys.disabled():
+        for block in left:
+            print(f"\nnot run: {block.place}: {block.not_run}", end="")
+    assert len(left) <= 8
+
+
+def test_every_command_has_a_session() -> None:
+    """A page may need nothing but its entry in ``sessions.py``, with the models that it names."""
+    lost = [b.place for b in SHELL if b.not_run is None and session_of(b.page) is None]
+    assert lost == [], "add a session to tests/documents/sessions.py, or a reason: <!-- not run: ... -->"
+    assert [one.page for one in SESSIONS if one.page not in {block.page for block in SHELL}] == []
+
+
+def test_options_are_there() -> None:
+    """In blocks and in running text, whether they are run or not."""
+    quoted = [
+        (page, command)
+        for page in pages()
+        for command in _QUOTED.findall((REPOSITORY / page).read_text(encoding="utf-8"))
+    ]
+    blocks = [(block.place, command) for block in SHELL for command in commands_in(block.text)]
+    found = [f"{place}: {command}: {told}" for place, command in blocks + quoted if (told := wrong(command))]
+    assert found == []
+
+
+def commands_in(text: str) -> Iterator[str]:
+    """The simple commands of a block, without comments, in words that are quoted again."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.shlex(line, posix=True, punctuation_chars=True)
+        words.whitespace_split = True
+        command: list[str] = []
+        for word in [*words, ";"]:
+            if word in (";", "&&", "||", "|", "&"):
+                if command:
+                    yield shlex.join(command)
+                command = []
+            else:
+                command.append(word)
+
+
+def wrong(command: str) -> str:
+    """What a command of zerostart, of make or of the file system is not, or ''."""
+    words = command.split()
+    if words[0] == "make" and len(words) > 1 and "=" not in words[1]:
+        targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+        return "" if words[1] in targets else "no target of the Makefile"
+    if words[0] == "python" and len(words) > 1 and words[1].startswith(("benchmarks/", "examples/")):
+        return "" if (REPOSITORY / words[1]).exists() else "no such script"
+    if "zerostart" not in words:
+        return ""
+    rest = words[words.index("zerostart") + 1 :]
+    if words[max(0, words.index("zerostart") - 1)] == "-m":
+        rest = ["run", *rest]  # python -m zerostart
+    return options_of(rest) if rest and not rest[0].startswith("-") else ""
+
+
+def options_of(words: list[str]) -> str:
+    """Options, or keys of a configuration, that a command of zerostart does not have."""
+    assert isinstance(COMMANDS, TyperGroup)
+    command = COMMANDS.commands.get(words[0].strip("[]"))
+    if command is None:
+        return "no command" if re.fullmatch("[a-z]+", words[0]) else ""
+    known = {opt: p for p in command.params for opt in (*p.opts, *p.secondary_opts)}
+    unknown, left = [], [word.strip("[]") for word in words[1:]]
+    while left:
+        word = left.pop(0)
+        if re.match(r"--?[a-z]", word):
+            name, given, _ = word.partition("=")
+            parameter = known.get(name)
+            if parameter is None and name != "--help":
+                unknown.append(name)
+            elif isinstance(parameter, TyperOption) and not parameter.is_flag and not given:
+                left = left[1:]
+        elif command.name == "run":
+            break  # What follows the script is its own.
+        elif re.match(r"[a-z_]+\.[a-z_.]+=", word) and not has_key(word.partition("=")[0]):
+            unknown.append(word)
+    return f"{words[0]} has no {', '.join(unknown)}" if unknown else ""
+
+
+def has_key(key: str) -> bool:
+    """Whether there is such a key in a configuration; those of a task are its own."""
+    section, _, name = key.partition(".")
+    found = TrainConfig.model_fields.get(section)
+    kinds = [] if found is None else [found.annotation, *get_args(found.annotation)]
+    inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return section == "task" or any(name.partition(".")[0] in kind.model_fields for kind in inner)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("session", SESSIONS, ids=lambda session: session.page)
+def test_commands_run(session: Session, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    make_folders(tmp_path, session.models, checkpoints)
+    for name, text in session.files.items():
+        (tmp_path / name).write_text(text)
+    blocks = list(blocks_of(session.page))
+    for block in blocks:
+        if block.file is not None:
+            (tmp_path / block.file).write_text(changed(block.text))
+    for command in session.first:
+        run(command, tmp_path, "before")
+    for block in blocks:
+        if block.not_run is not None or block.file is not None:
+            continue
+        if block.language == "python" and session.python:
+            (tmp_path / "block.py").write_text("\n" * (block.line - 1) + changed(block.text))
+            run("python block.py", tmp_path, block.place)
+        elif block.language == "sh":
+            for command in lines_of(block):
+                run(command, tmp_path, block.place, int(command.startswith(session.fails or ("\0",))))
+
+
+def changed(text: str) -> str:
+    return re.sub("|".join(map(re.escape, CHANGED)), lambda found: CHANGED[found[0]], text)
+
+
+def lines_of(block: Block) -> Iterator[str]:
+    for line in changed(block.text).replace("\\\n", " ").splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            yield line
+
+
+def run(command: str, folder: Path, place: str, code: int = 0) -> None:
+    """Run one line by a shell in ``folder``, with the commands of this environment."""
+    given = os.environ.get("PYTHONPATH")
+    process = subprocess.Popen(
+        ["bash", "-ec", command],
+        cwd=folder,
+        env={
+            **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), *([given] if given else [])]),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"{place}: {command}: not done after {SECONDS} s\n{output[-4000:]}") from None
+    print(f"{place}: {command}")
+    assert process.returncode == code, f"{place}: {command}: {process.returncode}\n{output[-6000:]}"

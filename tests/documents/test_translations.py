@@ -1,0 +1,49 @@
+"""Translated pages show the same commands, code and configurations as the English ones, and nothing else."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from tests.documents.blocks import REPOSITORY, Block, blocks_of, translations
+
+#: What a page has for its readers in English alone: where it stands among the others.
+DIRECTIVE = "{toctree}"
+#: Pages that there have to be.
+WANTED = {
+    "docs/index.md",
+    "docs/quickstart.md",
+    *(f"docs/tutorials/{name}.md" for name in ("language-model", "experts", "diffusion", "existing-script")),
+}
+_COMMENT = re.compile(r"(^|\s+)#(?! [\w.-]+\.(?:yaml|py|json)$).*$", re.MULTILINE)
+_COMMAND = re.compile(r"(?<!`)`((?:zerostart|make|accelerate|torchrun) [^`]+)`")
+
+
+def shown(page: str) -> list[tuple[str, str, bool]]:
+    """The blocks of a page: language, text without comments, and whether it is run."""
+    return [
+        (block.language, without_comments(block), block.not_run is not None)
+        for block in blocks_of(page)
+        if block.language != DIRECTIVE
+    ]
+
+
+def without_comments(block: Block) -> str:
+    text = _COMMENT.sub("", block.text) if block.language in ("sh", "yaml", "python") else block.text
+    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
+
+
+def test_pages_that_there_have_to_be() -> None:
+    assert {original for _, original in translations()} == WANTED
+
+
+@pytest.mark.parametrize(("page", "original"), translations())
+def test_blocks_are_the_same(page: str, original: str) -> None:
+    assert shown(page) == shown(original)
+
+
+@pytest.mark.parametrize(("page", "original"), translations())
+def test_commands_in_the_text_are_the_same(page: str, original: str) -> None:
+    texts = [(REPOSITORY / name).read_text(encoding="utf-8") for name in (page, original)]
+    found, expected = ({" ".join(c.split()) for c in _COMMAND.findall(text)} for text in texts)
+    assert found == expected
