@@ -22,7 +22,10 @@ from zerostart.errors import ZerostartError
 
 __all__ = ["application", "main"]
 
-_COMMANDS = tuple("inspect plan load train cache config run export synth verify diff env".split())
+_COMMANDS = (
+    *("inspect", "plan", "load", "train", "cache", "config"),
+    *("run", "export", "synth", "verify", "diff", "env"),
+)
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 from zerostart.distributed.world import current_world
 from zerostart.engines import Engine
-from zerostart.errors import ConfigError
 from zerostart.loading.record import record_of
 from zerostart.training.buckets import Buckets, order_of
 from zerostart.training.config import TrainConfig
