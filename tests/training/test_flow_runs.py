@@ -123,3 +123,18 @@ def test_a_pipeline_draws_what_the_trained_model_does(family, tmp_path):
     picture = drawn_by(found["directory"], family)
     assert torch.equal(picture, drawn_by(values["model"]["source"], family, found["weights"]))
     assert not torch.equal(picture, drawn_by(values["model"]["source"], family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bf16_the_losses_are_near(family, engine, tmp_path):
+    """Times are told in 16 bits, and latents mixed at just these."""
+    values = configured(tmp_path, family, engine, 3, mixed_precision="bf16")
+    values["task"]["held_out"] = 0.25
+    found = run_ranks(recorded_run, 1, values, timeout=280)[0]
+    times = torch.tensor([t for batch in found["batches"] for _, t, _ in batch])
+    assert torch.equal(times, times.bfloat16().float())
+    losses, _ = train_alone(values, family, by_steps([found], 1)[:1])
+    assert found["losses"][0] == pytest.approx(losses[0], rel=0.03)
+    assert all(loss == loss for loss in found["losses"])

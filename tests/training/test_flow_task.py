@@ -255,6 +255,7 @@ def test_texts_are_dropped_for_the_one_that_stands_for_none(tmp_path):
             r"model\.component vae: the models of .* are transformer",
         ),
         ({"output": {"directory": "x", "pipeline": True}}, None, ""),
+        ({"task": {"name": "flow-matching"}}, ConfigError, r"unknown key task\.path"),
     ],
 )
 def test_mistakes_are_named(tmp_path, change, error, message):
@@ -275,6 +276,8 @@ def test_mistakes_are_named(tmp_path, change, error, message):
 
 def test_what_is_no_transformer_is_named(tmp_path):
     values = configured(tmp_path, "wan", "fsdp2", 3)
+    with pytest.raises(ConfigError, match=r"media, or a cache .* is required with task.name flow-matching"):
+        parse_config({**values, "task": {"name": "flow-matching"}})
     (tmp_path / "bare").mkdir()
     values["model"]["source"] = str(tmp_path / "bare")
     config = parse_config(values)

@@ -74,10 +74,15 @@ class FlowMatching(Task):
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
-        """Raise ValueError for an unknown family."""
+        """Raise ValueError for an unknown family, or where nothing says what the data are."""
         settings = config.task
         if isinstance(settings, FlowConfig) and settings.family not in (None, *FAMILIES):
             raise ValueError(f"task.family {settings.family} is unknown; choose one of {', '.join(FAMILIES)}")
+        own = cls.items is not FlowMatching.items
+        if not own and all(getattr(config, section, None) is None for section in ("media", "cache")):
+            raise ValueError(
+                "media, or a cache that was made of them, is required with task.name flow-matching"
+            )
 
     def open(self) -> None:
         """Read the configurations of transformer and pipeline.
