@@ -115,6 +115,8 @@ def make(key: str, path: Path) -> Path:
     for part in made.components.values():
         if isinstance(part, torch.nn.Module):
             randomise(part)
+            if hasattr(part, "bn"):
+                part.bn.running_var.abs_()
     made.save_pretrained(path)
     return path
 

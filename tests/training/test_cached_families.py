@@ -222,6 +222,8 @@ def pictures(media: Mapping[str, Any], number: int, columns: Mapping[str, str]) 
 @torch.no_grad()
 def test_a_family_is_encoded_as_its_pipeline_does(name: str, tmp_path: Path) -> None:
     case, rows = CASES[name], 5
+    if name.startswith(("wan_i2v", "wan_vace")):
+        pytest.importorskip("ftfy", reason="diffusers' pipelines of these classes cannot do without it")
     pipeline = make(name.partition(" ")[0], tmp_path / "pipeline")
     media = write_media(tmp_path / "media", case.columns, [case.size] * rows)
     media["columns"] = {**dict.fromkeys(case.columns), **(case.sizes or {})}

@@ -151,7 +151,7 @@ class CachedItems:
     def prompt(self, text: str = "") -> dict[str, torch.Tensor]:
         """What the encoders make of ``text`` alone, by the keys that it has in items.
 
-        Raises ConfigError for a text that was not asked for when the cache was made.
+        Raises ConfigError for a text that was not asked for when the cache was made, and ReadError.
         """
         if text not in self.texts:
             raise ConfigError(

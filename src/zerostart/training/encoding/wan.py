@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -67,6 +68,15 @@ class TextToVideo(Encoder):
         return (latents.float() - mean) * scale
 
 
+def _check_texts(kind: str) -> None:
+    """Raise ConfigError where diffusers' pipelines of these classes could not clean their texts.
+
+    Unlike that of text to video they do not ask whether ftfy is there.
+    """
+    if importlib.util.find_spec("ftfy") is None:
+        raise ConfigError(f"diffusers' {kind} needs ftfy for its texts: pip install ftfy")
+
+
 class ImageToVideo(TextToVideo):
     """Adds ``condition`` [C', F, H, W], masks and latents of the frames that are given.
 
@@ -78,6 +88,10 @@ class ImageToVideo(TextToVideo):
 
     takes: ClassVar[frozenset[str]] = frozenset({"video", "first_frame", "last_frame"})
     needs: ClassVar[tuple[str, ...]] = ("video",)
+
+    def __init__(self, pipe: Any, settings: CacheConfig) -> None:
+        super().__init__(pipe, settings)
+        _check_texts(self.kind)
 
     def check(self, example: Example) -> None:
         """See ``Encoder``; raises ConfigError for frames of another size than the video's, too."""
@@ -136,6 +150,7 @@ class Vace(TextToVideo):
 
     def __init__(self, pipe: Any, settings: CacheConfig) -> None:
         super().__init__(pipe, settings)
+        _check_texts(self.kind)
         # The pipeline asks its transformer, which is not there, for the size of a patch.
         pipe.transformer = SimpleNamespace(config=SimpleNamespace(patch_size=(1, _PATCH, _PATCH)))
 
