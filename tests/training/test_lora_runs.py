@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from test_run import losses, run
 
 from ranks import run_ranks
+from zerostart.errors import ConfigError
+from zerostart.state.export import export
 
 __all__: list[str] = []
 
@@ -212,6 +214,8 @@ def test_a_lora_goes_on_elsewhere(engine, ranks, checkpoints, given):
     assert all(
         "lora_" in name for file in (first / "model").glob("*.safetensors") for name in load_file(file)
     )
+    with pytest.raises(ConfigError, match="holds what was trained alone"):
+        export(first, Path(straight.directory, "exported"))
     config = given(path, engine, "resumed", ranks, **sections, resume=str(first))
     resumed = run_ranks(run, ranks, config)[0]
     assert losses(resumed) == pytest.approx(losses(straight)[2:], rel=1e-5)

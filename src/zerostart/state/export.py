@@ -15,8 +15,10 @@ import torch
 
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.digest import Digests
+from zerostart.checkpoint.replacing import MARKERS
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.source import open_catalog, read_config
+from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointNotFoundError, ConfigError
@@ -72,11 +74,13 @@ def export(
     model lies in it. Tensors have the names and shapes that they have there;
     ``dtype`` is for floating tensors that are not quantised, None leaves each as it is stored. Configuration,
     tokenizer and code files beside the weights come along. Memory holds 64 MiB of tensors at a time. ``out``
-    appears whole or not at all. Raises what opening a source raises, ReadError and WriteError.
+    appears whole or not at all. Raises what opening a source raises, ConfigError for a checkpoint of a LoRA
+    alone, ReadError and WriteError.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and spelling(dtype) in _PLAIN_FLOATS):
         raise ConfigError(f"dtype={dtype!r} is none of the floating types in which weights are kept")
     catalog = _opened(source)
+    _check_whole(catalog)
     config = read_config(catalog.root) if catalog.root else None
     weights = _once(catalog.weights, bool((config or {}).get("tie_word_embeddings")))
     entries = [(t.name, _kept(t.dtype, dtype), t.shape) for t in weights.values()]
@@ -107,6 +111,18 @@ def _opened(source: str | os.PathLike[str]) -> Catalog:
         if not states and not steps:
             raise
         return open_catalog(states[-1] if states else steps[max(steps)])
+
+
+def _check_whole(catalog: Catalog) -> None:
+    """Raise ConfigError for a training state without the parameters that were frozen."""
+    root = Path(catalog.root or ".")
+    for folder in (root, root.parent):
+        marker = folder / MARKERS[1]
+        if marker.is_file() and read_json(marker, "training state").get("left_out"):
+            raise ConfigError(
+                f"{folder} holds what was trained alone, and not the model that this was a part of: what its "
+                "run has saved in its output directory is what can be opened"
+            )
 
 
 def _once(weights: Mapping[str, TensorEntry | Assembled], tied: bool) -> dict[str, TensorEntry | Assembled]:
