@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from diffusers import FluxPipeline
 from diffusers.utils import logging
+from PIL import Image
+from torch.nn.functional import pad
+from transformers.utils.logging import disable_progress_bar
 
 import digits
 from zerostart.training.config import load_config
@@ -24,11 +27,8 @@ def main() -> int:
     directory = Path(config.output.directory)
     prompts = config.samples.prompts * config.samples.count
     shown = np.array([[digits.caption(n) for n in range(10)].index(prompt) for prompt in prompts])
-    folders = sorted((directory / "samples").iterdir())
-    before, after = (
-        torch.stack([digits.from_picture(p) for p in sorted(f.glob("*.png"))])
-        for f in (folders[0], folders[-1])
-    )
+    folders = [directory / "samples" / f"step-{step:08d}" for step in (0, config.train.steps)]
+    before, after = (torch.stack([digits.from_picture(p) for p in sorted(f.glob("*.png"))]) for f in folders)
 
     judge = digits.Judge()
     real, labels = digits.held_out()
@@ -36,8 +36,7 @@ def main() -> int:
     recognised = [judge.share_recognised(pictures, shown) for pictures in (before, after)]
     print(f"recognised of {len(before)} samples before training: {recognised[0]:.0%}")
     print(f"recognised of {len(after)} samples after training:  {recognised[1]:.0%}")
-    picture = grid(before, after)
-    picture.save(directory.parent / "samples.png")
+    grid(before, after).save(directory.parent / "samples.png")
     print(f"the same noise and words before (left) and after: {directory.parent / 'samples.png'}")
 
     apart = float((drawn_again(directory, config.samples) - after[:10]).abs().max())
@@ -51,10 +50,14 @@ def main() -> int:
 def drawn_again(directory: Path, samples) -> torch.Tensor:
     """The first ten samples, by plain diffusers from words and noise: [10, 3, 16, 16]."""
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    disable_progress_bar()
     pipeline = FluxPipeline.from_pretrained(directory)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
         samples.prompts[:10],
+        negative_prompt=[samples.negative_prompt] * 10,
+        true_cfg_scale=samples.guidance,
         num_inference_steps=samples.steps,
         height=samples.height,
         width=samples.width,
@@ -64,12 +67,16 @@ def drawn_again(directory: Path, samples) -> torch.Tensor:
     ).images
 
 
-def grid(*columns: torch.Tensor):
-    """Ten rows of ten each, side by side, with a gap between."""
-    squares = [c[:100].view(10, 10, 3, digits.SIZE, digits.SIZE).permute(2, 0, 3, 1, 4) for c in columns]
-    flat = [s.reshape(3, 10 * digits.SIZE, 10 * digits.SIZE) for s in squares]
-    gap = torch.ones(3, 10 * digits.SIZE, digits.SIZE // 2)
-    return digits.to_picture(torch.cat([flat[0], gap, flat[1]], dim=2))
+def grid(*halves: torch.Tensor) -> Image.Image:
+    """A hundred of each, ten in a row, side by side; in grey, and three times as large."""
+    framed = [pad(half[:100].mean(1), (1, 1, 1, 1), value=0.5) for half in halves]  # [100, H, W]
+    side = framed[0].shape[-1]
+    squares = [f.view(10, 10, side, side).transpose(1, 2).reshape(10 * side, 10 * side) for f in framed]
+    gap = torch.ones(10 * side, side // 2)
+    picture = digits.to_picture(torch.cat([squares[0], gap, squares[1]], dim=1).expand(3, -1, -1)).convert(
+        "L"
+    )
+    return picture.resize((3 * picture.width, 3 * picture.height), Image.Resampling.NEAREST)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +17,16 @@ __all__ = ["Drawn", "encoded", "run"]
 PROMPTS = ("a cat", "the sea", "a cat sees the sea")
 
 
-def encoded(path: Path, text: str) -> dict[str, torch.Tensor]:
-    """What the encoders of the pipeline at ``path`` make of a text, without a dimension of batches."""
+@functools.cache
+def _encoders(path: Path) -> Any:
     from diffusers import DiffusionPipeline
 
-    pipe = DiffusionPipeline.from_pretrained(path, transformer=None, vae=None)
+    return DiffusionPipeline.from_pretrained(path, transformer=None, vae=None)
+
+
+def encoded(path: Path, text: str) -> dict[str, torch.Tensor]:
+    """What the encoders of the pipeline at ``path`` make of a text, without a dimension of batches."""
+    pipe = _encoders(path)
     with torch.no_grad():
         found = pipe.encode_prompt(text, max_sequence_length=12, **_OPTIONS.get(type(pipe).__name__, {}))
     match type(pipe).__name__:

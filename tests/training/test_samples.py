@@ -118,6 +118,21 @@ def test_samples_of_other_families(key: str, engine: str, tmp_path: Path) -> Non
     compare_with_diffusers(key, path, engine, tmp_path, {"height": 16, "width": 16})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ZeRO-3", "ZeRO-2", "FSDP2"])
+def test_samples_of_averaged_weights(flux: Path, tmp_path: Path, engine: str) -> None:
+    """The last are what diffusers draws with the average that is saved; the training goes on as it was."""
+    values = configured(flux, engine, tmp_path / "out", with_ema=True, every=2, height=16, width=16)
+    averaged = {"ema": {"decay": 0.5}}
+    run_ranks(run, 2, values | averaged)
+    run_ranks(run, 2, configured(flux, engine, tmp_path / "plain") | averaged)
+    assert losses(tmp_path / "out") == losses(tmp_path / "plain")
+    found = pictures(tmp_path / "out" / "samples" / "step-00000003")
+    check_alike(found, by_diffusers(flux, "flux", tmp_path / "out" / "ema"))
+    live = by_diffusers(flux, "flux", tmp_path / "out")
+    assert max(float((one - other).abs().max()) for one, other in zip(found, live, strict=True)) > 2 / 255
+
+
 def test_videos_are_written_to_be_played(tmp_path: Path) -> None:
     av = pytest.importorskip("av")
     frames = torch.zeros(5, 3, 33, 48)

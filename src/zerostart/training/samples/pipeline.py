@@ -125,14 +125,14 @@ class Drawing:
         for negative in negatives:
             away = self._embedded(pipe, [negative] * len(prompts))
             arguments |= {f"negative_{name}": value for name, value in away.items()}
-        made = pipe(
+        made: torch.Tensor = pipe(
             num_inference_steps=settings.steps,
             # From the host, each its own: a prompt has the same noise on every device and in every batch.
             generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
             output_type="pt",
             **arguments,
         )[0]
-        pictures = torch.as_tensor(made).float().cpu()
+        pictures = made.float().cpu()
         return pictures if pictures.dim() == 5 else pictures[:, None]
 
     def _embedded(self, pipe: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
