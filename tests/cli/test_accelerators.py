@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[1] / "simulated" / "another_accelerator.py"
 
 
 def test_a_rank_joins_on_an_accelerator_of_another_kind() -> None:
-    """Its device by the local rank, its backend beside gloo; figures that its allocator has not are left out."""
+    """Its device by the local rank, its backend beside gloo; figures that nobody has are left out."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A process whose accelerator is torch's backend for others, under the name ``npu``: what a rank does with it.
+"""A process whose accelerator is torch's backend for others, here ``npu``: what a rank does with it.
 
 It computes nothing. ``hccl`` is gloo by another name. Prints one JSON object.
 """
