@@ -89,7 +89,6 @@ def refusals(path: Path, folder: Path, environment: dict[str, str]) -> dict[str,
         arguments = TrainingArguments(output_dir=str(folder), ddp_backend="gloo", parallelism_config=beside)
         encoder = AutoModel.from_pretrained(folder / "encoder")
         told["beside"] = str(record_of(encoder).engine.mesh)
-        assert encoder(torch.tensor([[1, 2, 3]])).last_hidden_state.shape == (1, 3, 12)
         note("encoder prepared", lambda: check_sharing(encoder))
         del arguments
         accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
