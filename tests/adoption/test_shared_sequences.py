@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from scripts import fsdp2, sequences, trainer_script, zero3
+from transformers import BertConfig, BertModel
 
 import zerostart
 from ranks import run_ranks
@@ -54,7 +55,9 @@ def refusals(path: Path, folder: Path, environment: dict[str, str]) -> dict[str,
     os.environ.update(environment)
     from accelerate import Accelerator, ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig, InitProcessGroupKwargs
-    from transformers import AutoModelForCausalLM, TrainingArguments
+    from transformers import AutoModel, AutoModelForCausalLM, TrainingArguments
+
+    from zerostart.integrations.sharing import check_sharing
 
     def shared(**handler: Any) -> ParallelismConfig:
         return ParallelismConfig(sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig(**handler))
@@ -82,6 +85,12 @@ def refusals(path: Path, folder: Path, environment: dict[str, str]) -> dict[str,
             note("twice", lambda: loaded(shared(sp_attn_implementation="sdpa")))
         model = loaded(shared(sp_attn_implementation="sdpa"))
         told["loaded"] = str(record_of(model).engine.mesh)
+        beside = shared(sp_attn_implementation="sdpa")
+        arguments = TrainingArguments(output_dir=str(folder), ddp_backend="gloo", parallelism_config=beside)
+        encoder = AutoModel.from_pretrained(folder / "encoder")
+        told["beside"] = str(record_of(encoder).engine.mesh)
+        note("encoder prepared", lambda: check_sharing(encoder))
+        del arguments
         accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
         optimizer = torch.optim.AdamW(model.parameters())
         note("prepared", lambda: accelerator.prepare(model, optimizer))
@@ -90,6 +99,8 @@ def refusals(path: Path, folder: Path, environment: dict[str, str]) -> dict[str,
 
 def test_what_contradicts_itself_is_told(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     environment = zero3(tmp_path, train_micro_batch_size_per_gpu=1)
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 8}
+    BertModel(BertConfig(vocab_size=11, **sizes)).save_pretrained(tmp_path / "encoder")
     arguments = (checkpoints(MODEL), tmp_path, environment)
     first, second = run_ranks(refusals, 2, *arguments, process_group=False, timeout=200)
     assert first == second
@@ -98,4 +109,6 @@ def test_what_contradicts_itself_is_told(checkpoints: TinyCheckpoints, tmp_path:
     assert "'flash_attention_2' of ParallelismConfig, and Qwen3ForCausalLM has" in first["other attention"]
     assert "sequence_parallel=4 is asked for, and accelerate's" in first["twice"]
     assert "sequence_parallel=2" in first["loaded"]
+    assert "sequence_parallel=1" in first["beside"]
+    assert "BertModel has attention that looks ahead, so that no ranks can share" in first["encoder prepared"]
     assert "was loaded with sequence_parallel=2, and accelerate has 1 ranks share" in first["prepared"]

@@ -46,6 +46,7 @@ VALUES: list[Any] = [
     {"betas": (0.9, 0.999), "nested": {"empty": {}, "list": [(), [()]]}},
     {"$tensor": 1, "$items": ["a"]},
     {"a.b": torch.arange(3), "a": {"b": torch.arange(4)}},
+    {"raw": b"\x00\xff", "$bytes": "no bytes"},
     torch.tensor(1e-3, dtype=torch.float64),
     torch.tensor(True),
     [torch.zeros(0, 3), torch.randn(2, 3).bfloat16(), torch.tensor(math.inf)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,17 @@ def test_a_state_without_moments_has_none_afterwards(paths: dict[str, Path], tmp
     run_ranks(before_a_step, 2, paths["qwen3"], tmp_path)
 
 
+def another_folder(run: Run, folder: Path) -> None:
+    """A relative path is where rank 0 runs, for the others too, as it was when the state was saved."""
+    here = folder / f"rank{dist.get_rank()}"
+    here.mkdir()
+    os.chdir(here)
+    zerostart.save_state("state", *run.state, extra="found")
+    assert zerostart.load_state("state", *run.state) == "found"
+    assert (folder / "rank0" / "state").is_dir()
+    assert not (folder / "rank1" / "state").exists()
+
+
 def random_states(path: Path, folder: Path) -> None:
     """Each rank has its own, of three generators."""
     import random
@@ -101,9 +113,12 @@ def random_states(path: Path, folder: Path) -> None:
     wanted = draws()
     assert zerostart.load_state(folder, *run.state) is None
     assert draws() == wanted
+    another_folder(run, folder.parent)
 
 
-def test_random_states_of_each_rank_come_back(paths: dict[str, Path], tmp_path: Path) -> None:
+def test_random_states_of_each_rank_come_back_and_relative_paths_are_one_place(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
     run_ranks(random_states, 2, paths["qwen3"], tmp_path / "state")
 
 

@@ -1,0 +1,35 @@
+"""Ranks on an accelerator of another kind: found by torch's own functions, whatever its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[1] / "simulated" / "another_accelerator.py"
+
+
+def test_a_rank_joins_on_an_accelerator_of_another_kind() -> None:
+    """Its device by the local rank, its backend beside gloo; figures that nobody has are left out."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env={**os.environ, **ranks},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["device"] == "npu:1"  # the fourth rank of a machine, on which two devices are seen
+    assert found["chosen"] == [1]
+    assert found["backend"] == "cpu:gloo,npu:hccl"
+    assert "torch knows no backend of torch.distributed for npu" in found["unknown"]
+    assert (found["allocated"], found["peak"], found["free"]) == (0, 0, None)
+    assert found["held"] > 1 << 20  # the host's
