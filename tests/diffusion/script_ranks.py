@@ -28,18 +28,15 @@ def ranked(
     zerostart: bool,
     environment: Mapping[str, str],
 ) -> None:
-    """Run ``script`` in ``folder`` as a rank of a launch with the file ``config``, "" for none."""
+    """Run ``script`` in ``folder`` as a rank of a launch with the file ``config``."""
     os.chdir(folder)
     os.environ.update(environment)
-    os.environ.update(_launcher(config, processes))
-    if not config:
+    found = _launcher(config, processes)
+    os.environ.update(found)
+    if "ACCELERATE_USE_DEEPSPEED" not in found:
         for name in _ALONE:
             del os.environ[name]
-    # It is asked, and remembered, when transformers is imported, which was before torchvision was there.
-    from transformers.utils import import_utils
-
     import_diffsynth()
-    import_utils.is_torchvision_available.cache_clear()
     import diffsynth.configs.model_configs as table
 
     append_rows(table)
@@ -48,7 +45,7 @@ def ranked(
     if not zerostart:
         exec(REHEARSAL)
         sys.argv[:] = [script, *arguments]
-        sys.path[0] = folder
+        sys.path.insert(0, str(Path(script).parent))
         runpy.run_path(script, run_name="__main__")
         return
     from zerostart.cli import main
@@ -64,12 +61,7 @@ def _launcher(config: str, processes: int) -> dict[str, str]:
     """The variables that the launcher makes of a configuration file."""
     from accelerate.commands import launch
 
-    options = (
-        ["--config_file", config] if config else ["--cpu", "--num_machines", "1", "--dynamo_backend", "no"]
-    )
-    options += ["--num_processes", str(processes), "--main_process_port", "0"]
-    if not config:
-        options += ["--mixed_precision", "no"]
+    options = ["--config_file", config, "--num_processes", str(processes), "--main_process_port", "0"]
     kept: list[Any] = []
     launch.deepspeed_launcher = launch.simple_launcher = kept.append  # the process ends with the script
     launch.launch_command(launch.launch_command_parser().parse_args([*options, "script.py"]))

@@ -36,6 +36,8 @@ class Family:
     tokenizers: Mapping[str, str]
     targets: str
     video: bool = False
+    #: Its processor takes a torchvision that is there when transformers is imported, before ranks are forked.
+    launched: bool = False
     lora: Sequence[str] = ()
 
 
@@ -54,7 +56,9 @@ _FLUX2_TARGETS = (
 #: The targets are those of DiffSynth's own command files.
 FAMILIES: Mapping[str, Family] = {
     "wanvideo": Family({"--tokenizer_path": "t5"}, "q,k,v,o,ffn.0,ffn.2", video=True),
-    "qwen_image": Family({"--tokenizer_path": "qwen", "--processor_path": "qwen_vl"}, _QWEN_TARGETS),
+    "qwen_image": Family(
+        {"--tokenizer_path": "qwen", "--processor_path": "qwen_vl"}, _QWEN_TARGETS, launched=True
+    ),
     "flux": Family(
         {"--tokenizer_1_path": "clip", "--tokenizer_2_path": "t5"},
         _FLUX_TARGETS,
@@ -170,7 +174,7 @@ def run(
         ),
         *(item for flag, name in FAMILIES[family].tokenizers.items() for item in (flag, str(made / name))),
         *("--dataset_base_path", str(cache or made / "data"), "--output_path", str(out / "out")),
-        *("--height", "32", "--width", "32", "--learning_rate", "1e-2", "--lora_rank", "4"),
+        *("--height", "32", "--width", "32", "--learning_rate", "5e-3", "--lora_rank", "4"),
         *("--customized_optimizer", "tests.diffusion.script_optimizer.AdamW", "--enable_csv_log"),
     ]
     kind = "video" if FAMILIES[family].video else "image"
@@ -188,10 +192,10 @@ def run(
         "ZEROSTART_BEGUN": str(time.time()),
         "DIFFSYNTH_SKIP_DOWNLOAD": "True",
     }
-    if launched:
+    if launched or FAMILIES[family].launched:
         output = _launched(script, arguments, out, config, environment, timeout, chosen)
     else:
-        given = (str(script), arguments, str(out), str(config or ""), chosen.processes)
+        given = (str(script), arguments, str(out), str(config), chosen.processes)
         outcomes = rank_outcomes(
             ranked, chosen.processes, *given, bool(chosen.module), environment, timeout=timeout, grace=5.0,
             process_group=False,
@@ -202,14 +206,16 @@ def run(
     return _result(output, out, chosen.processes)
 
 
-def _config(route: Route, family: str, out: Path) -> Path | None:
+def _config(route: Route, family: str, out: Path) -> Path:
     if isinstance(route.config, str):
         return out / "examples" / route.config.format(family=family)
+    made = out / "accelerate.yaml"
     if route.config is None:
-        return None
+        # What accelerate does without a configuration.
+        made.write_text("distributed_type: 'NO'\nmixed_precision: 'no'\nnum_machines: 1\nuse_cpu: true\n")
+        return made
     (out / "deepspeed.json").write_text(json.dumps(route.config))
     lines = ["distributed_type: DEEPSPEED", "num_machines: 1", "deepspeed_config:", "  zero3_init_flag: true"]
-    made = out / "accelerate.yaml"
     made.write_text("\n".join([*lines, f"  deepspeed_config_file: {out / 'deepspeed.json'}", ""]))
     return made
 
@@ -218,12 +224,11 @@ def _launched(
     script: Path,
     arguments: Sequence[str],
     out: Path,
-    config: Path | None,
+    config: Path,
     environment: Mapping[str, str],
     timeout: float,
     route: Route,
 ) -> str:
-    assert config is not None, "what has no configuration is not launched"
     return launch(
         script.read_text(),
         out,

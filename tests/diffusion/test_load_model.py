@@ -110,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
     """One group for all that is quick: to import DiffSynth takes seconds."""
-    found: list[dict[str, Any]] = run_ranks(tried, 2, str(folder))
+    found: list[dict[str, Any]] = run_ranks(tried, 2, str(folder), timeout=240)
     return found
 
 

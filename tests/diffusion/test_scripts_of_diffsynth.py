@@ -34,6 +34,11 @@ LAST = "step-4.safetensors"
 SAVED = ("step-3.safetensors", LAST)
 
 
+#: What is expected, where it is not the script without zerostart on ZeRO-2: there DeepSpeed fails to send a
+#: half-precision parameter without dimensions to the other ranks, which FLUX.2's autoencoder has.
+EXPECTED = {"flux2": "zero2"}
+
+
 def lora(family: str) -> list[str]:
     chosen = FAMILIES[family]
     return [*STEPS, "--lora_base_model", "dit", "--lora_target_modules", chosen.targets, *chosen.lora]
@@ -62,39 +67,63 @@ def runs(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return lambda family, route, arguments: once(family, route, tuple(arguments))
 
 
-def alike(found: Run, expected: Run, names: Sequence[str] = SAVED) -> None:
-    """The same losses and files, to what another order of sums makes of bf16."""
-    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
-    for name in names:
+@pytest.fixture(scope="module")
+def adapted(runs: Runs) -> Callable[[str], list[str]]:
+    """The arguments of a LoRA that begins where another has ended: the scripts draw theirs without a seed."""
+
+    def arguments(family: str) -> list[str]:
+        first = runs(family, EXPECTED.get(family, "stock zero2"), lora(family))
+        return [*lora(family), "--lora_checkpoint", str(first.folder / LAST)]
+
+    return arguments
+
+
+def alike(found: Run, expected: Run, bound: float = 1e-4) -> None:
+    """The same losses and files, to ``bound`` and to a few steps of bf16."""
+    assert len(set(expected.losses)) == len(expected.losses) == 4
+    assert found.losses == pytest.approx(expected.losses, rel=bound)
+    for name in SAVED:
         ours, theirs = found.saved(name), expected.saved(name)
-        assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
+        assert {n: (t.shape, t.dtype) for n, t in ours.items()} == {
+            n: (t.shape, t.dtype) for n, t in theirs.items()
+        }
         for key, tensor in theirs.items():
-            assert ours[key].dtype == tensor.dtype
-            torch.testing.assert_close(ours[key].float(), tensor.float(), rtol=1e-2, atol=2e-3)
+            torch.testing.assert_close(ours[key].float(), tensor.float(), rtol=0.1, atol=0.04)
 
 
-def same(found: Run, expected: Run, names: Sequence[str] = SAVED) -> None:
+def same(found: Run, expected: Run) -> None:
     """The same losses and files, to the bit."""
     assert found.losses == expected.losses
-    for name in names:
+    for name in SAVED:
         assert (found.folder / name).read_bytes() == (expected.folder / name).read_bytes()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_script_trains_as_without_zerostart(family: str, kind: str, runs: Runs) -> None:
-    arguments = FULL if kind == "full" else lora(family)
-    expected = runs(family, "stock zero2", arguments)
-    assert len(expected.losses) == 4
-    assert len(set(expected.losses)) == 4
-    same(runs(family, "zero2", arguments), expected)
+def test_a_script_trains_as_without_zerostart(
+    family: str, kind: str, runs: Runs, adapted: Callable[[str], list[str]]
+) -> None:
+    """On ZeRO-2 to the bit; on ZeRO-3 to 1e-4, where DeepSpeed calculates as torch does."""
+    arguments = FULL if kind == "full" else adapted(family)
+    ours = runs(family, "zero2", arguments)
+    if family in EXPECTED:
+        # What one process has for its first picture, without DeepSpeed.
+        assert runs(family, "stock plain", arguments).losses[0] == pytest.approx(ours.losses[0], rel=1e-6)
+    else:
+        same(ours, runs(family, "stock zero2", arguments))
+    alike(runs(family, "zero3 exact", arguments), ours)
     found = runs(family, "zero3", arguments)
     assert "loaded in shards" in found.output
-    alike(found, expected)
+    alike(found, ours, 0.1)
+
+
+def test_a_script_under_the_launcher(made: Path, runs: Runs, tmp_path: Path) -> None:
+    """``accelerate launch --config_file ... -m zerostart SCRIPT``, as it is typed, from fresh processes."""
+    found = run("wanvideo", "zero3", FULL, made, tmp_path / "run", launched=True)
+    same(found, runs("wanvideo", "zero3", FULL))
 
 
 #: Models that only the first stage needs, and what is trained.
-ENCODERS = {name: list(parts)[1:] for name, parts in PIPELINES.items()}
 TRAINED = {name: list(parts)[:1] for name, parts in PIPELINES.items()}
 #: Drawn anew at every call.
 DRAWN = ("noise", "latents")
@@ -112,42 +141,59 @@ def tensors_in(value: object, path: str = "") -> dict[str, torch.Tensor]:
     return {k: t for key, part in parts.items() for k, t in tensors_in(part, f"{path}/{key}").items()}
 
 
+def cached(folder: Path, ranks: int) -> list[dict[str, torch.Tensor]]:
+    """The four items in their order: ranks take turns."""
+    return [
+        tensors_in(torch.load(folder / str(n % ranks) / f"{n // ranks}.pth", weights_only=False))
+        for n in range(4)
+    ]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_stages(family: str, made: Path, tmp_path: Path) -> None:
-    """Encoded as by one process, to the bit; then the transformer is trained on that alone."""
-    chosen = [*lora(family), "--task"]
-    arguments, parts = [*chosen, "sft:data_process"], list(PIPELINES[family])
-    theirs = run(family, "stock plain", arguments, made, tmp_path / "theirs", parts=parts)
-    ours = run(family, "zero3", arguments, made, tmp_path / "ours", parts=parts)
-    for number in range(4):
-        at = theirs.folder / "0" / f"{number}.pth"
-        expected = tensors_in(torch.load(at, weights_only=False))
-        # Ranks take turns.
-        at = ours.folder / str(number % 2) / f"{number // 2}.pth"
-        found = tensors_in(torch.load(at, weights_only=False))
+    """Encoded as by one process; then the transformer is trained on that alone."""
+    chosen = [*FULL, "--task"]
+    theirs = run(family, "stock plain", [*chosen, "sft:data_process"], made, tmp_path / "theirs")
+    ours = run(family, "zero3 exact", [*chosen, "sft:data_process"], made, tmp_path / "ours")
+    for found, expected in zip(cached(ours.folder, 2), cached(theirs.folder, 1), strict=True):
         assert found.keys() == expected.keys()
         assert len(found) >= 2
-        assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
-    arguments = [*chosen, "sft:train"]
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=0)
     stage = {"cache": theirs.folder, "parts": TRAINED[family]}
+    arguments = [*chosen, "sft:train"]
     expected_run = run(family, "stock zero2", arguments, made, tmp_path / "stock", **stage)
-    assert len(expected_run.losses) == 4
     same(run(family, "zero2", arguments, made, tmp_path / "zero2", **stage), expected_run)
-    alike(run(family, "zero3", arguments, made, tmp_path / "zero3", **stage), expected_run)
+    alike(run(family, "zero3 exact", arguments, made, tmp_path / "zero3", **stage), expected_run)
 
 
 @pytest.mark.parametrize("family", ["qwen_image", "wanvideo"])
-def test_their_configuration_for_little_memory(family: str, made: Path, runs: Runs, tmp_path: Path) -> None:
+def test_their_configuration_for_little_memory(
+    family: str, made: Path, runs: Runs, adapted: Callable[[str], list[str]], tmp_path: Path
+) -> None:
     """Parameters and optimizer on the host, DeepSpeed's own checkpointing, models made on the CPU."""
-    expected = runs(family, "stock zero2", lora(family))
-    arguments = [*lora(family), "--initialize_model_on_cpu"]
-    alike(run(family, "low memory", arguments, made, tmp_path / "low"), expected)
+    arguments = adapted(family)
+    expected = runs(family, "zero2", arguments)
+    alike(
+        run(family, "low memory", [*arguments, "--initialize_model_on_cpu"], made, tmp_path / "low"),
+        expected,
+        0.1,
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activations_on_the_host(family: str, made: Path, runs: Runs, tmp_path: Path) -> None:
     arguments = [*FULL, "--use_gradient_checkpointing_offload"]
-    alike(run(family, "zero3", arguments, made, tmp_path / "ours"), runs(family, "stock zero2", FULL))
+    same(run(family, "zero3", arguments, made, tmp_path / "ours"), runs(family, "zero3", FULL))
+
+
+def test_resuming_from_what_was_saved(made: Path, runs: Runs, tmp_path: Path) -> None:
+    """Into shards, as into whole models."""
+    first = runs("wanvideo", "stock zero2", FULL).folder / LAST
+    arguments = [*FULL, "--resume_from_checkpoint", str(first)]
+    expected = runs("wanvideo", "stock zero2", arguments)
+    same(run("wanvideo", "zero2", arguments, made, tmp_path / "zero2"), expected)
+    alike(run("wanvideo", "zero3 exact", arguments, made, tmp_path / "zero3"), expected)
 
 
 def test_one_process(runs: Runs) -> None:

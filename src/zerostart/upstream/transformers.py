@@ -67,6 +67,19 @@ TOUCHED = (
     ),
     Use(
         library=TRANSFORMERS,
+        owner="transformers.modeling_utils",
+        names=("set_zero3_state", "_is_ds_init_called"),
+        why="models inside a model are built in no zero.Init of their own",
+        shapes=(
+            Shape(
+                f"{_MODEL}._from_config",
+                has=("is_deepspeed_zero3_enabled() and not Q and not _is_ds_init_called",),
+            ),
+            Shape("transformers.modeling_utils:set_zero3_state", has=("_is_ds_init_called = True",)),
+        ),
+    ),
+    Use(
+        library=TRANSFORMERS,
         owner=_MODEL,
         names=(
             "_ep_plan",
@@ -163,13 +176,17 @@ def without_weights(dtype: torch.dtype) -> Iterator[None]:
     Unlike the library's own context this does not look at any global DeepSpeed configuration.
     """
     _check()
-    from transformers import initialization
+    from transformers import initialization, modeling_utils
 
     before = torch.get_default_dtype()
+    # Its end says that no zero.Init is open, whoever has opened one before.
+    within = modeling_utils._is_ds_init_called
+    inner = contextlib.nullcontext() if within else modeling_utils.set_zero3_state()
     torch.set_default_dtype(dtype)
     try:
         with (
             initialization.no_tie_weights(),
+            inner,
             torch.device("meta"),
             initialization.meta_device_safe_creation_ops(),
         ):
