@@ -16,6 +16,8 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from zerostart.cli import application
 from zerostart.training.config import TrainConfig
+from zerostart.training.registry import known_tasks, task_class
+from zerostart.training.sections import TaskConfig
 
 __all__ = ["markdown"]
 
@@ -62,8 +64,20 @@ def _configuration() -> Iterator[str]:
             continue
         yield from (f"## {name}", "", _docstring(section), "")
         yield from _table(("key", "values", "default"), (_key(f"{name}.{k}", f) for k, f in _fields(section)))
+        if section is TaskConfig:
+            yield from _tasks()
     yield from ("## Keys without a section", "", _docstring(TrainConfig), "")
     yield from _table(("key", "values", "default"), (_key(name, field) for name, field in plain))
+
+
+def _tasks() -> Iterator[str]:
+    """The further keys of each task."""
+    for name in known_tasks():
+        settings = task_class(name).Settings
+        own = [(key, field) for key, field in settings.model_fields.items() if key != "name"]
+        if own:
+            yield from (f"### task.name: {name}", "", _docstring(settings), "")
+            yield from _table(("key", "values", "default"), (_key(f"task.{k}", f) for k, f in own))
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
