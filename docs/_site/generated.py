@@ -51,7 +51,8 @@ def _options(command: TyperCommand) -> Iterator[tuple[str, str, str]]:
         else:
             names = [*parameter.opts, *parameter.secondary_opts]
             word = ", ".join(f"`{option}`" for option in names)
-        default = "" if parameter.default is None or callable(parameter.default) else f"`{parameter.default}`"
+        shown = not callable(parameter.default) and parameter.default not in (None, False)
+        default = f"`{parameter.default}`" if shown else ""
         yield word, _prose(getattr(parameter, "help", None) or ""), default
 
 
