@@ -16,6 +16,8 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from zerostart.cli import application
 from zerostart.training.config import TrainConfig
+from zerostart.training.registry import known_tasks, task_class
+from zerostart.training.sections import TaskConfig
 
 __all__ = ["markdown"]
 
@@ -49,7 +51,8 @@ def _options(command: TyperCommand) -> Iterator[tuple[str, str, str]]:
         else:
             names = [*parameter.opts, *parameter.secondary_opts]
             word = ", ".join(f"`{option}`" for option in names)
-        default = "" if parameter.default is None or callable(parameter.default) else f"`{parameter.default}`"
+        shown = not callable(parameter.default) and parameter.default not in (None, False)
+        default = f"`{parameter.default}`" if shown else ""
         yield word, _prose(getattr(parameter, "help", None) or ""), default
 
 
@@ -62,8 +65,20 @@ def _configuration() -> Iterator[str]:
             continue
         yield from (f"## {name}", "", _docstring(section), "")
         yield from _table(("key", "values", "default"), (_key(f"{name}.{k}", f) for k, f in _fields(section)))
+        if section is TaskConfig:
+            yield from _tasks()
     yield from ("## Keys without a section", "", _docstring(TrainConfig), "")
     yield from _table(("key", "values", "default"), (_key(name, field) for name, field in plain))
+
+
+def _tasks() -> Iterator[str]:
+    """The further keys of each task."""
+    for name in known_tasks():
+        settings = task_class(name).Settings
+        own = [(key, field) for key, field in settings.model_fields.items() if key != "name"]
+        if own:
+            yield from (f"### task.name: {name}", "", _docstring(settings), "")
+            yield from _table(("key", "values", "default"), (_key(f"task.{k}", f) for k, f in own))
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

@@ -1,7 +1,7 @@
 """What happens to a page before Sphinx reads it.
 
 A line ``<!-- generated: NAME -->`` becomes the Markdown that ``generated.py`` makes under that name. Links to
-files of the repository outside of ``docs`` become their names, but for results of benchmarks, which have a page.
+files of the repository outside of ``docs`` become their names; results of benchmarks have a page.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpo
 
     a tiny checkpoint by its name in ``tests/tiny.py`` (``text:NAME`` with a tokenizer of characters);
     ``pipeline:FAMILY``, a diffusers pipeline of ``tests/pipelines/tiny_pipelines.py``; ``releases:FAMILY``, a
-    folder with such a pipeline and an original release's file; or ``pictures:``, two photographs and a table.
+    folder with such a pipeline and an original release's file; or ``pictures:ROWS``, photographs and a table.
     """
     for name, kind in models.items():
         path = root / name
@@ -29,7 +29,7 @@ def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpo
         elif what == "releases":
             _releases(key, path)
         elif what == "pictures":
-            _pictures(path)
+            _pictures(path, int(key))
         else:
             shutil.copytree(checkpoints(key), path)
             if what == "text":
@@ -65,13 +65,12 @@ def _releases(key: str, path: Path) -> None:
     (path / "original" / "config.json").rename(path / "config.json")
 
 
-def _pictures(path: Path) -> None:
+def _pictures(path: Path, rows: int) -> None:
     from PIL import Image
     from sklearn.datasets import load_sample_images
 
     path.mkdir()
     for name, picture in zip(("two", "one"), load_sample_images().images, strict=True):
         Image.fromarray(picture).save(path / f"{name}.png")
-    (path / "metadata.csv").write_text(
-        "image,prompt\none.png,a flower in the sun\ntwo.png,a temple in the mountains\n"
-    )
+    table = ["one.png,a flower in the sun", "two.png,a temple in the mountains"] * rows
+    (path / "metadata.csv").write_text("\n".join(["image,prompt", *table[:rows]]) + "\n")

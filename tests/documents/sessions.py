@@ -14,6 +14,8 @@ __all__ = ["CHANGED", "SESSIONS", "Session", "session_of"]
 
 #: Text in commands and files, and what stands there when they are run.
 CHANGED: Mapping[str, str] = {
+    # A synopsis.
+    "CONFIG.yaml [KEY=VALUE ...] [--nproc N]": "CONFIG.yaml --nproc 1",
     # As many ranks as a small machine bears.
     "--nproc-per-node 8": "--nproc-per-node 2",
     "num_processes: 8": "num_processes: 2",
@@ -48,6 +50,14 @@ from transformers import AutoModelForCausalLM
 if "RANK" in os.environ:
     dist.init_process_group()
 AutoModelForCausalLM.from_pretrained("CHECKPOINT")
+"""
+CACHED = """\
+model: {source: path/Qwen-Image}
+task: {name: flow-matching}
+media: {source: pictures/metadata.csv, height: 16, width: 16}
+cache: {directory: cache/pictures}
+train: {steps: 1}
+output: {directory: out}
 """
 ZERO_THREE = """\
 distributed_type: DEEPSPEED
@@ -95,6 +105,12 @@ SESSIONS = (
         CHECKPOINT,
         {"SCRIPT": LOAD, "script.py": LOAD, "ds_config_zero3.json": "{}"},
     ),
+    Session(
+        "docs/cache.md",
+        {"path/Qwen-Image": "pipeline:qwen_image", "pictures": "pictures:18"},
+        {"CONFIG.yaml": CACHED},
+        python=True,
+    ),
     Session("docs/forecast.md", MIXTURE),
     Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN}),
     Session("docs/verify.md", CHECKPOINT, {}, SAVED),
@@ -106,7 +122,7 @@ SESSIONS = (
     Session("docs/tutorials/existing-script.md", QWEN, python=True),
     Session(
         "docs/tutorials/diffusion.md",
-        {"Qwen/Qwen-Image": "pipeline:qwen_image", "pictures": "pictures:"},
+        {"Qwen/Qwen-Image": "pipeline:qwen_image", "pictures": "pictures:2"},
         python=True,
     ),
 )

@@ -12,7 +12,7 @@ from zerostart.errors import ConfigError
 if TYPE_CHECKING:
     from zerostart.training.tasks.base import Task
 
-__all__ = ["register_task", "task_class"]
+__all__ = ["known_tasks", "register_task", "task_class"]
 
 #: Where the class of each task is; a module is imported when its task is first asked for.
 _TASKS: dict[str, str | type[Task]] = {
@@ -32,6 +32,11 @@ def register_task(name: str, task: type[Task]) -> None:
     if _TASKS.get(name, task) is not task:
         raise ConfigError(f"register_task: {name!r} is the name of another task already")
     _TASKS[name] = task
+
+
+def known_tasks() -> tuple[str, ...]:
+    """The names that are registered."""
+    return tuple(_TASKS)
 
 
 def task_class(name: str) -> type[Task]:
