@@ -245,13 +245,13 @@ def keep_conversions(model: Any, conversions: Sequence[object]) -> None:
 
 
 def keep_outputs(model: Any) -> None:
-    """Have models in ``model`` find what they can record beside their output, of whatever class they are now."""
+    """Have models in ``model`` find what they can record beside their output, whatever class they are."""
     from transformers import modeling_utils
 
     _check()
     for module in model.modules():
         if is_pretrained(module):
-            # By its own method: the keys are the classes' names, also where the registry would make them itself.
+            # Not by its item: the registry would make the keys, which are the names of the classes, itself.
             registry: Any = modeling_utils._CAN_RECORD_REGISTRY
             dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
 
