@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.diffusion.diffsynth_options import PATH, ROWS, text
-from tests.diffusion.oracle import _BESIDE
+from tests.diffusion.oracle import BESIDE
 
 from zerostart.training.config import TrainConfig
 from zerostart.training.registry import task_class
@@ -40,7 +40,7 @@ def test_each_key_is_one_of_a_configuration() -> None:
 
 
 def parsers() -> list[Path]:
-    root = Path(CHECKOUT) if CHECKOUT else _BESIDE
+    root = Path(CHECKOUT) if CHECKOUT else BESIDE
     return [root / "diffsynth" / "diffusion" / "parsers.py"]
 
 
