@@ -94,6 +94,12 @@ def test_every_family_is_trained_as_by_one_process(family, engine, stage, checkp
 
 
 @pytest.mark.slow
+def test_replicas_of_what_is_not_used_whole(tmp_path):
+    """The last block's text of Qwen-Image goes nowhere: DDP has to look for such gradients."""
+    check(configured(tmp_path, "qwen-image", "fsdp2", 0), "qwen-image", 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(("engine", "stage"), [("deepspeed", 2), ("deepspeed", 3), ("fsdp2", 3)])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -215,10 +215,19 @@ class FSDP2(Engine):
         """See ``Engine``."""
         # Where the units cast (their MixedPrecisionPolicy), autocast would do so again.
         precision = "no" if self.units else mixed_precision
+        options: dict[str, Any] = {"mixed_precision": precision, "cpu": not torch.accelerator.is_available()}
+        if self.whole:
+            from accelerate.utils import DistributedDataParallelKwargs
+
+            # Of a transformer of two streams the last block's text goes nowhere, and has no gradient.
+            options["kwargs_handlers"] = [DistributedDataParallelKwargs(find_unused_parameters=True)]
         return AccelerateSetup(
-            {"mixed_precision": precision, "cpu": not torch.accelerator.is_available()},
-            # It warns of logits changed in place; here only the loss is looked at.
-            ignored=(("FSDP2-wrapped module .* returned a view tensor", UserWarning),),
+            options,
+            ignored=(
+                # It warns of logits changed in place; here only the loss is looked at.
+                ("FSDP2-wrapped module .* returned a view tensor", UserWarning),
+                ("find_unused_parameters=True was specified in DDP constructor", UserWarning),
+            ),
         )
 
     def shard_added(self, model: nn.Module, mixed_precision: str) -> None:
