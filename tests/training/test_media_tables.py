@@ -273,10 +273,15 @@ def test_datasets_that_hugging_face_saved(folder):
     datasets = pytest.importorskip("datasets")
     columns = {
         "image": [str(folder / "china.jpg"), str(folder / "flower.jpg")],
+        "edit_image": [[str(folder / "flower.jpg")] * 2, []],
         "text": ["roofs", "a flower"],
     }
-    made = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
-    (folder / "t.json").write_text(json.dumps([{"image": "china.jpg", "prompt": "roofs"}]))
+    features = {"image": datasets.Image(), "edit_image": datasets.List(datasets.Image())}
+    features = datasets.Features({**features, "text": datasets.Value("string")})
+    made = datasets.Dataset.from_dict(columns, features)
+    (folder / "t.json").write_text(
+        json.dumps([{"image": "china.jpg", "edit_image": ["flower.jpg"] * 2, "prompt": "roofs"}])
+    )
     expected = MediaItems(small(folder / "t.json"))[0]
     datasets.DatasetDict({"train": made}).save_to_disk(folder / "several")
     made.save_to_disk(folder / "one")

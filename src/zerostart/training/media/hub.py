@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -67,10 +68,10 @@ def _undecoded(feature: Any, datasets: Any) -> Any:
     """``feature`` with the bytes or the path of its media in the place of what the library makes of them."""
     media = tuple(getattr(datasets, name) for name in ("Image", "Video") if hasattr(datasets, name))
     if isinstance(feature, media):
-        return type(feature)(decode=False)
+        return replace(feature, decode=False)
     inner = getattr(feature, "feature", None)  # of a list
     if isinstance(inner, media):
-        return type(feature)(type(inner)(decode=False))
+        return replace(feature, feature=replace(inner, decode=False))
     return feature
 
 

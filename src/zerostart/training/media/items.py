@@ -182,6 +182,8 @@ def _outcome(function: Callable[[int], T], row: int) -> T | ConfigError:
 def _digest(file: MediaFile) -> bytes:
     if not file.exists():
         raise ConfigError(f"{file.name}: no such file; media.base says what names are relative to")
+    if file.path is not None and file.path.is_dir() and not file.stills():
+        raise ConfigError(f"{file.name}: no frame in this directory")
     return file.digest()
 
 
