@@ -14,7 +14,7 @@ from tests.pipelines import tiny_pipelines as tiny
 
 from zerostart.training import Task
 
-__all__ = ["PROMPTS", "Encoding", "bytes_of", "configured", "make", "write_media"]
+__all__ = ["PROMPTS", "Encoding", "bytes_of", "configured", "make", "picture", "write_media"]
 
 PROMPTS = ("a cat sees the sea", "a cat", "the sea", "and a cat sleeps", "the cat and the sea sleeps")
 

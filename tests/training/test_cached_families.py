@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
-from tests.training.encoded import PROMPTS, bytes_of, configured, make, write_media
+from tests.pipelines import tiny_pipelines as tiny
+from tests.training.encoded import PROMPTS, bytes_of, configured, make, picture, write_media
 
 from ranks import run_ranks
 from zerostart.distributed.world import current_world
 from zerostart.training.cache import ensure_cache
+from zerostart.training.cache_config import CacheConfig
 from zerostart.training.cached import CachedItems
 from zerostart.training.config import parse_config
+from zerostart.training.encoding.base import encoder_class
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,8 +113,8 @@ def wan_vace(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torc
     latents = wan_latents(pipe, row["video"], number)[0]
     shape, config = (1, -1, 1, 1, 1), pipe.vae.config
     mean, std = (torch.tensor(getattr(config, f"latents_{name}")).view(shape) for name in ("mean", "std"))
-    for picture in references:
-        kept = pipe.vae.encode(pipe.video_processor.preprocess_video([picture])).latent_dist.mode()
+    for reference in references:
+        kept = pipe.vae.encode(pipe.video_processor.preprocess_video([reference])).latent_dist.mode()
         latents = torch.cat([((kept - mean) * (1.0 / std))[0], latents], dim=1)
     return {
         "latents": latents,
@@ -245,3 +250,63 @@ def test_a_family_is_encoded_as_its_pipeline_does(name: str, tmp_path: Path) -> 
             if not torch.equal(item[key], value)
         }
         assert not different
+
+
+class Processor:
+    """What pipelines of editing ask of transformers' processor, which is not there without torchvision."""
+
+    def __init__(self) -> None:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        self.tokenizer = tiny.tokenizer(template=True)
+        self.images = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 4)
+
+    def __call__(self, text: list[str], images: Any, padding: bool, return_tensors: str) -> Any:
+        from transformers import BatchFeature
+
+        seen = self.images(images=images, return_tensors="pt")
+        (words,) = self.tokenizer([text[0].replace("<|image_pad|>", " ")])["input_ids"]
+        counts = (seen["image_grid_thw"].prod(1) // self.images.merge_size**2).tolist()
+        shown = [token for count in counts for token in (VISION_START, *[IMAGE_PAD] * count)]
+        ids = torch.tensor([[*words, *shown]])
+        found = {**seen, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return BatchFeature(found)
+
+
+IMAGE_PAD, VISION_START = tiny.VOCABULARY - 1, tiny.VOCABULARY - 2
+
+
+def edit_pipeline(kind: str) -> Any:
+    parts = dict(tiny.qwen_image().components)
+    config = parts["text_encoder"].config
+    config.image_token_id, config.vision_start_token_id = IMAGE_PAD, VISION_START
+    torch.manual_seed(7)
+    parts["text_encoder"] = type(parts["text_encoder"])(config).eval()
+    return getattr(diffusers, kind)(**parts, processor=Processor())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "count"), [("QwenImageEditPipeline", 1), ("QwenImageEditPlusPipeline", 2)])
+@torch.no_grad()
+def test_editing_of_qwen_image(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the areas to which the pipelines scale what is edited as small as the pictures here."""
+    for module in ("edit", "edit_plus"):
+        full = importlib.import_module(f"diffusers.pipelines.qwenimage.pipeline_qwenimage_{module}")
+        calculate = full.calculate_dimensions
+        monkeypatch.setattr(full, "calculate_dimensions", lambda area, ratio, c=calculate: c(32 * 32, ratio))
+    pipe = edit_pipeline(kind)
+    pictures = [picture(32, 32, seed) for seed in range(count + 1)]
+    as_bytes = [torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in pictures]
+    encoder = encoder_class(kind)(pipe, CacheConfig())
+    example = {"prompt": "a cat", "image": as_bytes[0], "edit_image": as_bytes[1:]}
+    encoder.check(example)
+    found = encoder.encode(example, drawn(0))
+    call = {"prompt": "a cat", "height": 32, "width": 32, "max_sequence_length": 512}
+    _, given = fed(pipe, image=pictures[1:] if count > 1 else pictures[1], **call)
+    assert torch.equal(found["prompt_embeds"], given["encoder_hidden_states"][0])
+    assert found["prompt_embeds_mask"].all()
+    latents = [found[f"image_latents.{n}"] for n in range(count)]
+    packed = [pipe._pack_latents(one[None], 1, *one.shape) for one in latents]
+    tokens = given["hidden_states"].shape[1] - sum(one.shape[1] for one in packed)
+    assert torch.equal(given["hidden_states"][:, tokens:], torch.cat(packed, dim=1))
+    assert found["latents"].shape == latents[0].shape

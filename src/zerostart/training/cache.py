@@ -62,7 +62,8 @@ def _media(config: TrainConfig, world: World) -> MediaItems | None:
 def _texts(config: TrainConfig, settings: CacheConfig) -> list[str]:
     """The texts alone that are asked for, each once."""
     samples = getattr(config, "samples", None)
-    return list(dict.fromkeys([*settings.prompts, *(samples.prompts if samples is not None else ())]))
+    drawn = () if samples is None else (*samples.prompts, samples.negative_prompt)
+    return list(dict.fromkeys([*settings.prompts, *drawn]))
 
 
 def _check_place(place: Path, media: MediaItems | None) -> None:
