@@ -1,5 +1,6 @@
 """A LoRA of tiny diffusion transformers: what plain PEFT trains, and files that each library opens."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -93,6 +94,38 @@ def test_thirty_steps_are_those_of_one_process(family, engine, stage, checkpoint
     examples = tmp_path / family / "examples.pt"
     expected = predicted(model, family, examples)
     torch.testing.assert_close(predicted(again, family, examples), expected, rtol=0, atol=1e-4)
+
+
+#: The pipelines of diffusers that the families' transformers belong to.
+PIPELINES = {
+    "wan": "WanPipeline",
+    "qwen-image": "QwenImagePipeline",
+    "flux": "FluxPipeline",
+    "flux2": "Flux2Pipeline",
+    "z-image": "ZImagePipeline",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pipelines_of_diffusers_open_the_file(family, tmp_path):
+    """By ``load_lora_weights``; and in PEFT's own format the file is opened by PEFT."""
+    import diffusers
+    from peft import PeftModel
+
+    out, _, model = trained(tmp_path, family, "fsdp2", 3, ranks=1, output={"format": None})
+    kind = getattr(diffusers, COMPONENTS[FAMILIES[family][0]].kind)
+    again = kind.from_pretrained(tmp_path / family / "transformer")
+    pipeline = getattr(diffusers, PIPELINES[family])
+    others = [n for n in inspect.signature(pipeline.__init__).parameters if n not in ("self", "transformer")]
+    pipeline(**dict.fromkeys(others), transformer=again).load_lora_weights(out)
+    examples = tmp_path / family / "examples.pt"
+    expected = predicted(model, family, examples)
+    torch.testing.assert_close(predicted(again, family, examples), expected, rtol=0, atol=1e-4)
+    out, _, model = trained(tmp_path, family, "fsdp2", 3, ranks=1, output={"format": "peft"})
+    wrapped = PeftModel.from_pretrained(kind.from_pretrained(tmp_path / family / "transformer"), out)
+    found = predicted(wrapped.get_base_model(), family, examples)
+    torch.testing.assert_close(found, predicted(model, family, examples), rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
