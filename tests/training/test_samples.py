@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.pipelines.tiny_pipelines import CALLS, make_pipeline
-from tests.training.sampled import run
+from tests.training.sampled import encode, run
 
 from ranks import run_ranks
 from zerostart.errors import ConfigError
@@ -32,7 +32,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_pipeline("flux", tmp_path_factory.mktemp("flux"))
+    return encode(make_pipeline("flux", tmp_path_factory.mktemp("flux")), *PROMPTS)
 
 
 def configured(path: Path, engine: str, output: Path, **samples: Any) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def test_samples_on_other_engines(flux: Path, tmp_path: Path, engine: str) -> No
 @pytest.mark.parametrize("key", ["qwen_image", "z_image"])
 def test_samples_of_other_families(key: str, engine: str, tmp_path: Path) -> None:
     """Prompts of other lengths, masked or in lists, and what is guided away from."""
-    path = make_pipeline(key, tmp_path / "pipeline")
+    path = encode(make_pipeline(key, tmp_path / "pipeline"), *PROMPTS)
     compare_with_diffusers(key, path, engine, tmp_path, {"height": 16, "width": 16})
 
 
