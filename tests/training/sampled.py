@@ -15,6 +15,8 @@ __all__ = ["Drawn", "encode", "run"]
 
 LEARNT = ("a cat", "the sea", "a cat sees the sea")
 ENCODED = "encoded.pt"
+#: Of these the configuration counts the channels of four latents, which are one token.
+PACKED = ("FluxTransformer2DModel", "QwenImageTransformer2DModel")
 
 
 def encode(path: Path, *texts: str) -> Path:

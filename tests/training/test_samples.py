@@ -81,7 +81,7 @@ def check_alike(found: list[torch.Tensor], expected: list[torch.Tensor], within:
         assert float((one - other).abs().max()) <= within
 
 
-def compare_with_diffusers(key: str, path: Path, engine: str, root: Path, size: dict[str, int]) -> None:
+def compare_with_diffusers(key: str, path: Path, engine: str, root: Path, size: dict[str, Any]) -> None:
     """Pictures before and after, on two ranks; and the losses of a run that draws none."""
     with_samples = configured(path, engine, root / "drawing", every=2, **size)
     run_ranks(run, 2, with_samples)
@@ -115,7 +115,8 @@ def test_samples_on_other_engines(flux: Path, tmp_path: Path, engine: str) -> No
 def test_samples_of_other_families(key: str, engine: str, tmp_path: Path) -> None:
     """Prompts of other lengths, masked or in lists, and what is guided away from."""
     path = encode(make_pipeline(key, tmp_path / "pipeline"), *PROMPTS)
-    compare_with_diffusers(key, path, engine, tmp_path, {"height": 16, "width": 16})
+    away = {"negative_prompt": CALLS[key].get("negative_prompt", "")}
+    compare_with_diffusers(key, path, engine, tmp_path, {"height": 16, "width": 16, **away})
 
 
 @pytest.mark.slow
