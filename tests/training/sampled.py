@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -12,21 +11,25 @@ import torch
 
 from zerostart.training.tasks.flow import FlowMatching
 
-__all__ = ["Drawn", "encoded", "run"]
+__all__ = ["Drawn", "encode", "run"]
 
-PROMPTS = ("a cat", "the sea", "a cat sees the sea")
+LEARNT = ("a cat", "the sea", "a cat sees the sea")
+ENCODED = "encoded.pt"
+#: Of these the configuration counts the channels of four latents, which are one token.
+PACKED = ("FluxTransformer2DModel", "QwenImageTransformer2DModel")
 
 
-@functools.cache
-def _encoders(path: Path) -> Any:
+def encode(path: Path, *texts: str) -> Path:
+    """Keep beside the pipeline at ``path`` what its encoders make of texts: no rank has to load them."""
     from diffusers import DiffusionPipeline
 
-    return DiffusionPipeline.from_pretrained(path, transformer=None, vae=None)
+    pipe = DiffusionPipeline.from_pretrained(path, transformer=None, vae=None)
+    torch.save({text: _encoded(pipe, text) for text in (*LEARNT, *texts, "")}, path / ENCODED)
+    return path
 
 
-def encoded(path: Path, text: str) -> dict[str, torch.Tensor]:
-    """What the encoders of the pipeline at ``path`` make of a text, without a dimension of batches."""
-    pipe = _encoders(path)
+def _encoded(pipe: Any, text: str) -> dict[str, torch.Tensor]:
+    """Without a dimension of batches."""
     with torch.no_grad():
         found = pipe.encode_prompt(text, max_sequence_length=12, **_OPTIONS.get(type(pipe).__name__, {}))
     match type(pipe).__name__:
@@ -45,16 +48,18 @@ class Examples:
     """Random latents of one shape."""
 
     def __init__(self, path: Path, shape: Sequence[int]) -> None:
-        self.path = path
+        self.encoded: dict[str, dict[str, torch.Tensor]] = torch.load(path / ENCODED)
         self.shape = tuple(shape)
-        self.prompts = [encoded(path, text) for text in PROMPTS]
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return {"latents": torch.randn(self.shape, generator=generator), **self.prompts[index % len(PROMPTS)]}
+        return {
+            "latents": torch.randn(self.shape, generator=generator),
+            **self.encoded[LEARNT[index % len(LEARNT)]],
+        }
 
     def digest(self) -> str:
         return hashlib.blake2b(repr(self.shape).encode()).hexdigest()
@@ -63,7 +68,7 @@ class Examples:
         return [self.shape] * len(self)
 
     def prompt(self, text: str) -> Mapping[str, torch.Tensor]:
-        return encoded(self.path, text)
+        return self.encoded[text]
 
 
 class Drawn(FlowMatching):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.pipelines.tiny_pipelines import CALLS, make_pipeline
-from tests.training.sampled import run
+from tests.training.sampled import encode, run
 
 from ranks import run_ranks
 from zerostart.errors import ConfigError
@@ -32,7 +32,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_pipeline("flux", tmp_path_factory.mktemp("flux"))
+    return encode(make_pipeline("flux", tmp_path_factory.mktemp("flux")), *PROMPTS)
 
 
 def configured(path: Path, engine: str, output: Path, **samples: Any) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def check_alike(found: list[torch.Tensor], expected: list[torch.Tensor], within:
         assert float((one - other).abs().max()) <= within
 
 
-def compare_with_diffusers(key: str, path: Path, engine: str, root: Path, size: dict[str, int]) -> None:
+def compare_with_diffusers(key: str, path: Path, engine: str, root: Path, size: dict[str, Any]) -> None:
     """Pictures before and after, on two ranks; and the losses of a run that draws none."""
     with_samples = configured(path, engine, root / "drawing", every=2, **size)
     run_ranks(run, 2, with_samples)
@@ -114,8 +114,9 @@ def test_samples_on_other_engines(flux: Path, tmp_path: Path, engine: str) -> No
 @pytest.mark.parametrize("key", ["qwen_image", "z_image"])
 def test_samples_of_other_families(key: str, engine: str, tmp_path: Path) -> None:
     """Prompts of other lengths, masked or in lists, and what is guided away from."""
-    path = make_pipeline(key, tmp_path / "pipeline")
-    compare_with_diffusers(key, path, engine, tmp_path, {"height": 16, "width": 16})
+    path = encode(make_pipeline(key, tmp_path / "pipeline"), *PROMPTS)
+    away = {"negative_prompt": CALLS[key].get("negative_prompt", "")}
+    compare_with_diffusers(key, path, engine, tmp_path, {"height": 16, "width": 16, **away})
 
 
 @pytest.mark.slow
