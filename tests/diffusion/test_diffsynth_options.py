@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.diffusion.diffsynth_options import PATH, ROWS, TESTED, text
+from tests.diffusion import diffsynth_options
+from tests.diffusion.diffsynth_options import PATH, ROWS, text
 from tests.diffusion.oracle import _BESIDE
 
 from zerostart.training.config import TrainConfig
@@ -68,6 +69,7 @@ def test_each_flag_of_its_scripts_has_a_row(family: str) -> None:
 
 def test_each_key_is_in_the_test_that_is_named() -> None:
     keys = {key for row in ROWS for key in row.keys}
-    assert TESTED.keys() <= keys
-    texts = {place: (PATH.parents[1] / place).read_text(encoding="utf-8") for place in set(TESTED.values())}
-    assert [key for key, place in TESTED.items() if key.rpartition(".")[2] not in texts[place]] == []
+    tested = diffsynth_options.TESTED
+    assert tested.keys() <= keys
+    texts = {place: (PATH.parents[1] / place).read_text(encoding="utf-8") for place in set(tested.values())}
+    assert [key for key, place in tested.items() if key.rpartition(".")[2] not in texts[place]] == []
