@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PATH", "ROWS", "Row", "text"]
+__all__ = ["PATH", "ROWS", "TESTED", "Row", "text"]
 
 PATH = Path(__file__).parents[2] / "docs" / "diffsynth-options.md"
 
@@ -17,7 +17,7 @@ of DiffSynth-Studio and with the keys of a configuration.
 Who wants to keep a script of DiffSynth-Studio as it is starts it by `zerostart run`
 ([diffusion.md](diffusion.md)), with all its options. This page is for who writes a configuration of
 `zerostart train` ([training.md](training.md)) in its place, as `zerostart config wan run.yaml` does to begin
-with. A dash stands where there is no key, and the last column says why.
+with. A dash stands where there is no key, and the column after it says why. Tests lie in `tests/training`.
 """
 
 
@@ -143,14 +143,55 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
 ROWS = tuple(row for rows in SECTIONS.values() for row in rows)
 
 
+_TRAINING = "tests/training"
+#: Where what a key does is tested.
+TESTED = {
+    "cache.dtype": f"{_TRAINING}/test_cache.py",
+    "cache.placement": f"{_TRAINING}/test_cache.py",
+    "cache.source": f"{_TRAINING}/test_cache.py",
+    "engine.config": f"{_TRAINING}/test_config.py",
+    "lora.rank": f"{_TRAINING}/test_lora_runs.py",
+    "lora.start_from": f"{_TRAINING}/test_lora_runs.py",
+    "lora.targets": f"{_TRAINING}/test_lora_parts.py",
+    "media.base": f"{_TRAINING}/test_media_tables.py",
+    "media.buckets": f"{_TRAINING}/test_buckets.py",
+    "media.columns": f"{_TRAINING}/test_media_tables.py",
+    "media.height": f"{_TRAINING}/test_media_pictures.py",
+    "media.max_pixels": f"{_TRAINING}/test_media_pictures.py",
+    "media.num_frames": f"{_TRAINING}/test_media_videos.py",
+    "media.repeats": f"{_TRAINING}/test_media_tables.py",
+    "media.source": f"{_TRAINING}/test_media_tables.py",
+    "media.width": f"{_TRAINING}/test_media_pictures.py",
+    "media.workers": f"{_TRAINING}/test_media_runs.py",
+    "model.component": f"{_TRAINING}/test_flow_task.py",
+    "model.source": f"{_TRAINING}/test_flow_runs.py",
+    "output.directory": f"{_TRAINING}/test_run.py",
+    "output.every": f"{_TRAINING}/test_lora_runs.py",
+    "output.format": f"{_TRAINING}/test_lora_diffusion.py",
+    "output.remove_prefix": f"{_TRAINING}/test_lora_runs.py",
+    "resume": f"{_TRAINING}/test_resumed_runs.py",
+    "task.boundaries": f"{_TRAINING}/test_flow_task.py",
+    "task.name": f"{_TRAINING}/test_flow_runs.py",
+    "tracking.trackers": f"{_TRAINING}/test_lora_runs.py",
+    "train.accumulation": f"{_TRAINING}/test_run.py",
+    "train.checkpoint_blocks": f"{_TRAINING}/test_flow_runs.py",
+    "train.learning_rate": f"{_TRAINING}/test_schedule.py",
+    "train.steps": f"{_TRAINING}/test_run.py",
+    "train.trainable": f"{_TRAINING}/test_lora_runs.py",
+    "train.weight_decay": f"{_TRAINING}/test_run.py",
+}
+
+
 def text() -> str:
     """The whole page."""
     parts = [_HEAD]
     for title, rows in SECTIONS.items():
-        lines = [f"## {title}", "", "| DiffSynth-Studio | configuration | |", "|---|---|---|"]
+        lines = [f"## {title}", "", "| DiffSynth-Studio | configuration | | tested in |", "|---|---|---|---|"]
         for row in rows:
             keys = ", ".join(f"`{key}`" for key in row.keys) or "-"
-            lines.append(f"| `--{row.flag}` | {keys} | {row.note} |")
+            places = dict.fromkeys(TESTED[key] for key in row.keys if key in TESTED)
+            tests = ", ".join(f"`{Path(place).name}`" for place in places) or "-"
+            lines.append(f"| `--{row.flag}` | {keys} | {row.note} | {tests} |")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 

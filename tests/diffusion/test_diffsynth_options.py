@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.diffusion import diffsynth_options
 from tests.diffusion.diffsynth_options import PATH, ROWS, text
 from tests.diffusion.oracle import BESIDE
 
@@ -25,7 +26,6 @@ def test_the_page_is_as_the_table() -> None:
     assert [row.flag for row in ROWS if not row.keys and not row.note] == []
 
 
-@pytest.mark.skipif("lora" not in TrainConfig.model_fields, reason="not all sections are there")
 def test_each_key_is_one_of_a_configuration() -> None:
     fields: dict[str, Any] = {}
     for section, described in TrainConfig.model_fields.items():
@@ -65,3 +65,11 @@ def test_each_flag_of_its_scripts_has_a_row(family: str) -> None:
     flags = {line.split('"--')[1].split('"')[0] for line in lines}
     assert flags
     assert flags - {row.flag for row in ROWS} == set()
+
+
+def test_each_key_is_in_the_test_that_is_named() -> None:
+    keys = {key for row in ROWS for key in row.keys}
+    tested = diffsynth_options.TESTED
+    assert tested.keys() <= keys
+    texts = {place: (PATH.parents[1] / place).read_text(encoding="utf-8") for place in set(tested.values())}
+    assert [key for key, place in tested.items() if key.rpartition(".")[2] not in texts[place]] == []

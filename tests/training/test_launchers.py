@@ -74,7 +74,6 @@ def zero(**more: Any) -> dict[str, Any]:
     return {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3} | more}
 
 
-@pytest.mark.skipif("ema" not in TrainConfig.model_fields, reason="not all sections are there")
 @pytest.mark.parametrize(("engine", "stage"), ENGINES)
 def test_the_files_of_config_agree(
     engine: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
