@@ -74,7 +74,7 @@ def main() -> None:
                 try:
                     found = run("wanvideo", arm, STEPS, models, out, launched=True, timeout=580)
                 except AssertionError as error:
-                    print(arm, str(error)[-600:], flush=True)
+                    print(arm, str(error)[-3500:], flush=True)
                     continue
                 first = [steps[0] for steps in found.steps]
                 cell = {
