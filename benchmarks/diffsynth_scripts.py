@@ -30,7 +30,7 @@ from ranks import run_ranks  # noqa: E402
 ARMS = ("stock zero2", "zero2", "stock zero3", "zero3")
 #: A transformer of 115 and a text encoder of 110 million parameters.
 SIZES: Mapping[str, dict[str, Any]] = {
-    "wan_dit": {"dim": 768, "ffn_dim": 3072, "num_heads": 12, "num_layers": 12, "text_dim": 512},
+    "wan_dit": {"dim": 768, "ffn_dim": 3072, "num_heads": 6, "num_layers": 12, "text_dim": 512},
     "wan_text": {
         "dim": 512,
         "dim_attn": 512,
@@ -74,7 +74,7 @@ def main() -> None:
                 try:
                     found = run("wanvideo", arm, STEPS, models, out, launched=True, timeout=580)
                 except AssertionError as error:
-                    print(arm, str(error)[-600:], flush=True)
+                    print(arm, str(error)[-3500:], flush=True)
                     continue
                 first = [steps[0] for steps in found.steps]
                 cell = {

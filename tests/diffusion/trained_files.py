@@ -54,9 +54,9 @@ def saved(module: Any, folder: Path, name: str, **settings: Any) -> bytes:
     return (folder / name).read_bytes()
 
 
-def refusal(function: Any, *arguments: Any) -> str:
+def refusal(function: Any, *arguments: Any, **keywords: Any) -> str:
     try:
-        function(*arguments)
+        function(*arguments, **keywords)
     except zerostart.ZerostartError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing is refused"
