@@ -22,8 +22,8 @@ CHANGED: Mapping[str, str] = {
     "--world-size 1024 --rank 700": "--world-size 4 --rank 3",
     # What every processor computes in.
     "mixed_precision: bf16": "mixed_precision: 'no'",
-    # Two jobs of one machine do not meet at the launcher's own port.
-    "torchrun --nproc": "torchrun --master-port 0 --nproc",
+    # Two jobs of one machine do not meet at a launcher's own port.
+    "torchrun --nproc": "torchrun --standalone --nproc",
     "accelerate launch --config_file": "accelerate launch --main_process_port 0 --config_file",
     # The tiny models know sequences of 64 tokens.
     "sequence_length: 128": "sequence_length: 32",
