@@ -14,16 +14,20 @@ __all__ = ["CHANGED", "SESSIONS", "Session", "session_of"]
 
 #: Text in commands and files, and what stands there when they are run.
 CHANGED: Mapping[str, str] = {
-    # A synopsis.
+    # Synopses.
+    "zerostart config FAMILY OUT.yaml [--engine E] [--zero-stage S] [--lora] [--accelerate] [--deepspeed]": (
+        "zerostart config causal-lm OUT.yaml --zero-stage 2 --lora --accelerate --deepspeed"
+    ),
     "CONFIG.yaml [KEY=VALUE ...] [--nproc N]": "CONFIG.yaml --nproc 1",
     # As many ranks as a small machine bears.
     "--nproc-per-node 8": "--nproc-per-node 2",
+    "--nproc 8": "--nproc 2",
     "num_processes: 8": "num_processes: 2",
     "--world-size 1024 --rank 700": "--world-size 4 --rank 3",
     # What every processor computes in.
     "mixed_precision: bf16": "mixed_precision: 'no'",
-    # Two jobs of one machine do not meet at the launcher's own port.
-    "torchrun --nproc": "torchrun --master-port 0 --nproc",
+    # Two jobs of one machine do not meet at a launcher's own port.
+    "torchrun --nproc": "torchrun --standalone --nproc",
     "accelerate launch --config_file": "accelerate launch --main_process_port 0 --config_file",
     # The tiny models know sequences of 64 tokens.
     "sequence_length: 128": "sequence_length: 32",
@@ -41,7 +45,7 @@ model: {source: CHECKPOINT}
 data: {source: stdlib-docstrings, documents: 30, sequence_length: 16}
 task: {name: causal-lm}
 train: {steps: 2, batch_size: 1}
-output: {directory: trained}
+output: {directory: trained, overwrite: true}
 """
 LOAD = """\
 import os
@@ -110,6 +114,11 @@ SESSIONS = (
         {"path/Qwen-Image": "pipeline:qwen_image", "pictures": "pictures:18"},
         {"CONFIG.yaml": CACHED},
         python=True,
+    ),
+    Session(
+        "docs/configuring.md",
+        CHECKPOINT,
+        {"run.yaml": TRAIN, "run.accelerate.yaml": ZERO_THREE},
     ),
     Session("docs/forecast.md", MIXTURE),
     Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN}),

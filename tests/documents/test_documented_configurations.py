@@ -40,7 +40,8 @@ def test_keys_are_there(block: Block) -> None:
     assert list(unknown(values, TrainConfig)) == []
     required = {name for name, found in TrainConfig.model_fields.items() if found.is_required()}
     if required <= values.keys():
-        needed = {name: {"source": "data"} for name in task_class(values["task"]["name"]).needs}
+        taken = task_class(values["task"]["name"]).sections & {"data", "media"}
+        needed = {name: {"source": "data"} for name in taken}
         parse_config({**needed, **values})
 
 
