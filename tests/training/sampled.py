@@ -76,9 +76,7 @@ class Drawn(FlowMatching):
 
     def items(self, world: Any) -> Any:
         config = self.where.config
-        channels = int(config["in_channels"]) // (
-            4 if config["_class_name"] == "FluxTransformer2DModel" else 1
-        )
+        channels = int(config["in_channels"]) // (4 if config["_class_name"] in PACKED else 1)
         frames = (2,) * (config["_class_name"] == "WanTransformer3DModel")
         return self.numbered(Examples(Path(self.config.model.source), (channels, *frames, 4, 4)))
 
