@@ -61,7 +61,7 @@ def _media(config: TrainConfig, world: World) -> MediaItems | None:
 
 def _texts(config: TrainConfig, settings: CacheConfig) -> list[str]:
     """The texts alone that are asked for, each once."""
-    samples = getattr(config, "samples", None)
+    samples = config.samples
     drawn = () if samples is None else (*samples.prompts, samples.negative_prompt)
     return list(dict.fromkeys([*settings.prompts, *drawn]))
 

@@ -9,7 +9,6 @@ see the same.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
+from zerostart.training.cache import ensure_cache
 from zerostart.training.families.base import Family
 from zerostart.training.families.registry import FAMILIES, family_of
 from zerostart.training.sections import TaskConfig
@@ -110,8 +110,7 @@ class FlowMatching(Task):
 
     def items(self, world: World) -> Items:
         """Encoded examples: those of the cache, which is made first where there is none. Collective."""
-        cache = importlib.import_module("zerostart.training.cache")
-        return self.numbered(cache.ensure_cache(self.config, world))
+        return self.numbered(ensure_cache(self.config, world))
 
     def numbered(self, items: Items) -> Items:
         """``items`` as a run has them. Raises :class:`ConfigError` where no text can be dropped."""
@@ -148,7 +147,7 @@ class FlowMatching(Task):
 
     def collator(self, seed: int) -> Collator:
         """Examples stay as they are: what is drawn may change them."""
-        return lambda items: {"items": list(items)}
+        return _together
 
     def drawn(self, batch: Batch, epoch: int) -> Batch:
         """``noisy`` latents, ``target`` (both [batch, ...]), ``t``, ``weight`` ([batch]) and ``conditions``.
@@ -227,6 +226,11 @@ class FlowMatching(Task):
         where = self.where
         if self.config.output.pipeline and where.root is not None and where.component is not None:
             copy_others(where.root, where.component, directory)
+
+
+def _together(items: Sequence[dict[str, torch.Tensor]]) -> Batch:
+    """A function of the module: workers that are spawned import it."""
+    return {"items": list(items)}
 
 
 def _short(value: object) -> str:
