@@ -137,11 +137,11 @@ def stopped(given, at):
     update = Session.update
     steps = []
 
-    def interrupting(self, norm):
-        steps.append(norm)
+    def interrupting(self):
+        steps.append(None)
         if len(steps) == at:
             os.kill(os.getpid(), signal.SIGTERM)
-        return update(self, norm)
+        return update(self)
 
     Session.update = interrupting
     return run(given)

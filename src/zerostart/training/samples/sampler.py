@@ -6,7 +6,7 @@ import gc
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ def open_sampler(config: TrainConfig, task: Task, directory: Path) -> Sampler | 
     settings = config.samples
     if settings is None:
         return None
-    if settings.with_ema and getattr(config, "ema", None) is None:
+    if settings.with_ema and config.ema is None:
         raise ConfigError("samples.with_ema: no weights are averaged; add the section ema, or leave it out")
     drawing = Drawing(config.model.source, config.model.component or "transformer", settings)
     check_writers(drawing.videos)
@@ -88,8 +88,7 @@ class Sampler:
             if session.accelerator.is_main_process:
                 _clear(folder)
         failures.tell()
-        averaging: Any = getattr(session, "averaged", None)  # where weights can be averaged
-        with averaging(True) if self._settings.with_ema else nullcontext():
+        with session.averaged(self._settings.with_ema):
             drawn = self._drawn(session)
         with failures.kept():
             self._write(drawn, folder)
