@@ -14,6 +14,7 @@ from zerostart.training.config import parse_config
 from zerostart.training.families.registry import FAMILIES as KINDS
 from zerostart.training.families.registry import family_of
 from zerostart.training.registry import task_class
+from zerostart.training.tasks.flow_source import copy_others
 from zerostart.training.tasks.flow_times import FlowConfig, Times
 
 
@@ -303,6 +304,39 @@ def test_the_experts_of_a_pipeline_have_their_own_times(tmp_path):
         drawn = task.drawn({"items": [task.items(None)[i] for i in range(12)]}, 0)["t"]
         assert bool((drawn <= 0.875).all()) == (component == "transformer_2")
         (root / "transformer_2").rename(root / "transformer") if component == "transformer_2" else None
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    """A pipeline of two models, with a run's folder beside them."""
+    root = tmp_path / "pipeline"
+    for name in ("transformer", "vae", "out"):
+        (root / name).mkdir(parents=True)
+        (root / name / "config.json").write_text(name)
+    kinds = {"transformer": ["diffusers", "A"], "vae": ["diffusers", "B"]}
+    (root / "model_index.json").write_text(json.dumps({"_class_name": "P", **kinds}))
+    return root
+
+
+def test_a_pipeline_that_is_trained_in_its_place_keeps_its_parts(pipeline):
+    copy_others(pipeline, "transformer", pipeline)
+    assert (pipeline / "vae" / "config.json").read_text() == "vae"
+    copy_others(pipeline, "transformer", pipeline / "out")
+    assert sorted(one.name for one in (pipeline / "out").iterdir()) == [
+        "config.json",
+        "model_index.json",
+        "vae",
+    ]
+
+
+def test_files_that_cannot_be_linked_are_copied(pipeline, tmp_path, monkeypatch):
+    def refused(source, target):
+        raise PermissionError(1, "Operation not permitted")  # what a system says of another user's file
+
+    monkeypatch.setattr("os.link", refused)
+    (tmp_path / "made").mkdir()
+    copy_others(pipeline, "transformer", tmp_path / "made")
+    assert (tmp_path / "made" / "vae" / "config.json").read_text() == "vae"
 
 
 def test_tasks_are_known_by_name():

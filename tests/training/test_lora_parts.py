@@ -216,8 +216,17 @@ def test_contradictions_are_told() -> None:
     lora = {"lora": {"rank": 2}}
     cases = [
         ({**lora, "train": {"steps": 1, "trainable": ["a"]}}, "train.trainable and lora both say"),
+        ({**lora, "train": {"steps": 1, "trainable": []}}, "train.trainable: List should have at least 1"),
         ({"output": {"directory": "c", "merge": True}}, "output.merge merges a LoRA"),
         ({**lora, "ema": {}, "output": {"directory": "c", "merge": True}}, "output.merge with ema"),
+        (
+            {"output": {"directory": "c", "format": "diffsynth", "pipeline": True}},
+            "output.pipeline wants a whole model",
+        ),
+        (
+            {**lora, "output": {"directory": "c", "merge": True, "remove_prefix": "a."}},
+            "output.remove_prefix is for files",
+        ),
         ({"output": {"directory": "c", "format": "peft"}}, "output.format peft is of adapters"),
         ({"output": {"directory": "c", "remove_prefix": "a."}}, "output.remove_prefix is for files"),
         ({"lora": {"ranks": 2}}, "unknown key lora.ranks; did you mean lora.rank?"),

@@ -65,7 +65,7 @@ def _facts(config: TrainConfig, task: Task) -> dict[str, str]:
     """By key what has to be alike: the configuration but for paths and display, and what is at the paths."""
     facts: dict[str, str] = {}
     for name, section in config:
-        if name in ("output", "logging"):
+        if name == "logging":  # of which rank 0's alone is looked at
             continue
         values: dict[str, Any] = {name: section}
         if isinstance(section, Section):

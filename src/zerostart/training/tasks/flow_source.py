@@ -64,11 +64,16 @@ def read_source(model: ModelConfig) -> FlowSource:
 def copy_others(root: Path, component: str, directory: Path) -> None:
     """Put all of the pipeline in ``root`` but ``component`` into ``directory``, its index last.
 
-    Files are hard links where they lie on the same file system, copies elsewhere. Raises ConfigError.
+    All is what the index names: other folders (of runs) are none of the pipeline's. Files are hard links
+    where the file system has them for us, copies elsewhere. Nothing is done where ``directory`` is ``root``.
+    Raises ConfigError.
     """
+    index = read_json(root / PIPELINE_INDEX, "pipeline index")
     try:
+        if directory.samefile(root):  # whose component was replaced
+            return
         for entry in sorted(root.iterdir()):
-            if entry.is_dir() and entry.name != component and not entry.name.startswith("."):
+            if entry.is_dir() and entry.name in index and entry.name != component:
                 shutil.rmtree(directory / entry.name, ignore_errors=True)
                 shutil.copytree(entry, directory / entry.name, copy_function=_linked)
         shutil.copyfile(root / PIPELINE_INDEX, directory / PIPELINE_INDEX)
@@ -78,7 +83,7 @@ def copy_others(root: Path, component: str, directory: Path) -> None:
 
 def _linked(source: str, target: str) -> None:
     real = os.path.realpath(source)
-    if Path(real).stat().st_dev == Path(target).parent.stat().st_dev:
+    try:
         os.link(real, target)
-    else:
+    except OSError:  # on another file system, on one without links, or of another user's file
         shutil.copy2(real, target)
