@@ -329,6 +329,16 @@ def test_a_pipeline_that_is_trained_in_its_place_keeps_its_parts(pipeline):
     ]
 
 
+def test_what_runs_left_beside_a_pipeline_is_none_of_it(pipeline, tmp_path):
+    """The output of one run is the source of the next, whose own checkpoints are to stay."""
+    made = tmp_path / "made"
+    for folder, text in ((pipeline, "the first"), (made, "the second")):
+        (folder / "ema").mkdir(parents=True)
+        (folder / "ema" / "config.json").write_text(text)
+    copy_others(pipeline, "transformer", made)
+    assert (made / "ema" / "config.json").read_text() == "the second"
+
+
 def test_files_that_cannot_be_linked_are_copied(pipeline, tmp_path, monkeypatch):
     def refused(source, target):
         raise PermissionError(1, "Operation not permitted")  # what a system says of another user's file

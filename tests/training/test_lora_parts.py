@@ -11,6 +11,7 @@ from torch import nn
 
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from zerostart.training import ema
 from zerostart.training.config import parse_config
 from zerostart.training.diffsynth_names import names_for
 from zerostart.training.ema import Ema
@@ -203,6 +204,19 @@ def test_freezing() -> None:
     assert set(trained) == {n for n, p in model.named_parameters() if p.requires_grad}
     with pytest.raises(ConfigError, match=r"train\.trainable has 'block\.0'"):
         train_only(model, ["blocks.0", "block.0"])
+
+
+def test_an_error_with_averaged_weights_is_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be that of one rank alone, for which the others wait in a forward."""
+    averaged, put = Ema.__new__(Ema), []
+    averaged._followed = []
+    monkeypatch.setattr(ema, "_put", lambda *given: put.append(given))
+    with averaged.applied(nn.Linear(1, 1), current_world()):
+        pass
+    assert len(put) == 2
+    with pytest.raises(MemoryError), averaged.applied(nn.Linear(1, 1), current_world()):
+        raise MemoryError
+    assert len(put) == 3
 
 
 def test_contradictions_are_told() -> None:

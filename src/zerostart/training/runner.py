@@ -273,7 +273,7 @@ class _Run:
             if self._averaged:
                 self._failures.tell()
             with self._session.averaged(self._averaged):
-                loss = self._held_out.loss(self._session)
+                loss = self._held_out.loss(self._session, self._failures)
             self._past.held_out[step] = loss
             with self._failures.kept():
                 self._display.evaluation(step, loss)
