@@ -23,7 +23,10 @@ _BELOW = "transformer_2"
 
 @dataclass(frozen=True)
 class FlowSource:
-    """A transformer: its directory and configuration; of a pipeline its root, its index, its name there."""
+    """A transformer: its directory and configuration; of a pipeline its index and its name there.
+
+    ``root`` is the pipeline's where that was named, and not its model alone.
+    """
 
     directory: Path
     config: dict[str, Any]
@@ -57,7 +60,12 @@ def read_source(model: ModelConfig) -> FlowSource:
     config = read_config(directory)
     if config is None or not isinstance(config.get("_class_name"), str):
         raise CheckpointError(f"{directory} has no configuration of a transformer of diffusers (config.json)")
-    index = read_json(root / PIPELINE_INDEX, "pipeline index") if root is not None else {}
+    around = directory.parent if root is None else root
+    index: dict[str, Any] = {}
+    if (around / PIPELINE_INDEX).is_file():
+        index = read_json(around / PIPELINE_INDEX, "pipeline index")
+    if root is None:  # a pipeline's model, named by itself, is for the same times
+        index, name = (index, directory.name) if directory.name in index else ({}, None)
     return FlowSource(path, config, root, index, name)
 
 
