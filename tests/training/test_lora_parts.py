@@ -206,6 +206,16 @@ def test_freezing() -> None:
         train_only(model, ["blocks.0", "block.0"])
 
 
+def test_a_layer_whose_name_ends_another_is_adapted_alone() -> None:
+    """To PEFT a target is the end of a name: it would adapt what is excluded."""
+    blocks = nn.ModuleList([nn.ModuleDict({"proj_out": nn.Linear(2, 2)})])
+    model = nn.ModuleDict({"blocks": blocks, "proj_out": nn.Linear(2, 2)})
+    config = LoraConfig(rank=1, targets=["proj_out"], exclude=["blocks.*.proj_out"])
+    assert add_lora(model, config, 0) == ("proj_out",)
+    adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
+    assert adapted == {"proj_out.lora_A.default.weight"}
+
+
 def test_an_error_with_averaged_weights_is_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be that of one rank alone, for which the others wait in a forward."""
     averaged, put = Ema.__new__(Ema), []
