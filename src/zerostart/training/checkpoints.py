@@ -146,8 +146,8 @@ class Checkpoints:
             )
         if extra.get("order") not in (None, self._order) and extra["sequences"]:
             logger.warning(
-                "%s was saved in an epoch of another order (%s, now %s): of this epoch some examples may come "
-                "again, and others not at all",
+                "%s was saved in an epoch of another order (%s, now %s): of this epoch some examples may "
+                "come again, and others not at all",
                 path,
                 extra["order"],
                 self._order,

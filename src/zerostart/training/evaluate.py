@@ -50,9 +50,10 @@ def held_out_batches(task: Task, items: Items, batch_size: int) -> Sequence[Weig
     # The same seed on every rank and in every run, so that the same tokens are hidden.
     collator = task.collator(task.config.train.seed)
     batches: Sequence[Weighed] = _Made(task, items, collator, list(_chosen(items, batch_size)))
+    # By their numbers: an IndexError of an example is no end of them.
     if getattr(collator, "generator", None) is not None:
-        batches = [*batches]
-    if not any(weight for _, weight in batches):
+        batches = [batches[number] for number in range(len(batches))]
+    if not any(batches[number][1] for number in range(len(batches))):
         raise ConfigError(task.weightless)
     return batches
 

@@ -97,7 +97,8 @@ def _agree_on_facts(own: Mapping[str, str], world: World) -> None:
 
 
 def _agree_on_data(task: Task, own: Items, world: World) -> None:
-    mine = (own.digest(), task.described(own))
+    with world.phase("describing the data"):
+        mine = (own.digest(), task.described(own))
     ranks = world.all_gather_object(mine, "comparing the data")
     groups = _groups([digest for digest, _ in ranks])
     if len(groups) == 1:
