@@ -15,6 +15,7 @@ from zerostart.training import ema
 from zerostart.training.config import parse_config
 from zerostart.training.diffsynth_names import names_for
 from zerostart.training.ema import Ema
+from zerostart.training.exporting import check_export
 from zerostart.training.freezing import train_only
 from zerostart.training.lora import add_lora, lora_targets
 from zerostart.training.lora_files import start_from
@@ -204,6 +205,34 @@ def test_freezing() -> None:
     assert set(trained) == {n for n, p in model.named_parameters() if p.requires_grad}
     with pytest.raises(ConfigError, match=r"train\.trainable has 'block\.0'"):
         train_only(model, ["blocks.0", "block.0"])
+
+
+def test_what_cannot_be_saved_is_told_before_the_training() -> None:
+    class FluxTransformer2DModel(nn.Module):
+        """Some of whose modules are one module in DiffSynth-Studio."""
+
+    base = {"model": {"source": "a"}, "data": {"source": "b"}, "task": {"name": "causal-lm"}}
+    base |= {"train": {"steps": 1}}
+
+    def check(model: nn.Module, **changed: object) -> None:
+        sections = {"output": {"directory": "c", **changed}, "lora": {"targets": ["0"]}}
+        if "merge" not in changed:
+            del sections["lora"]
+        check_export(model, parse_config({**base, **sections}))
+
+    check(FluxTransformer2DModel())
+    with pytest.raises(ConfigError, match="DiffSynth has no FluxTransformer2DModel"):
+        check(FluxTransformer2DModel(), format="diffsynth")
+    with pytest.raises(ConfigError, match="'5 gigs' is not a size"):
+        check(FluxTransformer2DModel(), max_shard_size="5 gigs")
+    for layer, merged in ((nn.Linear(2, 2), True), (nn.Conv2d(2, 2, 1), False)):
+        model = nn.Sequential(layer)
+        add_lora(model, LoraConfig(rank=1, targets=["0"]), 0)
+        if merged:
+            check(model, merge=True)
+        else:
+            with pytest.raises(ConfigError, match=r"0\.lora_A\.default\.weight is of a convolution"):
+                check(model, merge=True)
 
 
 def test_a_layer_whose_name_ends_another_is_adapted_alone() -> None:
