@@ -105,7 +105,8 @@ def configured(folder: Path, family: str, engine: str, stage: int, count: int = 
         build(family).save_pretrained(source / "transformer")
         index = {"_class_name": "DiffusionPipeline", "_diffusers_version": "0.35.0"}
         named = ["diffusers", COMPONENTS[FAMILIES[family][0]].kind]
-        (source / "model_index.json").write_text(json.dumps({**index, "transformer": named}))
+        index |= {"transformer": named, "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}
+        (source / "model_index.json").write_text(json.dumps(index))
         (source / "scheduler").mkdir()
         (source / "scheduler" / "scheduler_config.json").write_text("{}")
         torch.save(examples(family, count), source / "examples.pt")

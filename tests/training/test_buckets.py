@@ -1,13 +1,20 @@
 """The order of examples that differ in shape: one shape a batch, the same for any number of ranks."""
 
+import logging
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zerostart.training import checkpoints
 from zerostart.training.buckets import Buckets
+from zerostart.training.checkpoints import Checkpoints
+from zerostart.training.config import CheckpointConfig
 
 SHAPES = st.lists(st.integers(0, 4), min_size=1, max_size=60)
 SIZES = {"batch_size": st.integers(1, 3), "step": st.integers(1, 12), "seed": st.integers(0, 2**40)}
@@ -93,3 +100,27 @@ def test_each_epoch_has_another_order_and_leaves_out_others():
     assert len({str(epoch) for epoch in epochs}) == 20
     assert epochs[3] == epoch_of(buckets, 3)
     assert {index for epoch in epochs for batch in epoch for index in batch} == set(range(15))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "batch_size", "step", "warned"),
+    [(["a"] * 12, 3, 1, False), (["a"] * 12, 3, 2, True), (["a", "b"] * 6, 3, 1, True)],
+)
+def test_going_on_in_another_order_is_told(shapes, batch_size, step, warned, monkeypatch, caplog):
+    """A run that did 3 batches of 1 a step goes on with 1 of 3, or with another number of examples."""
+    before = Buckets(shapes, 1, 3, 0)
+    now = Buckets(shapes, batch_size, step, 0)
+    monkeypatch.setattr(checkpoints, "load_state", lambda *given: None)
+    extra = {"data": "d", "order": before.order, "epoch": 0, "sequences": 3, "step": 1, "schedule": {}}
+    monkeypatch.setattr(checkpoints, "_extra", lambda path: extra | {"losses": [1.0, 1.0], "held_out": []})
+    session = SimpleNamespace(
+        buckets=now,
+        model=None,
+        ema=None,
+        engine=SimpleNamespace(wraps=True),
+        scheduler=SimpleNamespace(load_state_dict=lambda state: None),
+        batches_after=lambda epoch, items: iter(()),
+    )
+    with caplog.at_level(logging.WARNING, "zerostart"):
+        Checkpoints(CheckpointConfig(), Path("x"), session, "d").resume(Path("x", "step-00000001"))
+    assert ("of another order" in caplog.text) == warned

@@ -109,3 +109,9 @@ def test_an_engine_of_somebody_else(path):
     assert load_config(path, ["engine.name=rows", "train.mixed_precision=bf16"]).dtype == "float32"
     with pytest.raises(ConfigError, match="zero_stage=2 is not available on rows"):
         load_config(path, ["engine.name=rows", "engine.zero_stage=2"])
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"model: {source: \xe9}")
+    with pytest.raises(ConfigError, match=r"run\.yaml is not UTF-8 text"):
+        load_config(tmp_path / "run.yaml")

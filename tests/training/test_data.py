@@ -7,10 +7,12 @@ import torch
 from transformers import AutoTokenizer
 
 from tiny import minilm_path
-from zerostart.errors import ConfigError
+from zerostart.distributed.world import current_world
+from zerostart.errors import ConfigError, ReadError
 from zerostart.training.config import DataConfig, parse_config
 from zerostart.training.data import Sequences, iter_documents, split_held_out, tokenize
 from zerostart.training.evaluate import HeldOut, held_out_batches
+from zerostart.training.failures import Failures
 from zerostart.training.registry import task_class
 from zerostart.training.tasks.language import IGNORED_LABEL
 
@@ -129,9 +131,48 @@ class FakeSession:
 def test_held_out_batches_are_weighted_and_shared_out():
     batches = held_out_batches(language(), numbered(5), batch_size=2)
     assert [predicted for _, predicted in batches] == [6, 6, 3]
-    assert HeldOut(batches, 0, 1).loss(FakeSession()) == pytest.approx((0 * 6 + 8 * 6 + 16 * 3) / 15)
-    assert HeldOut(batches, 0, 2).loss(FakeSession()) == pytest.approx((0 * 6 + 16 * 3) / 9)
-    assert HeldOut(batches, 1, 2).loss(FakeSession()) == 8.0  # and one forward more, with weight 0
+
+    def loss(place, count):
+        session = FakeSession()
+        return HeldOut(batches, place, count).loss(session, Failures(current_world(), session.sum_over_ranks))
+
+    assert loss(0, 1) == pytest.approx((0 * 6 + 8 * 6 + 16 * 3) / 15)
+    assert loss(0, 2) == pytest.approx((0 * 6 + 16 * 3) / 9)
+    assert loss(1, 2) == 8.0  # and one forward more, with weight 0
+
+
+def test_held_out_examples_are_read_when_they_are_evaluated():
+    """All of them, made and kept, would be the memory of a data set on every rank."""
+    read = []
+
+    class Counted(Sequences):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    items = numbered(5)
+    held_out = HeldOut(held_out_batches(language(), Counted(items.tokens, items.ends), 1), 1, 2)
+    assert read == [0]  # whether one has a weight
+    session = FakeSession()
+    held_out.loss(session, Failures(current_world(), session.sum_over_ranks))
+    assert read == [0, 1, 3, 0]
+
+
+def test_what_cannot_be_read_of_held_out_examples_is_told_before_the_forward():
+    class Damaged(Sequences):
+        def __getitem__(self, index):
+            if index:
+                raise ReadError("damaged")
+            return super().__getitem__(index)
+
+    class Session(FakeSession):
+        def forward(self, batch):
+            pytest.fail("the others would wait here")
+
+    items, session = numbered(2), Session()
+    held_out = HeldOut(held_out_batches(language(), Damaged(items.tokens, items.ends), 1), 1, 2)
+    with pytest.raises(ReadError, match="damaged"):
+        held_out.loss(session, Failures(current_world(), session.sum_over_ranks))
 
 
 def test_held_out_sequences_without_a_token_to_predict_are_refused():

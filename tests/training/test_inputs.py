@@ -89,6 +89,8 @@ def test_a_rank_without_data_stops_all(values, tmp_path):
         ("train", "steps", 3, "train.steps (ranks 0, 2: 2; rank 1: 3)"),
         ("data", "packing", False, "data.packing (ranks 0, 2: True; rank 1: False)"),
         ("engine", "config", {"wrap": ["A"]}, "engine.config"),
+        # Each export is a collective.
+        pytest.param("output", "every", 1, "output.every (ranks 0, 2: 0; rank 1: 1)", marks=pytest.mark.slow),
     ],
 )
 def test_another_configuration_is_named_by_its_key(values, section, key, value, told):

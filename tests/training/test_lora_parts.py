@@ -11,9 +11,11 @@ from torch import nn
 
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from zerostart.training import ema
 from zerostart.training.config import parse_config
 from zerostart.training.diffsynth_names import names_for
 from zerostart.training.ema import Ema
+from zerostart.training.exporting import check_export
 from zerostart.training.freezing import train_only
 from zerostart.training.lora import add_lora, lora_targets
 from zerostart.training.lora_files import start_from
@@ -205,6 +207,57 @@ def test_freezing() -> None:
         train_only(model, ["blocks.0", "block.0"])
 
 
+def test_what_cannot_be_saved_is_told_before_the_training() -> None:
+    class FluxTransformer2DModel(nn.Module):
+        """Some of whose modules are one module in DiffSynth-Studio."""
+
+    base = {"model": {"source": "a"}, "data": {"source": "b"}, "task": {"name": "causal-lm"}}
+    base |= {"train": {"steps": 1}}
+
+    def check(model: nn.Module, **changed: object) -> None:
+        sections = {"output": {"directory": "c", **changed}, "lora": {"targets": ["0"]}}
+        if "merge" not in changed:
+            del sections["lora"]
+        check_export(model, parse_config({**base, **sections}))
+
+    check(FluxTransformer2DModel())
+    with pytest.raises(ConfigError, match="DiffSynth has no FluxTransformer2DModel"):
+        check(FluxTransformer2DModel(), format="diffsynth")
+    with pytest.raises(ConfigError, match="'5 gigs' is not a size"):
+        check(FluxTransformer2DModel(), max_shard_size="5 gigs")
+    for layer, merged in ((nn.Linear(2, 2), True), (nn.Conv2d(2, 2, 1), False)):
+        model = nn.Sequential(layer)
+        add_lora(model, LoraConfig(rank=1, targets=["0"]), 0)
+        if merged:
+            check(model, merge=True)
+        else:
+            with pytest.raises(ConfigError, match=r"0\.lora_A\.default\.weight is of a convolution"):
+                check(model, merge=True)
+
+
+def test_a_layer_whose_name_ends_another_is_adapted_alone() -> None:
+    """To PEFT a target is the end of a name: it would adapt what is excluded."""
+    blocks = nn.ModuleList([nn.ModuleDict({"proj_out": nn.Linear(2, 2)})])
+    model = nn.ModuleDict({"blocks": blocks, "proj_out": nn.Linear(2, 2)})
+    config = LoraConfig(rank=1, targets=["proj_out"], exclude=["blocks.*.proj_out"])
+    assert add_lora(model, config, 0) == ("proj_out",)
+    adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
+    assert adapted == {"proj_out.lora_A.default.weight"}
+
+
+def test_an_error_with_averaged_weights_is_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be that of one rank alone, for which the others wait in a forward."""
+    averaged, put = Ema.__new__(Ema), []
+    averaged._followed = []
+    monkeypatch.setattr(ema, "_put", lambda *given: put.append(given))
+    with averaged.applied(nn.Linear(1, 1), current_world()):
+        pass
+    assert len(put) == 2
+    with pytest.raises(MemoryError), averaged.applied(nn.Linear(1, 1), current_world()):
+        raise MemoryError
+    assert len(put) == 3
+
+
 def test_contradictions_are_told() -> None:
     base = {
         "model": {"source": "a"},
@@ -216,8 +269,17 @@ def test_contradictions_are_told() -> None:
     lora = {"lora": {"rank": 2}}
     cases = [
         ({**lora, "train": {"steps": 1, "trainable": ["a"]}}, "train.trainable and lora both say"),
+        ({**lora, "train": {"steps": 1, "trainable": []}}, "train.trainable: List should have at least 1"),
         ({"output": {"directory": "c", "merge": True}}, "output.merge merges a LoRA"),
         ({**lora, "ema": {}, "output": {"directory": "c", "merge": True}}, "output.merge with ema"),
+        (
+            {"output": {"directory": "c", "format": "diffsynth", "pipeline": True}},
+            "output.pipeline wants a whole model",
+        ),
+        (
+            {**lora, "output": {"directory": "c", "merge": True, "remove_prefix": "a."}},
+            "output.remove_prefix is for files",
+        ),
         ({"output": {"directory": "c", "format": "peft"}}, "output.format peft is of adapters"),
         ({"output": {"directory": "c", "remove_prefix": "a."}}, "output.remove_prefix is for files"),
         ({"lora": {"ranks": 2}}, "unknown key lora.ranks; did you mean lora.rank?"),

@@ -307,8 +307,8 @@ def test_a_part_of_the_model_is_trained(engine, stage, checkpoints, given):
 
 
 @pytest.mark.slow
-def test_trackers_get_what_a_step_is(checkpoints, given):
-    """TensorBoard where it is installed, and our table, which goes on with a run."""
+def test_trackers_get_what_a_step_is(checkpoints, given, monkeypatch):
+    """TensorBoard where it is installed, and our table, which goes on with a run; in somebody's home."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -318,6 +318,9 @@ def test_trackers_get_what_a_step_is(checkpoints, given):
         "resume": "auto",
     }
     config = given(checkpoints("qwen3"), {"name": "fsdp2"}, "out", **sections)
+    home = Path(config["output"]["directory"])
+    monkeypatch.setenv("HOME", str(home.parent))
+    config["output"] = {**config["output"], "directory": f"~/{home.name}"}
     short = {**config, "train": {**config["train"], "steps": 2}}
     run_ranks(run, 2, short)
     result = run_ranks(run, 2, config)[0]

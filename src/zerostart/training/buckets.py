@@ -67,6 +67,13 @@ class Buckets(Sampler[list[int]]):
             if number >= start:
                 yield batch
 
+    @property
+    def order(self) -> str:
+        """By what the order of an epoch goes, in words: that of two with the same words is the same."""
+        if len(self._sizes) == 1:
+            return f"seed {self._seed}, {self.batch_size * self._step} examples a step"
+        return f"seed {self._seed}, {self._step} batches of {self.batch_size} a step"
+
     def never_seen(self) -> int:
         """How many examples are in buckets that fill no batch."""
         return sum(size for size in self._sizes.values() if size < self.batch_size)

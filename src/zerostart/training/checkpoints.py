@@ -93,6 +93,11 @@ class Checkpoints:
     def _averages(self) -> list[Kept]:
         return [] if self._session.ema is None else self._session.ema.kept
 
+    @property
+    def _order(self) -> str | None:
+        """None where it is the same for steps of any size."""
+        return None if self._session.buckets is None else self._session.buckets.order
+
     def due(self, step: int, stopped: bool) -> bool:
         """Whether to save after ``step``; a run that ends early always does."""
         return bool(self._config.every) and (stopped or step % self._config.every == 0)
@@ -105,6 +110,7 @@ class Checkpoints:
             "epoch": epoch,
             "sequences": batches * self._session.items_a_round,
             "data": self._data,
+            "order": self._order,
             "schedule": self._session.scheduler.state_dict(),
             "losses": [past.first_loss, past.last_loss],
             "held_out": [list(item) for item in past.held_out.items()],
@@ -137,6 +143,14 @@ class Checkpoints:
                 f"{path} was trained on other data than {self._session.task.data_key} gives now (or another "
                 "part is held out): its place in them means nothing here. Start anew in another "
                 f"output.directory, with model.source={path / 'model'}"
+            )
+        if extra.get("order") not in (None, self._order) and extra["sequences"]:
+            logger.warning(
+                "%s was saved in an epoch of another order (%s, now %s): of this epoch some examples may "
+                "come again, and others not at all",
+                path,
+                extra["order"],
+                self._order,
             )
         # Before random states are restored: what is passed over draws again what was drawn for it.
         batches = self._session.batches_after(extra["epoch"], extra["sequences"])

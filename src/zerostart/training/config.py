@@ -149,7 +149,7 @@ class TrainingConfig(Section):
     seed: Count = 42
     evaluate_every: Count = 0
     checkpoint_blocks: bool | Literal["offload"] = False
-    trainable: list[str] | None = None
+    trainable: Annotated[list[str], Field(min_length=1)] | None = None
 
 
 class OutputConfig(Section):
@@ -162,6 +162,8 @@ class OutputConfig(Section):
     ``remove_prefix`` takes this from the beginning of the names in such a file, and ``merge`` saves the whole
     model with the LoRA in its weights. ``every`` so many steps there is an export in ``exports`` (0: none).
     """
+
+    places: ClassVar[frozenset[str]] = frozenset({"directory"})
 
     directory: str
     max_shard_size: str = "5GB"
@@ -306,9 +308,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     the key and the nearest valid one.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the configuration {path} is not UTF-8 text: {error.reason}") from error
     values = _parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of sections, not {type(values).__name__}")

@@ -98,7 +98,8 @@ class Ema:
     def applied(self, model: nn.Module, world: World) -> Iterator[None]:
         """Inside, the weights of ``model`` are the average, rounded to what the model is held in; collective.
 
-        Nothing is to be trained, or saved, there.
+        Nothing is to be trained, or saved, there. After an error the run is over: what ranks write together
+        is not put back, for the others may be waiting elsewhere.
         """
         # What the optimizer steps itself has its only copy in the model.
         own = [(one, one.source.storage) for one in self._followed if one.stepped.is_parameter]
@@ -107,15 +108,15 @@ class Ema:
         try:
             yield
         finally:
-            masters = {
-                one.name: (one.source, one.source.storage.detach())
-                for one in self._followed
-                if not one.stepped.is_parameter
-            }
             with torch.no_grad():
                 for storage, copy in copies:
                     storage.copy_(copy)
-            _put(masters, model, world)
+        masters = {
+            one.name: (one.source, one.source.storage.detach())
+            for one in self._followed
+            if not one.stepped.is_parameter
+        }
+        _put(masters, model, world)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from zerostart.training.diffsynth_names import PREFIX, names_for
 if TYPE_CHECKING:
     from zerostart.training.config import TrainConfig
 
-__all__ = ["save_request", "step_folder"]
+__all__ = ["check_export", "save_request", "step_folder"]
 
 #: Of diffusers' LoRA files: the name, what names begin with, and where PEFT's configuration is in the header.
 _LORA_WEIGHTS, _COMPONENT, _METADATA = "pytorch_lora_weights", "transformer.", "lora_adapter_metadata"
@@ -34,6 +34,23 @@ _LORA_WEIGHTS, _COMPONENT, _METADATA = "pytorch_lora_weights", "transformer.", "
 def step_folder(directory: Path, step: int) -> Path:
     """Where in the output directory the export after ``step`` goes."""
     return directory / "exports" / f"step-{step}"
+
+
+def check_export(model: nn.Module, config: TrainConfig) -> None:
+    """Raise ConfigError for what ``model`` could not be saved as once it is trained.
+
+    ``model`` is as it will be trained, adapters and all: at the end the training would be lost.
+    """
+    save_request(model, config, 0).check()
+    if not config.output.merge:
+        return
+    for name, parameter in model.named_parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # a ZeRO-3 placeholder is empty
+        if ".lora_" in name and len(shape) != 2:
+            raise ConfigError(
+                f"output.merge: {name} is of a convolution, whose adapters are not merged shard by shard; "
+                "leave it out of lora.targets, or output.merge out"
+            )
 
 
 def save_request(

@@ -65,7 +65,7 @@ def _facts(config: TrainConfig, task: Task) -> dict[str, str]:
     """By key what has to be alike: the configuration but for paths and display, and what is at the paths."""
     facts: dict[str, str] = {}
     for name, section in config:
-        if name in ("output", "logging"):
+        if name == "logging":  # of which rank 0's alone is looked at
             continue
         values: dict[str, Any] = {name: section}
         if isinstance(section, Section):
@@ -97,7 +97,8 @@ def _agree_on_facts(own: Mapping[str, str], world: World) -> None:
 
 
 def _agree_on_data(task: Task, own: Items, world: World) -> None:
-    mine = (own.digest(), task.described(own))
+    with world.phase("describing the data"):
+        mine = (own.digest(), task.described(own))
     ranks = world.all_gather_object(mine, "comparing the data")
     groups = _groups([digest for digest, _ in ranks])
     if len(groups) == 1:

@@ -43,12 +43,19 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]
         lora_alpha=config.rank if config.alpha is None else config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=list(targets),
+        exclude_modules=_meant_besides(model, targets) or None,
         init_lora_weights=True if config.init == "default" else config.init,
     )
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         inject_adapter_in_model(given, model, adapter_name=ADAPTER)
     return targets
+
+
+def _meant_besides(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Names that PEFT, for which a target is the end of a name, too, would take besides ``targets``."""
+    ends = tuple(f".{target}" for target in targets)
+    return [name for name, _ in model.named_modules() if name.endswith(ends) and name not in targets]
 
 
 def lora_targets(model: nn.Module, config: LoraConfig) -> tuple[str, ...]:

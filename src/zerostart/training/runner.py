@@ -23,6 +23,7 @@ from zerostart.training.checkpoints import FOLDER, METRICS, Checkpoints, Past, b
 from zerostart.training.config import TrainConfig
 from zerostart.training.evaluate import HeldOut
 from zerostart.training.export import export_model, export_step
+from zerostart.training.exporting import check_export
 from zerostart.training.failures import Failures, untold
 from zerostart.training.inputs import read_inputs
 from zerostart.training.launcher import with_launched
@@ -100,6 +101,7 @@ def train(config: TrainConfig) -> TrainResult:
         task.begin(model)
         if told := choose_trained(model, config, world):
             display.say(told)
+        check_export(model, config)
         session = open_session(config, model, task, inputs.items)
         checkpoints = Checkpoints(config.checkpoint, directory, session, inputs.items.digest())
         exports = functools.partial(export_step, model, task, directory, session.ema)
@@ -273,7 +275,7 @@ class _Run:
             if self._averaged:
                 self._failures.tell()
             with self._session.averaged(self._averaged):
-                loss = self._held_out.loss(self._session)
+                loss = self._held_out.loss(self._session, self._failures)
             self._past.held_out[step] = loss
             with self._failures.kept():
                 self._display.evaluation(step, loss)

@@ -265,12 +265,10 @@ def _accelerator(config: TrainConfig, engine: Engine) -> Any:
         patch_environment,
     )
 
+    directory = Path(config.output.directory).expanduser()
     common: dict[str, Any] = {
-        "log_with": made_trackers(
-            config.tracking.trackers, Path(config.output.directory).expanduser(), current_world().rank == 0
-        )
-        or None,
-        "project_dir": config.output.directory,
+        "log_with": made_trackers(config.tracking.trackers, directory, current_world().rank == 0) or None,
+        "project_dir": str(directory),
         "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True, data_seed=config.train.seed),
         # A step is `accumulation` batches, also where an epoch ends in between.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(

@@ -28,10 +28,10 @@ def check_trained(config: TrainConfig) -> None:
         raise ValueError("output.format peft is of adapters, and there is no section lora; leave it out")
     if output.merge and (output.format is not None or output.trainable_only):
         raise ValueError("output.merge saves a whole model; leave output.format and trainable_only out")
-    if output.pipeline and not output.merge and (lora is not None or output.trainable_only):
+    part = lora is not None or output.trainable_only or output.format == "diffsynth"
+    if output.pipeline and not output.merge and part:
         raise ValueError("output.pipeline wants a whole model; set output.merge, or leave it out")
-    named = lora is not None or output.trainable_only or output.format == "diffsynth"
-    if output.remove_prefix and not named:
+    if output.remove_prefix and (output.merge or not part):
         raise ValueError(
             "output.remove_prefix is for files of what was trained: set output.trainable_only or "
             "output.format diffsynth"

@@ -42,41 +42,49 @@ class Items(Protocol):
 
 
 class Part:
-    """The examples ``start`` to ``end`` of others."""
+    """The examples ``start`` to ``end`` of others; of those from each of ``rounds``, of ``each`` examples."""
 
-    def __init__(self, items: Items, start: int, end: int) -> None:
+    def __init__(self, items: Items, start: int, end: int, rounds: int = 1, each: int = 0) -> None:
         self._items = items
         self._start = start
         self._end = end
+        self._rounds = rounds
+        self._each = each
 
     def __len__(self) -> int:
-        return self._end - self._start
+        return (self._end - self._start) * self._rounds
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self._items[self._start + index]
+        before, place = divmod(index, self._end - self._start)
+        return self._items[before * self._each + self._start + place]
 
     def digest(self) -> str:
         """That of all, and which part of them this is."""
-        return f"{self._items.digest()}:{self._start}:{self._end}"
+        rounds = f":{self._rounds}" if self._rounds > 1 else ""
+        return f"{self._items.digest()}:{self._start}:{self._end}{rounds}"
 
     def shapes(self) -> Sequence[Hashable]:
         """As those of all."""
-        return self._items.shapes()[self._start : self._end]
+        every = self._items.shapes()
+        starts = [number * self._each for number in range(self._rounds)]
+        return [key for at in starts for key in every[at + self._start : at + self._end]]
 
 
-def split_off(items: Items, fraction: float) -> tuple[Items, Items | None]:
+def split_off(items: Items, fraction: float, repeats: int = 1) -> tuple[Items, Items | None]:
     """``(training, held out)``: the last ``fraction`` of the examples, None where the fraction is 0.
 
-    At least one is held out, and at least one is left: else this raises ValueError.
+    Where they come ``repeats`` times, one after the other, none that is held out is in any of these. At
+    least one is held out, and at least one is left: else this raises ValueError.
     """
     if fraction == 0.0:
         return items, None
-    kept = len(items) - max(1, round(len(items) * fraction))
+    count = len(items) // repeats
+    kept = count - max(1, round(count * fraction))
     if kept < 1:
-        raise ValueError(f"{fraction} leaves none of {len(items)} to train on")
-    return Part(items, 0, kept), Part(items, kept, len(items))
+        raise ValueError(f"{fraction} leaves none of {count} to train on")
+    return Part(items, 0, kept, repeats, count), Part(items, kept, count)
 
 
 class Task(ABC):

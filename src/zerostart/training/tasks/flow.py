@@ -131,9 +131,14 @@ class FlowMatching(Task):
         return found
 
     def split(self, items: Items) -> tuple[Items, Items | None]:
-        """By ``task.held_out``. Raises :class:`ConfigError` where none are left to train on."""
+        """By ``task.held_out``: rows, that is, which an epoch may go over several times.
+
+        Raises :class:`ConfigError` where none are left to train on.
+        """
+        ours = type(self).items is FlowMatching.items  # a task's own examples are as they are
+        repeats = self.config.media.repeats if ours and self.config.media is not None else 1
         try:
-            return split_off(items, self.settings.held_out)
+            return split_off(items, self.settings.held_out, repeats)
         except ValueError as error:
             raise ConfigError(f"task.held_out {error}") from None
 

@@ -23,7 +23,10 @@ _BELOW = "transformer_2"
 
 @dataclass(frozen=True)
 class FlowSource:
-    """A transformer: its directory and configuration; of a pipeline its root, its index, its name there."""
+    """A transformer: its directory and configuration; of a pipeline its index and its name there.
+
+    ``root`` is the pipeline's where that was named, and not its model alone.
+    """
 
     directory: Path
     config: dict[str, Any]
@@ -57,18 +60,28 @@ def read_source(model: ModelConfig) -> FlowSource:
     config = read_config(directory)
     if config is None or not isinstance(config.get("_class_name"), str):
         raise CheckpointError(f"{directory} has no configuration of a transformer of diffusers (config.json)")
-    index = read_json(root / PIPELINE_INDEX, "pipeline index") if root is not None else {}
+    around = directory.parent if root is None else root
+    index: dict[str, Any] = {}
+    if (around / PIPELINE_INDEX).is_file():
+        index = read_json(around / PIPELINE_INDEX, "pipeline index")
+    if root is None:  # a pipeline's model, named by itself, is for the same times
+        index, name = (index, directory.name) if directory.name in index else ({}, None)
     return FlowSource(path, config, root, index, name)
 
 
 def copy_others(root: Path, component: str, directory: Path) -> None:
     """Put all of the pipeline in ``root`` but ``component`` into ``directory``, its index last.
 
-    Files are hard links where they lie on the same file system, copies elsewhere. Raises ConfigError.
+    All is what the index names: other folders (of runs) are none of the pipeline's. Files are hard links
+    where the file system has them for us, copies elsewhere. Nothing is done where ``directory`` is ``root``.
+    Raises ConfigError.
     """
+    index = read_json(root / PIPELINE_INDEX, "pipeline index")
     try:
+        if directory.samefile(root):  # whose component was replaced
+            return
         for entry in sorted(root.iterdir()):
-            if entry.is_dir() and entry.name != component and not entry.name.startswith("."):
+            if entry.is_dir() and entry.name in index and entry.name != component:
                 shutil.rmtree(directory / entry.name, ignore_errors=True)
                 shutil.copytree(entry, directory / entry.name, copy_function=_linked)
         shutil.copyfile(root / PIPELINE_INDEX, directory / PIPELINE_INDEX)
@@ -78,7 +91,7 @@ def copy_others(root: Path, component: str, directory: Path) -> None:
 
 def _linked(source: str, target: str) -> None:
     real = os.path.realpath(source)
-    if Path(real).stat().st_dev == Path(target).parent.stat().st_dev:
+    try:
         os.link(real, target)
-    else:
+    except OSError:  # on another file system, on one without links, or of another user's file
         shutil.copy2(real, target)
