@@ -192,9 +192,10 @@ def test_weights_of_times():
     torch.testing.assert_close(found, y, rtol=1e-4, atol=1e-5)
 
 
-def opened(folder, name="wan", **settings):
+def opened(folder, name="wan", precision="no", **settings):
     values = configured(folder, name, "fsdp2", 3)
     values["task"] |= settings
+    values["train"]["mixed_precision"] = precision
     config = parse_config(values)
     task = task_class(config.task.name)(config)
     task.open()
@@ -215,6 +216,14 @@ def test_draws_depend_on_seed_epoch_and_number_alone(tmp_path):
     x, t = items[2]["latents"], alone["t"]
     torch.testing.assert_close(alone["noisy"][0], x + t * alone["target"][0])
     assert task.weighed(whole)[1] == task.seen(whole) == 4
+
+
+@pytest.mark.parametrize(("name", "unit"), [("wan", 1000.0), ("flux", 1.0)])
+def test_in_bf16_latents_are_mixed_at_the_times_that_are_told(tmp_path, name, unit):
+    task = opened(tmp_path, name, "bf16")
+    drawn = task.drawn({"items": [task.items(None)[i] for i in range(8)]}, 0)
+    told = drawn["t"] * unit
+    torch.testing.assert_close(told.bfloat16().float(), told, rtol=3e-7, atol=0)
 
 
 def test_texts_are_dropped_for_the_one_that_stands_for_none(tmp_path):

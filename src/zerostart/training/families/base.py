@@ -33,10 +33,11 @@ class Family(ABC):
     that are drawn, ``shift * u / (1 + (shift - 1) * u)`` is taken). ``keys`` are those that an example may
     have beside ``latents``, of which ``required`` have to be there; of pictures that it starts from,
     ``image_latents.0`` and so on, there are ``most_images`` at most. ``masked``: texts of different lengths
-    may be in one batch.
+    may be in one batch. ``unit`` is what the transformer is told at time 1.
     """
 
     name: ClassVar[str]
+    unit: ClassVar[float] = 1.0
     classes: ClassVar[frozenset[str]]
     shift: ClassVar[float]
     keys: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})

@@ -24,6 +24,7 @@ class Wan(Family):
     """
 
     name: ClassVar[str] = "wan"
+    unit: ClassVar[float] = 1000.0
     classes: ClassVar[frozenset[str]] = frozenset({"WanTransformer3DModel", "WanVACETransformer3DModel"})
     shift: ClassVar[float] = 5.0
     keys: ClassVar[frozenset[str]] = frozenset(
@@ -53,7 +54,7 @@ class Wan(Family):
         guidance: float,
     ) -> torch.Tensor:
         """See ``Family``; guidance is not told. Raises ConfigError for channels that do not fit."""
-        given, timestep = latents, t * 1000
+        given, timestep = latents, t * self.unit
         condition = conditions.get("condition")
         if condition is not None and self._first_frame(latents):
             frames = condition.shape[2]

@@ -189,9 +189,9 @@ class FlowMatching(Task):
         }
 
     def _told(self, t: torch.Tensor) -> torch.Tensor:
-        """Times as the transformer is told them: in its dtype, so that latents are mixed at just these."""
+        """Times as the transformer is told them: in its unit and dtype. Latents are mixed at these."""
         compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.train.mixed_precision)
-        return t.to(compute or self._dtype).float()
+        return (t * self.family.unit).to(compute or self._dtype).float() / self.family.unit
 
     def _generator(self, epoch: int, index: int) -> torch.Generator:
         seed = hashlib.blake2b(f"{self.config.train.seed}:{epoch}:{index}".encode(), digest_size=7).digest()
