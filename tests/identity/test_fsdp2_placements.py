@@ -94,7 +94,7 @@ def test_placements_train_as_torchs_own(placement: str, path: Path, reference: P
         assert planned == read, f"rank {rank}"
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_combination_trains_as_torchs_own(replicas: int, path: Path, reference: Path) -> None:
     for rank, found in enumerate(
         run_ranks(compare_all, 2 * replicas, replicas, path, reference, timeout=280)
