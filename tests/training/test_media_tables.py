@@ -137,6 +137,23 @@ def test_the_digest_is_of_contents_wherever_they_lie(folder, tmp_path_factory):
     assert here.digest() != MediaItems(small(folder / "b.json", base=str(elsewhere))).digest()
 
 
+def test_the_digest_sees_the_middle_of_what_is_not_compressed(folder):
+    picture = Image.new("RGB", (400, 400))
+    picture.save(folder / "a.bmp")
+    (folder / "a.json").write_text(json.dumps([{"image": "a.bmp", "prompt": "x"}]))
+    before = MediaItems(small(folder / "a.json")).digest()
+    picture.paste((255, 0, 0), (150, 190, 250, 210))
+    picture.save(folder / "a.bmp")
+    assert MediaItems(small(folder / "a.json")).digest() != before
+
+
+def test_what_columns_leaves_out_is_no_picture(folder):
+    row = {"image": "china.jpg", "video": "clip.mp4", "edit_image": None, "note": 3, "prompt": "x"}
+    (folder / "a.json").write_text(json.dumps([row]))
+    item = MediaItems(small(folder / "a.json", columns={"image": "image"}))[0]
+    assert item.keys() == {"image", "note", "prompt"}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -3,7 +3,7 @@
 A cache is a directory whose marker (``zerostart.json``) says what it was made of, and lists its files::
 
     items-00000.safetensors ...   the tensors of ``per_file`` items each, named NUMBER.KEY
-    prompts.safetensors           what the encoders make of single texts, named PLACE.KEY
+    prompts.safetensors           what the encoders make of single texts, named KEY OF THE TEXT.KEY
     index.safetensors             where the tensors of each item begin, of what kind it is, and its digest
 
 An item is of a *kind* that many share: names, dtypes and shapes of its tensors. So the index of 100,000
@@ -30,7 +30,16 @@ from zerostart.checkpoint.verifying import read_marker
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
 from zerostart.recipe import torch_dtype
 
-__all__ = ["FOLDER", "VERSION", "CachedItems", "Kind", "is_of_cache", "items_file", "read_manifest"]
+__all__ = [
+    "FOLDER",
+    "VERSION",
+    "CachedItems",
+    "Kind",
+    "is_of_cache",
+    "items_file",
+    "read_manifest",
+    "text_key",
+]
 
 #: Of the files and what is in them; other versions are made anew.
 VERSION = 1
@@ -50,11 +59,16 @@ def items_file(number: int) -> str:
     return f"items-{number:05d}.safetensors"
 
 
+def text_key(text: str) -> str:
+    """By which a text is found in the file of texts, whoever has added others since."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
 def is_of_cache(name: str) -> bool:
     """Whether what is called so in an output directory is its cache, or what was left of making it."""
     return (
         name == FOLDER
-        or re.fullmatch(rf"\.{FOLDER}\.(encoding|[0-9a-f]{{12}}\.(saving|replaced))", name) is not None
+        or re.fullmatch(rf"\.{FOLDER}\.(encoding|lock|[0-9a-f]{{12}}\.(saving|replaced))", name) is not None
     )
 
 
@@ -162,15 +176,18 @@ class CachedItems:
             )
         path = self.directory / PROMPTS_FILE
         entries, _, _ = read_header(path)
-        prefix = f"{self.texts.index(text)}."
+        prefix = f"{text_key(text)}."
         with _opened(path) as handle:
-            return {
+            found = {
                 entry.name.removeprefix(prefix): _tensor(
                     handle.fileno(), path, entry.offset, entry.dtype, entry.shape
                 )
                 for entry in entries
                 if entry.name.startswith(prefix)
             }
+        if not found:
+            raise ReadError(f"{path} has no embeddings of the text {text!r} any more; {self._remedy()}")
+        return found
 
     def _check_sizes(self) -> None:
         for name, size in self._sizes.items():

@@ -44,7 +44,17 @@ def fill(
     prompts = embedded(encoder, ["", *texts] if encoder.texts_alone else texts, world)
     per_file = items_of_a_file(len(media), size, encoder.settings.bytes_of_a_file)
     plan = {"version": VERSION, "items": len(media), "per_file": per_file, "facts": facts.document()}
-    draft, goes_on = drafted(place, plan, world)
+    with drafted(place, plan, world) as (draft, goes_on):
+        _fill_draft(draft, goes_on, media, encoder, first, world)
+        publish(place, draft, facts.document(), prompts, world)
+    if world.rank == 0:
+        say(Console(), f"the cache is complete: {place}")
+
+
+def _fill_draft(
+    draft: Draft, goes_on: bool, media: MediaItems, encoder: Encoder, first: Example, world: World
+) -> None:
+    """Make the files of items that are missing; collective."""
     missing = world.broadcast_object(draft.missing, "looking for what is encoded")
     progress = _Progress(draft, len(missing), world)
     if goes_on:
@@ -68,8 +78,6 @@ def fill(
         if file is not None:
             draft.write(file, items)
     world.raise_together(None, "all items are encoded")
-    publish(place, draft, facts.document(), prompts, world)
-    progress.end(place)
 
 
 def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, Encoded]:
@@ -175,7 +183,3 @@ class _Progress:
         if now - self._told > _TELL:
             self._told, done = now, min(self._done * self._ranks, self._count)
             self.say(f"{done} of {self._count} items, {done / (now - self._begun):.1f} a second")
-
-    def end(self, place: Path) -> None:
-        """All are there."""
-        self.say(f"the cache is complete: {place}")
