@@ -348,6 +348,30 @@ def die_after_a_file(values: dict[str, Any]) -> None:
     cached(values)
 
 
+def test_other_versions_do_not_go_on(
+    made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zerostart.training.cache_files import Draft
+    from zerostart.training.encoding import filling
+
+    values = {**made, "output": {"directory": str(tmp_path)}}
+    write, written = Draft.write, []
+
+    def stopped(self: Draft, file: int, items: Any) -> None:
+        if len(written) == 1:
+            written.append(-1)
+            raise KeyboardInterrupt
+        written.append(file)
+        write(self, file, items)
+
+    monkeypatch.setattr(Draft, "write", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        cached(values)
+    monkeypatch.setattr(filling, "version", lambda name: f"another one of {name}")
+    cached(values)
+    assert written == [0, -1, 0, 1]
+
+
 @pytest.mark.slow
 def test_a_run_that_was_killed_goes_on(made: dict[str, Any], tmp_path: Path) -> None:
     values = {**made, "output": {"directory": str(tmp_path)}}

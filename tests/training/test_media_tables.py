@@ -91,6 +91,11 @@ def test_a_folder_without_a_table_has_its_texts_beside_the_files(folder):
         ConfigError, match=r"1 files have no \.txt .*\(more/flower\.jpg\).*media\.prompt to null"
     ):
         MediaItems(small(folder))
+    shutil.copy(FLOWER, folder / "z.jpg")
+    (folder / "z.txt").write_text("the next one")
+    with pytest.raises(ConfigError, match=r"1 files have no \.txt"):
+        MediaItems(small(folder, items=2))  # and does not take the next one
+    (folder / "z.jpg").unlink()
     (folder / "more" / "flower.txt").write_text("a flower")
     items = MediaItems(small(folder))
     assert [items[index]["prompt"] for index in range(2)] == ["roofs", "a flower"]

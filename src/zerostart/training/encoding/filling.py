@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["embedded", "fill"]
 
+#: By whose versions, too, a killed run is one to go on with.
+_LIBRARIES = ("diffusers", "torch", "transformers")
 #: Seconds between two lines that tell how far it is.
 _TELL = 10.0
 
@@ -44,6 +47,7 @@ def fill(
     prompts = embedded(encoder, ["", *texts] if encoder.texts_alone else texts, world)
     per_file = items_of_a_file(len(media), size, encoder.settings.bytes_of_a_file)
     plan = {"version": VERSION, "items": len(media), "per_file": per_file, "facts": facts.document()}
+    plan["computed"] = {"device": encoder.device.type, **{name: version(name) for name in _LIBRARIES}}
     with drafted(place, plan, world) as (draft, goes_on):
         _fill_draft(draft, goes_on, media, encoder, first, world)
         publish(place, draft, facts.document(), prompts, world)
