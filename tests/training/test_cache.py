@@ -236,6 +236,11 @@ def test_texts_that_two_runs_add_are_not_mixed_up(place: Path) -> None:
     for items in (first, second):
         assert torch.equal(items.prompt("one")["prompt_embeds"], texts["one"]["prompt_embeds"])
     assert torch.equal(second.prompt("two")["prompt_embeds"], texts["two"]["prompt_embeds"])
+    file = place / "prompts.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ReadError, match=r"prompts\.safetensors: what is there of the text '.*' is not what"):
+        [second.prompt(text) for text in second.texts]
     assert [entry.name for entry in place.parent.iterdir()] == ["cache"]
 
 

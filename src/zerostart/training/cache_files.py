@@ -38,6 +38,7 @@ from zerostart.training.cached import (
     VERSION,
     CachedItems,
     Kind,
+    digest_of,
     items_file,
     text_key,
 )
@@ -111,12 +112,9 @@ class Draft:
 
 def _described(prefix: str, item: Tensors, offsets: Mapping[str, int]) -> dict[str, Any]:
     """The kind of an item, the offsets of its tensors in that order, and its digest."""
-    hashed = hashlib.blake2b(digest_size=16)
     names = sorted(item)
-    for name in names:
-        hashed.update(_bytes(item[name]))
     kind = [[name, _spelling(item[name]), list(item[name].shape)] for name in names]
-    return {"kind": kind, "offsets": [offsets[prefix + name] for name in names], "digest": hashed.hexdigest()}
+    return {"kind": kind, "offsets": [offsets[prefix + name] for name in names], "digest": digest_of(item)}
 
 
 def _spelling(tensor: torch.Tensor) -> str:
@@ -128,12 +126,15 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write_tensors(path: Path, tensors: Tensors) -> tuple[dict[str, int], dict[str, Any]]:
+def _write_tensors(
+    path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None
+) -> tuple[dict[str, int], dict[str, Any]]:
     """Write a safetensors file; gives the offset of each tensor in it, and the file's length and hash.
 
     It gets its name when its bytes are on the disk; nothing is put together in memory. Raises OSError.
     """
-    layout = plan_shards(((name, _spelling(t), tuple(t.shape)) for name, t in tensors.items()), _NO_LIMIT)
+    entries = ((name, _spelling(t), tuple(t.shape)) for name, t in tensors.items())
+    layout = plan_shards(entries, _NO_LIMIT, metadata=metadata)
     (file,) = layout.files
     hashed = hashlib.sha256(file.header)
     part = path.with_name(f"{path.name}.part")
@@ -287,7 +288,9 @@ def _fill(
 def _write_prompts(publication: Publication, prompts: Mapping[str, Tensors]) -> None:
     named = {f"{text_key(text)}.{key}": t for text, made in prompts.items() for key, t in made.items()}
     path = publication.directory / PROMPTS_FILE
-    _, publication.document["files"][PROMPTS_FILE] = _write_tensors(path, named)
+    digests = {text_key(text): digest_of(made) for text, made in prompts.items()}
+    _, described = _write_tensors(path, named, {"format": "pt", **digests})
+    publication.document["files"][PROMPTS_FILE] = described
 
 
 def _linked(old: Path, new: Path) -> None:

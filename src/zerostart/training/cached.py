@@ -35,6 +35,7 @@ __all__ = [
     "VERSION",
     "CachedItems",
     "Kind",
+    "digest_of",
     "is_of_cache",
     "items_file",
     "read_manifest",
@@ -175,18 +176,13 @@ class CachedItems:
                 else f"{self.directory} has embeddings of no text alone: its encoders take pictures, too"
             )
         path = self.directory / PROMPTS_FILE
-        entries, _, _ = read_header(path)
-        prefix = f"{text_key(text)}."
-        with _opened(path) as handle:
-            found = {
-                entry.name.removeprefix(prefix): _tensor(
-                    handle.fileno(), path, entry.offset, entry.dtype, entry.shape
-                )
-                for entry in entries
-                if entry.name.startswith(prefix)
-            }
-        if not found:
-            raise ReadError(f"{path} has no embeddings of the text {text!r} any more; {self._remedy()}")
+        # Between its header and its bytes another run may have put another file there: once more, then.
+        found = _embeddings(path, text) or _embeddings(path, text)
+        if found is None:
+            raise ReadError(
+                f"{path}: what is there of the text {text!r} is not what was written: the file is damaged; "
+                f"{self._remedy()}"
+            )
         return found
 
     def _check_sizes(self) -> None:
@@ -217,6 +213,29 @@ class CachedItems:
         if len(found["offsets"]) != (int(ends[-1]) if len(ends) else 0):
             raise ReadError(f"{path} is not the index of this cache; {self._remedy()}")
         return _Index(kinds, ends - lengths[kinds], found["offsets"], found["digests"])
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of the bytes of contiguous tensors on the CPU, in the order of their names."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        hashed.update(_bytes(tensors[name]))
+    return hashed.hexdigest()
+
+
+def _embeddings(path: Path, text: str) -> dict[str, torch.Tensor] | None:
+    """What a file of texts has of one of them; None where it is not what was written."""
+    entries, metadata, _ = read_header(path)
+    key = text_key(text)
+    with _opened(path) as handle:
+        found = {
+            entry.name.removeprefix(f"{key}."): _tensor(
+                handle.fileno(), path, entry.offset, entry.dtype, entry.shape
+            )
+            for entry in entries
+            if entry.name.startswith(f"{key}.")
+        }
+    return found if metadata.get(key) == digest_of(found) else None
 
 
 def _opened(path: Path) -> Any:
