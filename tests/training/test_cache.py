@@ -338,6 +338,20 @@ def test_what_cannot_be_encoded_is_told(
         cached(configured(pipeline, listed, tmp_path / "c"))
 
 
+def test_numbers_that_are_not_finite_are_refused(
+    pipeline: Path, media: dict[str, Any], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    copied = tmp_path / "pipeline"
+    shutil.copytree(pipeline, copied)
+    (weights,) = (copied / "vae").glob("*.safetensors")
+    save_file({n: torch.full_like(t, torch.inf) for n, t in load_file(weights).items()}, weights)
+    with pytest.raises(ConfigError, match=r"line 2: its latents is not made of finite .*cache\.vae_dtype"):
+        cached(configured(copied, media, tmp_path))
+    assert not (tmp_path / "cache").exists()
+
+
 def die_after_a_file(values: dict[str, Any]) -> None:
     """Rank 1 is killed when its first file is to be written; rank 0 writes its own."""
     from zerostart.training.cache_files import Draft

@@ -77,6 +77,7 @@ def _fill_draft(
             with world.collectives("encoding an item", prepare) as example:
                 made = _encoded(encoder, example, numbers[step] if given else 0)
             if given:
+                _check_finite(made, media.where(numbers[step]))
                 items.append(made)
                 progress.step()
         if file is not None:
@@ -95,7 +96,19 @@ def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, 
     for text in dict.fromkeys(texts):
         with world.collectives("encoding a text"):
             found[text] = _kept(encoder.prompt(text))
+        _check_finite(found[text], f"the text {text!r}")
     return found
+
+
+def _check_finite(made: Encoded, what: str) -> None:
+    """Raise ConfigError for numbers that a training would make nothing of but more of their kind."""
+    for name, tensor in made.items():
+        if not bool(torch.isfinite(tensor).all()):
+            settings = "vae_dtype" if "latents" in name or name == "condition" else "dtype"
+            raise ConfigError(
+                f"{what}: its {name} is not made of finite numbers: the encoder overflows in its dtype, or "
+                f"its files are damaged; set cache.{settings} to bfloat16 or float32, or replace them"
+            )
 
 
 def _checked(media: MediaItems, encoder: Encoder, number: int, example: Any = None) -> Example:
