@@ -367,6 +367,7 @@ def die_after_a_file(values: dict[str, Any]) -> None:
     cached(values)
 
 
+@pytest.mark.slow
 def test_other_versions_do_not_go_on(
     made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
