@@ -42,7 +42,7 @@ def main() -> None:
     from zerostart.distributed.world import backend_of, default_device
     from zerostart.errors import ConfigError
     from zerostart.training.progress import peak_memory_bytes
-    from zerostart.transfer.memory import PeakMeter, allocated_bytes, free_bytes, has_streams
+    from zerostart.transfer.memory import PeakMeter, allocated_bytes, free_bytes, has_streams, release_cached
 
     os.environ["LOCAL_RANK"] = "3"
     device = default_device()
@@ -54,7 +54,7 @@ def main() -> None:
     dist.Backend.register_backend("hccl", hccl, devices=["npu"])
     join_group()
     with PeakMeter(device) as meter:
-        pass
+        release_cached()
     found = {
         "device": str(device),
         "unknown": unknown,

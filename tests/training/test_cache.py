@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import os
 import pickle
@@ -20,8 +22,9 @@ from torch.utils.data import DataLoader
 import zerostart
 from ranks import rank_outcomes, run_ranks
 from zerostart.distributed.world import current_world
-from zerostart.errors import CheckpointNotFoundError, ConfigError, ReadError
+from zerostart.errors import CheckpointNotFoundError, ConfigError, ReadError, WriteError
 from zerostart.training.cache import ensure_cache
+from zerostart.training.cache_files import publish_prompts
 from zerostart.training.cached import CachedItems
 from zerostart.training.config import parse_config
 
@@ -223,6 +226,79 @@ def test_texts_are_added_and_the_items_stay(made: dict[str, Any], place: Path) -
     zerostart.verify(place)
 
 
+def test_texts_that_two_runs_add_are_not_mixed_up(place: Path) -> None:
+    texts = {text: {"prompt_embeds": torch.full((2, 3), i)} for i, text in enumerate(("one", "two"))}
+    publish_prompts(place, {"one": texts["one"]}, current_world())
+    first = CachedItems(place)
+    publish_prompts(place, {"two": texts["two"]}, current_world())
+    second = CachedItems(place)
+    assert second.texts == ("", "a cat", "one", "two")
+    for items in (first, second):
+        assert torch.equal(items.prompt("one")["prompt_embeds"], texts["one"]["prompt_embeds"])
+    assert torch.equal(second.prompt("two")["prompt_embeds"], texts["two"]["prompt_embeds"])
+    file = place / "prompts.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ReadError, match=r"prompts\.safetensors: what is there of the text '.*' is not what"):
+        [second.prompt(text) for text in second.texts]
+    assert [entry.name for entry in place.parent.iterdir()] == ["cache"]
+
+
+def test_texts_are_added_by_the_encoders_of_the_items(
+    made: dict[str, Any], place: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "pipeline"
+    shutil.copytree(pipeline, copied)
+    weights = copied / "text_encoder" / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    texts = {**made["cache"], "directory": str(place), "prompts": ["the sea"]}
+    values = {**made, "model": {"source": str(copied)}, "cache": texts}
+    assert r"text_encoder/model.safetensors has other contents" in refused(values)
+    assert CachedItems(place).texts == ("", "a cat")
+
+
+def test_a_cache_is_made_on_another_file_system(
+    made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def elsewhere(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "cache").symlink_to(tmp_path / "disk" / "cache")
+    monkeypatch.setattr(os, "link", elsewhere)
+    cached({**made, "output": {"directory": str(tmp_path)}})
+    one = Path(made["output"]["directory"]) / "cache"
+    assert bytes_of(tmp_path / "disk" / "cache") == bytes_of(one)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cache", "disk"]
+    assert [entry.name for entry in (tmp_path / "disk").iterdir()] == ["cache"]
+
+
+def test_two_processes_do_not_make_one_cache(made: dict[str, Any], tmp_path: Path) -> None:
+    draft = tmp_path / ".cache.encoding"
+    draft.mkdir()
+    (draft / "items-00000.safetensors").write_text("under way")
+    with (tmp_path / ".cache.lock").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(WriteError, match="another process is making the cache"):
+            cached({**made, "output": {"directory": str(tmp_path)}})
+    assert (draft / "items-00000.safetensors").read_text() == "under way"
+
+
+def cached_by_other_settings(values: dict[str, Any]) -> None:
+    """As ranks that were started with configurations that differ."""
+    cached({**values, "cache": {**values["cache"], "seed": current_world().rank}})
+
+
+@pytest.mark.slow
+def test_ranks_that_would_encode_otherwise_are_told_so(made: dict[str, Any], tmp_path: Path) -> None:
+    values = {**made, "output": {"directory": str(tmp_path)}}
+    for outcome in rank_outcomes(cached_by_other_settings, 2, values, grace=30.0):
+        assert "the ranks do not do the same" in outcome.error
+        assert "media, cache and texts have the checksum" in outcome.error
+
+
 def test_what_is_damaged_is_named(place: Path) -> None:
     file = place / "items-00001.safetensors"
     whole = file.read_bytes()
@@ -257,6 +333,23 @@ def test_what_cannot_be_encoded_is_told(
     with pytest.raises(ConfigError, match=r"line 2: image is 20 x 20 .* ZImage\w* takes multiples of \d+"):
         cached(configured(pipeline, small, tmp_path / "b"))
     assert not (tmp_path / "b").exists()
+    listed = {**media, "columns": {"image": {"kind": "images", "size": "item"}}}
+    with pytest.raises(ConfigError, match=r"line 2: ZImage\w* takes image as image, and .* makes it images"):
+        cached(configured(pipeline, listed, tmp_path / "c"))
+
+
+def test_numbers_that_are_not_finite_are_refused(
+    pipeline: Path, media: dict[str, Any], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    copied = tmp_path / "pipeline"
+    shutil.copytree(pipeline, copied)
+    (weights,) = (copied / "vae").glob("*.safetensors")
+    save_file({n: torch.full_like(t, torch.inf) for n, t in load_file(weights).items()}, weights)
+    with pytest.raises(ConfigError, match=r"line 2: its latents is not made of finite .*cache\.vae_dtype"):
+        cached(configured(copied, media, tmp_path))
+    assert not (tmp_path / "cache").exists()
 
 
 def die_after_a_file(values: dict[str, Any]) -> None:
@@ -272,6 +365,31 @@ def die_after_a_file(values: dict[str, Any]) -> None:
 
     Draft.write = killed  # type: ignore[method-assign]  # in a process of its own
     cached(values)
+
+
+@pytest.mark.slow
+def test_other_versions_do_not_go_on(
+    made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zerostart.training.cache_files import Draft
+    from zerostart.training.encoding import filling
+
+    values = {**made, "output": {"directory": str(tmp_path)}}
+    write, written = Draft.write, []
+
+    def stopped(self: Draft, file: int, items: Any) -> None:
+        if len(written) == 1:
+            written.append(-1)
+            raise KeyboardInterrupt
+        written.append(file)
+        write(self, file, items)
+
+    monkeypatch.setattr(Draft, "write", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        cached(values)
+    monkeypatch.setattr(filling, "version", lambda name: f"another one of {name}")
+    cached(values)
+    assert written == [0, -1, 0, 1]
 
 
 @pytest.mark.slow

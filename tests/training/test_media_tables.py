@@ -91,6 +91,11 @@ def test_a_folder_without_a_table_has_its_texts_beside_the_files(folder):
         ConfigError, match=r"1 files have no \.txt .*\(more/flower\.jpg\).*media\.prompt to null"
     ):
         MediaItems(small(folder))
+    shutil.copy(FLOWER, folder / "z.jpg")
+    (folder / "z.txt").write_text("the next one")
+    with pytest.raises(ConfigError, match=r"1 files have no \.txt"):
+        MediaItems(small(folder, items=2))  # and does not take the next one
+    (folder / "z.jpg").unlink()
     (folder / "more" / "flower.txt").write_text("a flower")
     items = MediaItems(small(folder))
     assert [items[index]["prompt"] for index in range(2)] == ["roofs", "a flower"]
@@ -135,6 +140,23 @@ def test_the_digest_is_of_contents_wherever_they_lie(folder, tmp_path_factory):
     data[-100] ^= 1  # of the same length
     picture.write_bytes(data)
     assert here.digest() != MediaItems(small(folder / "b.json", base=str(elsewhere))).digest()
+
+
+def test_the_digest_sees_the_middle_of_what_is_not_compressed(folder):
+    picture = Image.new("RGB", (400, 400))
+    picture.save(folder / "a.bmp")
+    (folder / "a.json").write_text(json.dumps([{"image": "a.bmp", "prompt": "x"}]))
+    before = MediaItems(small(folder / "a.json")).digest()
+    picture.paste((255, 0, 0), (150, 190, 250, 210))
+    picture.save(folder / "a.bmp")
+    assert MediaItems(small(folder / "a.json")).digest() != before
+
+
+def test_what_columns_leaves_out_is_no_picture(folder):
+    row = {"image": "china.jpg", "video": "clip.mp4", "edit_image": None, "note": 3, "prompt": "x"}
+    (folder / "a.json").write_text(json.dumps([row]))
+    item = MediaItems(small(folder / "a.json", columns={"image": "image"}))[0]
+    assert item.keys() == {"image", "note", "prompt"}
 
 
 @pytest.mark.parametrize(

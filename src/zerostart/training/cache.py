@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ def ensure_cache(config: TrainConfig, world: World, thorough: bool = False) -> C
         document = world.broadcast_object(lambda: read_manifest(place), "looking for a cache")
         media = _media(config, world)
         texts = _texts(config, settings)
+        _check_alike(config, settings, texts, world)
         repeats = 1 if config.media is None else config.media.repeats
         if document is None:
             _check_place(place, media)
@@ -43,7 +45,9 @@ def ensure_cache(config: TrainConfig, world: World, thorough: bool = False) -> C
         else:
             _check_fits(place, document["cache"], settings, media, source, world, thorough)
             if missing := [text for text in texts if text not in document["cache"]["prompts"]]:
-                _add_texts(place, document["cache"]["prompts"], missing, settings, source, world)
+                if not thorough:  # texts and items by the same encoders: their files are opened now anyway
+                    _check_fits(place, document["cache"], settings, None, source, world, True)
+                _add_texts(place, missing, settings, source, world)
         return CachedItems(place, repeats)
 
 
@@ -64,6 +68,14 @@ def _texts(config: TrainConfig, settings: CacheConfig) -> list[str]:
     samples = config.samples
     drawn = () if samples is None else (*samples.prompts, samples.negative_prompt)
     return list(dict.fromkeys([*settings.prompts, *drawn]))
+
+
+def _check_alike(config: TrainConfig, settings: CacheConfig, texts: list[str], world: World) -> None:
+    """Raise ConfigError where ranks would encode otherwise, and what they make be mixed up in one cache."""
+    media = None if config.media is None else config.media.model_dump(exclude=set(config.media.places))
+    told = repr((media, settings.model_dump(exclude=set(settings.places)), texts))
+    checksum = f"{zlib.crc32(told.encode('utf-8', 'surrogatepass')):08x}"
+    world.raise_together(None, f"opening the cache (media, cache and texts have the checksum {checksum})")
 
 
 def _check_place(place: Path, media: MediaItems | None) -> None:
@@ -108,14 +120,12 @@ def _make(place: Path, media: MediaItems, facts: Facts, source: str, texts: list
         fill(place, media, encoder, facts, texts, world)
 
 
-def _add_texts(
-    place: Path, before: list[str], missing: list[str], settings: CacheConfig, source: str, world: World
-) -> None:
+def _add_texts(place: Path, missing: list[str], settings: CacheConfig, source: str, world: World) -> None:
     """Give a cache that fits the embeddings of further texts; its items stay."""
     from zerostart.training.cache_files import publish_prompts
     from zerostart.training.encoding.filling import embedded
     from zerostart.training.encoding.loading import encoders
 
     with encoders(source, settings, world) as encoder:
-        prompts = embedded(encoder, [*before, *missing], world)
-    publish_prompts(place, prompts, world)
+        added = embedded(encoder, missing, world)
+    publish_prompts(place, added, world)

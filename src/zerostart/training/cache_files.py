@@ -10,11 +10,13 @@ size of the first one alone, so that files are the same bytes however many ranks
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,18 @@ from zerostart.checkpoint.replacing import MARKER
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World
-from zerostart.errors import ZerostartError
+from zerostart.errors import WriteError, ZerostartError
 from zerostart.state.publishing import Publication, publishing
-from zerostart.training.cached import INDEX_FILE, PROMPTS_FILE, VERSION, Kind, items_file
+from zerostart.training.cached import (
+    INDEX_FILE,
+    PROMPTS_FILE,
+    VERSION,
+    CachedItems,
+    Kind,
+    digest_of,
+    items_file,
+    text_key,
+)
 
 __all__ = ["Draft", "drafted", "items_of_a_file", "publish", "publish_prompts"]
 
@@ -101,12 +112,9 @@ class Draft:
 
 def _described(prefix: str, item: Tensors, offsets: Mapping[str, int]) -> dict[str, Any]:
     """The kind of an item, the offsets of its tensors in that order, and its digest."""
-    hashed = hashlib.blake2b(digest_size=16)
     names = sorted(item)
-    for name in names:
-        hashed.update(_bytes(item[name]))
     kind = [[name, _spelling(item[name]), list(item[name].shape)] for name in names]
-    return {"kind": kind, "offsets": [offsets[prefix + name] for name in names], "digest": hashed.hexdigest()}
+    return {"kind": kind, "offsets": [offsets[prefix + name] for name in names], "digest": digest_of(item)}
 
 
 def _spelling(tensor: torch.Tensor) -> str:
@@ -118,12 +126,15 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write_tensors(path: Path, tensors: Tensors) -> tuple[dict[str, int], dict[str, Any]]:
+def _write_tensors(
+    path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None
+) -> tuple[dict[str, int], dict[str, Any]]:
     """Write a safetensors file; gives the offset of each tensor in it, and the file's length and hash.
 
     It gets its name when its bytes are on the disk; nothing is put together in memory. Raises OSError.
     """
-    layout = plan_shards(((name, _spelling(t), tuple(t.shape)) for name, t in tensors.items()), _NO_LIMIT)
+    entries = ((name, _spelling(t), tuple(t.shape)) for name, t in tensors.items())
+    layout = plan_shards(entries, _NO_LIMIT, metadata=metadata)
     (file,) = layout.files
     hashed = hashlib.sha256(file.header)
     part = path.with_name(f"{path.name}.part")
@@ -144,16 +155,20 @@ def _write(handle: Any, data: memoryview) -> None:
         data = data[handle.write(data) :]
 
 
-def drafted(place: Path, plan: Mapping[str, Any], world: World) -> tuple[Draft, bool]:
+@contextlib.contextmanager
+def drafted(place: Path, plan: Mapping[str, Any], world: World) -> Iterator[tuple[Draft, bool]]:
     """The draft of the cache at ``place``, and whether a killed run has left some of it; collective.
 
     ``plan`` has all that its bytes follow from, with ``items`` and ``per_file``; what was made by another
-    one is removed. Raises WriteError.
+    one is removed. Inside no other process may have the draft. Raises WriteError, where one has it, too.
     """
-    directory = place.with_name(f".{place.name}.encoding")
+    directory = _beside(place, "encoding")
+    stack = contextlib.ExitStack()
 
     def begin() -> bool:
         with told(place, "nothing was encoded"):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _lock(stack, place)
             with contextlib.suppress(ZerostartError):
                 if directory.is_dir() and read_json(directory / _PLAN, "plan of a cache") == plan:
                     return True
@@ -164,8 +179,41 @@ def drafted(place: Path, plan: Mapping[str, Any], world: World) -> tuple[Draft, 
             sync_directory(directory)
             return False
 
-    goes_on = world.broadcast_object(begin, "making a directory for the cache")
-    return Draft(directory, int(plan["items"]), int(plan["per_file"])), goes_on
+    with stack:
+        goes_on = world.broadcast_object(begin, "making a directory for the cache")
+        yield Draft(directory, int(plan["items"]), int(plan["per_file"])), goes_on
+
+
+def _beside(place: Path, what: str) -> Path:
+    """What is of use while a cache is made: on one file system with it, where its name is a link, too."""
+    real = Path(os.path.realpath(place))
+    return real.with_name(f".{real.name}.{what}")
+
+
+def _lock(stack: contextlib.ExitStack, place: Path, wait: bool = False) -> None:
+    """Until ``stack`` ends, or this process, no other one makes the cache at ``place``, or adds to it.
+
+    Raises WriteError where one does, unless its end is to be waited for.
+    """
+    path = _beside(place, "lock")
+    while True:
+        handle = path.open("ab")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                handle.close()
+                raise WriteError(
+                    f"another process is making the cache {place}, or adding texts to it: start again when "
+                    "it has ended, or name another cache.directory"
+                ) from error
+            # A file system without locks: two at a time are not told of.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(handle.fileno())):
+                break
+        handle.close()  # the one before has removed it meanwhile
+    stack.enter_context(handle)
+    stack.callback(path.unlink, missing_ok=True)
 
 
 def publish(
@@ -182,17 +230,21 @@ def publish(
         shutil.rmtree(draft.directory, ignore_errors=True)
 
 
-def publish_prompts(place: Path, prompts: Mapping[str, Tensors], world: World) -> None:
-    """Give the cache at ``place`` other texts, and leave its items as they are; collective.
+def publish_prompts(place: Path, added: Mapping[str, Tensors], world: World) -> None:
+    """Give the cache at ``place`` further texts, and leave all else in it as it is; collective.
 
-    Raises WriteError, on every rank; the cache is as it was then.
+    Texts that other runs have added meanwhile stay. Raises WriteError, on every rank; the cache is as it was
+    then.
     """
-    with publishing(place, world) as publication:
+    with contextlib.ExitStack() as stack, publishing(place, world) as publication:
         if world.rank == 0:
+            _lock(stack, place, wait=True)
+            there = CachedItems(place)
+            prompts = {text: there.prompt(text) for text in there.texts} | dict(added)
             document = read_json(place / MARKER, "marker")
             kept = {name: one for name, one in document["files"].items() if name != PROMPTS_FILE}
             for name in kept:
-                os.link(place / name, publication.directory / name)
+                _linked(place / name, publication.directory / name)
             publication.document["files"] = kept
             cache = {**document["cache"], "prompts": list(prompts)}
             publication.document["cache"] = cache
@@ -234,14 +286,16 @@ def _fill(
 
 
 def _write_prompts(publication: Publication, prompts: Mapping[str, Tensors]) -> None:
-    named = {f"{place}.{key}": t for place, text in enumerate(prompts.values()) for key, t in text.items()}
+    named = {f"{text_key(text)}.{key}": t for text, made in prompts.items() for key, t in made.items()}
     path = publication.directory / PROMPTS_FILE
-    _, publication.document["files"][PROMPTS_FILE] = _write_tensors(path, named)
+    digests = {text_key(text): digest_of(made) for text, made in prompts.items()}
+    _, described = _write_tensors(path, named, {"format": "pt", **digests})
+    publication.document["files"][PROMPTS_FILE] = described
 
 
 def _linked(old: Path, new: Path) -> None:
-    """One file with two names, so that what fails after this leaves the first; moved where that cannot be."""
+    """One file with two names, or a copy where that cannot be: what fails after this leaves the first."""
     try:
         os.link(old, new)
-    except OSError:
-        old.replace(new)
+    except OSError:  # another file system (a place that is a mount point), or one without links
+        shutil.copyfile(old, new)

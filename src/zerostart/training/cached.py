@@ -3,7 +3,7 @@
 A cache is a directory whose marker (``zerostart.json``) says what it was made of, and lists its files::
 
     items-00000.safetensors ...   the tensors of ``per_file`` items each, named NUMBER.KEY
-    prompts.safetensors           what the encoders make of single texts, named PLACE.KEY
+    prompts.safetensors           what the encoders make of single texts, named KEY OF THE TEXT.KEY
     index.safetensors             where the tensors of each item begin, of what kind it is, and its digest
 
 An item is of a *kind* that many share: names, dtypes and shapes of its tensors. So the index of 100,000
@@ -30,7 +30,17 @@ from zerostart.checkpoint.verifying import read_marker
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
 from zerostart.recipe import torch_dtype
 
-__all__ = ["FOLDER", "VERSION", "CachedItems", "Kind", "is_of_cache", "items_file", "read_manifest"]
+__all__ = [
+    "FOLDER",
+    "VERSION",
+    "CachedItems",
+    "Kind",
+    "digest_of",
+    "is_of_cache",
+    "items_file",
+    "read_manifest",
+    "text_key",
+]
 
 #: Of the files and what is in them; other versions are made anew.
 VERSION = 1
@@ -50,11 +60,16 @@ def items_file(number: int) -> str:
     return f"items-{number:05d}.safetensors"
 
 
+def text_key(text: str) -> str:
+    """By which a text is found in the file of texts, whoever has added others since."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
 def is_of_cache(name: str) -> bool:
     """Whether what is called so in an output directory is its cache, or what was left of making it."""
     return (
         name == FOLDER
-        or re.fullmatch(rf"\.{FOLDER}\.(encoding|[0-9a-f]{{12}}\.(saving|replaced))", name) is not None
+        or re.fullmatch(rf"\.{FOLDER}\.(encoding|lock|[0-9a-f]{{12}}\.(saving|replaced))", name) is not None
     )
 
 
@@ -161,16 +176,14 @@ class CachedItems:
                 else f"{self.directory} has embeddings of no text alone: its encoders take pictures, too"
             )
         path = self.directory / PROMPTS_FILE
-        entries, _, _ = read_header(path)
-        prefix = f"{self.texts.index(text)}."
-        with _opened(path) as handle:
-            return {
-                entry.name.removeprefix(prefix): _tensor(
-                    handle.fileno(), path, entry.offset, entry.dtype, entry.shape
-                )
-                for entry in entries
-                if entry.name.startswith(prefix)
-            }
+        # Between its header and its bytes another run may have put another file there: once more, then.
+        found = _embeddings(path, text) or _embeddings(path, text)
+        if found is None:
+            raise ReadError(
+                f"{path}: what is there of the text {text!r} is not what was written: the file is damaged; "
+                f"{self._remedy()}"
+            )
+        return found
 
     def _check_sizes(self) -> None:
         for name, size in self._sizes.items():
@@ -200,6 +213,29 @@ class CachedItems:
         if len(found["offsets"]) != (int(ends[-1]) if len(ends) else 0):
             raise ReadError(f"{path} is not the index of this cache; {self._remedy()}")
         return _Index(kinds, ends - lengths[kinds], found["offsets"], found["digests"])
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of the bytes of contiguous tensors on the CPU, in the order of their names."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        hashed.update(_bytes(tensors[name]))
+    return hashed.hexdigest()
+
+
+def _embeddings(path: Path, text: str) -> dict[str, torch.Tensor] | None:
+    """What a file of texts has of one of them; None where it is not what was written."""
+    entries, metadata, _ = read_header(path)
+    key = text_key(text)
+    with _opened(path) as handle:
+        found = {
+            entry.name.removeprefix(f"{key}."): _tensor(
+                handle.fileno(), path, entry.offset, entry.dtype, entry.shape
+            )
+            for entry in entries
+            if entry.name.startswith(f"{key}.")
+        }
+    return found if metadata.get(key) == digest_of(found) else None
 
 
 def _opened(path: Path) -> Any:

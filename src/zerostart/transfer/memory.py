@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ __all__ = [
     "free_bytes",
     "has_streams",
     "peak_bytes",
+    "release_cached",
 ]
 
 #: Alignment of each tensor in an arena: a cache line, and more than any vector unit or dtype asks for.
@@ -148,6 +150,13 @@ def _counted(figure: Callable[[torch.device], int], device: torch.device) -> int
 def _reset(device: torch.device) -> int:
     torch.accelerator.reset_peak_memory_stats(device)
     return 0
+
+
+def release_cached() -> None:
+    """Give the accelerator back what its allocator keeps of freed tensors; nothing where it keeps none."""
+    if torch.accelerator.is_available():
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # no allocator of torch's kind (MPS)
+            torch.accelerator.empty_cache()
 
 
 @functools.cache

@@ -18,6 +18,7 @@ import torch
 from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError
 from zerostart.training.cache_config import CacheConfig
+from zerostart.training.media.config import KNOWN_COLUMNS, Kind
 from zerostart.training.media.items import as_picture
 
 __all__ = ["Encoded", "Encoder", "Example", "encoder_class"]
@@ -95,6 +96,12 @@ class Encoder(ABC):
                 f"{self.kind} has no use for the column {unknown[0]}, and takes "
                 f"{', '.join(sorted(self.takes))}: take it out of media.columns"
             )
+        for name in sorted(given & KNOWN_COLUMNS.keys()):
+            if KNOWN_COLUMNS[name][0] != (kind := _kind(example[name])):
+                raise ConfigError(
+                    f"{self.kind} takes {name} as {KNOWN_COLUMNS[name][0]}, and media.columns makes it "
+                    f"{kind}: leave kind out there"
+                )
         for entry in self.needs:
             if not given & set(entry.split(" or ")):
                 raise ConfigError(f"{self.kind} needs the column {entry}, which is empty or not there")
@@ -138,6 +145,12 @@ class Encoder(ABC):
         """Latents of ``pixels`` that are given to the model, [1, C, ...]; pipelines draw none of these."""
         found: torch.Tensor = self.pipe.vae.encode(pixels).latent_dist.mode()
         return found
+
+
+def _kind(value: torch.Tensor | list[torch.Tensor]) -> Kind:
+    if isinstance(value, list):
+        return "images"
+    return "video" if value.ndim == 4 else "image"
 
 
 def _is_media(value: object) -> bool:

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["embedded", "fill"]
 
+#: By whose versions, too, a killed run is one to go on with.
+_LIBRARIES = ("diffusers", "torch", "transformers")
 #: Seconds between two lines that tell how far it is.
 _TELL = 10.0
 
@@ -44,7 +47,18 @@ def fill(
     prompts = embedded(encoder, ["", *texts] if encoder.texts_alone else texts, world)
     per_file = items_of_a_file(len(media), size, encoder.settings.bytes_of_a_file)
     plan = {"version": VERSION, "items": len(media), "per_file": per_file, "facts": facts.document()}
-    draft, goes_on = drafted(place, plan, world)
+    plan["computed"] = {"device": encoder.device.type, **{name: version(name) for name in _LIBRARIES}}
+    with drafted(place, plan, world) as (draft, goes_on):
+        _fill_draft(draft, goes_on, media, encoder, first, world)
+        publish(place, draft, facts.document(), prompts, world)
+    if world.rank == 0:
+        say(Console(), f"the cache is complete: {place}")
+
+
+def _fill_draft(
+    draft: Draft, goes_on: bool, media: MediaItems, encoder: Encoder, first: Example, world: World
+) -> None:
+    """Make the files of items that are missing; collective."""
     missing = world.broadcast_object(draft.missing, "looking for what is encoded")
     progress = _Progress(draft, len(missing), world)
     if goes_on:
@@ -63,13 +77,12 @@ def fill(
             with world.collectives("encoding an item", prepare) as example:
                 made = _encoded(encoder, example, numbers[step] if given else 0)
             if given:
+                _check_finite(made, media.where(numbers[step]))
                 items.append(made)
                 progress.step()
         if file is not None:
             draft.write(file, items)
     world.raise_together(None, "all items are encoded")
-    publish(place, draft, facts.document(), prompts, world)
-    progress.end(place)
 
 
 def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, Encoded]:
@@ -83,7 +96,19 @@ def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, 
     for text in dict.fromkeys(texts):
         with world.collectives("encoding a text"):
             found[text] = _kept(encoder.prompt(text))
+        _check_finite(found[text], f"the text {text!r}")
     return found
+
+
+def _check_finite(made: Encoded, what: str) -> None:
+    """Raise ConfigError for numbers that a training would make nothing of but more of their kind."""
+    for name, tensor in made.items():
+        if not bool(torch.isfinite(tensor).all()):
+            settings = "vae_dtype" if "latents" in name or name == "condition" else "dtype"
+            raise ConfigError(
+                f"{what}: its {name} is not made of finite numbers: the encoder overflows in its dtype, or "
+                f"its files are damaged; set cache.{settings} to bfloat16 or float32, or replace them"
+            )
 
 
 def _checked(media: MediaItems, encoder: Encoder, number: int, example: Any = None) -> Example:
@@ -175,7 +200,3 @@ class _Progress:
         if now - self._told > _TELL:
             self._told, done = now, min(self._done * self._ranks, self._count)
             self.say(f"{done} of {self._count} items, {done / (now - self._begun):.1f} a second")
-
-    def end(self, place: Path) -> None:
-        """All are there."""
-        self.say(f"the cache is complete: {place}")

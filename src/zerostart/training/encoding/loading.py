@@ -21,6 +21,7 @@ from zerostart.loading.placement import Placement
 from zerostart.training.cache_config import CacheConfig
 from zerostart.training.cache_facts import TRAINED
 from zerostart.training.encoding.base import Encoder, encoder_class
+from zerostart.transfer.memory import release_cached
 
 __all__ = ["encoders"]
 
@@ -48,8 +49,7 @@ def encoders(source: str, settings: CacheConfig, world: World) -> Iterator[Encod
         drop_components(pipe, *(n for n, part in pipe.components.items() if isinstance(part, nn.Module)))
         del pipe
         gc.collect()
-        if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
+        release_cached()
 
 
 def _looked_at(source: str) -> tuple[object, list[str]]:

@@ -22,6 +22,8 @@ __all__ = ["IMAGE_SUFFIXES", "VIDEO_SUFFIXES", "MediaFile", "files_of", "needed"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".flv", ".wmv", ".m4v", ".mpg", ".mpeg")
 
+#: Files whose length changes with their contents. Of others, which may be not compressed, all is looked at.
+_COMPRESSED = (*(s for s in IMAGE_SUFFIXES if s not in (".bmp", ".tif", ".tiff")), *VIDEO_SUFFIXES)
 #: Bytes at the start and at the end of a file that are looked at: all of a small one.
 _LOOKED_AT = 64 * 1024
 
@@ -55,12 +57,17 @@ class MediaFile:
         return self.path is None or self.path.exists()
 
     def digest(self) -> bytes:
-        """Of its length, its start and its end; of a directory: of all its frames. Raises OSError."""
+        """Of its length, start and end, or of all of it; of a directory: of its frames. Raises OSError."""
         state = hashlib.blake2b(digest_size=16)
         for file in self.stills() or [self]:
             with file.opened() as content:
                 length = content.seek(0, io.SEEK_END)
                 state.update(length.to_bytes(8, "little"))
+                if file.suffix not in _COMPRESSED:
+                    content.seek(0)
+                    while data := content.read(_LOOKED_AT):
+                        state.update(data)
+                    continue
                 for start in sorted({0, max(0, length - _LOOKED_AT)}):
                     content.seek(start)
                     state.update(content.read(_LOOKED_AT))

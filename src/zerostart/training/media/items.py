@@ -7,7 +7,7 @@ An item is what one row of the table gives::
         "image": uint8 [3, H, W],           # kind image
         "video": uint8 [3, F, H, W],        # kind video; a picture in such a column is a video of one frame
         "edit_image": [uint8 [3, h, w]],    # kind images: a list, empty where the cell is
-        "seed": "12", ...                   # every other column, as the table has it
+        "seed": "12", ...                   # other columns, as the table has them, unless called as one above
     }
 
 with red, green and blue of 0 to 255 on the CPU. A column of kind image or video whose cell is empty is
@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.training.media.columns import Column, media_columns
-from zerostart.training.media.config import MediaConfig
+from zerostart.training.media.config import KNOWN_COLUMNS, MediaConfig
 from zerostart.training.media.files import MediaFile, files_of, needed
 from zerostart.training.media.hub import is_dataset, read_dataset
 from zerostart.training.media.parts import Part, parts_of
@@ -90,6 +90,8 @@ class MediaItems(Dataset[dict[str, Any]]):
     def contents(self) -> str:
         """A digest of all rows: their cells, and of each file its length, its first and its last 64 KiB.
 
+        Of a file that may be not compressed, and so change in its middle alone, all is looked at.
+
         It does not depend on where files lie, or on what they are called. Raises :class:`ConfigError` that
         names the rows whose files are absent.
         """
@@ -146,7 +148,8 @@ class MediaItems(Dataset[dict[str, Any]]):
         """The text, and what names no files."""
         row = self._table.rows[index]
         taken = {column.column for column in self.columns} | {self.config.prompt}
-        cells = {name: value for name, value in row.items() if name not in taken}
+        # By the name of pictures and videos encoders look for these, and not for what is left of a table.
+        cells = {name: v for name, v in row.items() if name not in taken and name not in KNOWN_COLUMNS}
         text = "" if self.config.prompt is None else row.get(self.config.prompt)
         if text is not None and not isinstance(text, str):
             raise ConfigError(f"{self.where(index)}, column {self.config.prompt!r}: {text!r} is not a text")

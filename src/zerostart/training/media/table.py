@@ -47,7 +47,7 @@ def read_table(source: str, base: str | None, items: int, prompt: str | None) ->
             names = " and ".join(table.name for table in tables)
             raise ConfigError(f"media.source {source} has {names}; name the one that is meant")
         if not tables:
-            return _table(_files_in(path, prompt), source, path if base is None else Path(base), items)
+            return _table(_files_in(path, prompt, items), source, path if base is None else Path(base), items)
         path = tables[0]
     if not path.is_file():
         raise ConfigError(f"media.source {source}: no such file or directory")
@@ -135,16 +135,18 @@ def _object(value: Any, where: str) -> tuple[str, Row]:
     return where, value
 
 
-def _files_in(folder: Path, prompt: str | None) -> Iterator[tuple[str, Row]]:
-    """Each picture and video below ``folder``, in the order of their paths, with its text."""
+def _files_in(folder: Path, prompt: str | None, items: int) -> Iterator[tuple[str, Row]]:
+    """The first ``items`` pictures and videos (0: all) below ``folder``, by their paths, with their texts."""
     without = []
-    found = False
+    found = 0
     for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
         kind = _kind(path)
         name = path.relative_to(folder)
         if kind is None or any(part.startswith(".") for part in name.parts) or not path.is_file():
             continue
-        found = True
+        if items and found == items:
+            break
+        found += 1
         row: dict[str, Any] = {kind: name.as_posix()}
         if prompt is not None:
             text = path.with_suffix(".txt")
