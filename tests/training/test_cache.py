@@ -296,7 +296,7 @@ def test_ranks_that_would_encode_otherwise_are_told_so(made: dict[str, Any], tmp
     values = {**made, "output": {"directory": str(tmp_path)}}
     for outcome in rank_outcomes(cached_by_other_settings, 2, values, grace=30.0):
         assert "the ranks do not do the same" in outcome.message
-        assert "media, cache and texts have the checksum" in outcome.error
+        assert "media, cache and texts have the checksum" in outcome.message
 
 
 def test_what_is_damaged_is_named(place: Path) -> None:
