@@ -12,9 +12,8 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer, logging
 
 from zerostart.training.config import load_config
-from zerostart.training.data import iter_documents, split_held_out, tokenize
 from zerostart.training.evaluate import held_out_batches
-from zerostart.training.tasks import make_collator
+from zerostart.training.registry import task_class
 
 SENTENCE = "Open a file, read the lines of the file, and close the [MASK]."
 TOLERANCE = 1e-3  # sums in another order
@@ -50,10 +49,11 @@ def main() -> int:
 
 @torch.no_grad()
 def held_out_loss(model, tokenizer, config) -> float:
-    documents = iter_documents(config.data)
-    _, held_out = split_held_out(tokenize(documents, tokenizer, config.data), config.data.held_out)
-    collator = make_collator(config.task, tokenizer, config.train.seed)
-    batches = held_out_batches(held_out, collator, config.task, config.train.batch_size)
+    task = task_class(config.task.name)(config)
+    task.open()
+    task.tokenizer = tokenizer  # the one that was saved
+    _, held_out = task.split(task.items(None))
+    batches = held_out_batches(task, held_out, config.train.batch_size)
     total = sum(float(model.eval()(**batch).loss) * predicted for batch, predicted in batches)
     return total / sum(predicted for _, predicted in batches)
 
