@@ -16,15 +16,15 @@ from zerostart.forecast.advice import advice, fits_of
 from zerostart.forecast.exchange import Foreseen
 from zerostart.forecast.limits import Limits
 from zerostart.forecast.memory import moments_of
-from zerostart.forecast.moments import Memory, peaks
+from zerostart.forecast.moments import peaks
 from zerostart.forecast.optimizers import optimizer_of
-from zerostart.forecast.reads import Count, counts_of, owned_by
-from zerostart.forecast.result import RankForecast, WorldPlan
+from zerostart.forecast.reads import counts_of, owned_by
+from zerostart.forecast.result import Memory, RankForecast, WorldPlan
 from zerostart.forecast.seconds import rates_of, timed
 from zerostart.forecast.shares import held_of
 from zerostart.loading.arguments import ForecastArguments
 from zerostart.models import Origins
-from zerostart.planning import Rates
+from zerostart.planning import Count, Rates
 from zerostart.recipe import Coverage, Recipes
 from zerostart.transfer import Tuning
 
