@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from zerostart.errors import BuildError
-from zerostart.upstream.patches import Held, note, replaced
+from zerostart.upstream.patches import note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
-from zerostart.upstream.served import Served, current_call, serving
+from zerostart.upstream.served import Serving, current_call, serving
 from zerostart.upstream.versions import TRANSFORMERS
 
 __all__ = [
@@ -191,19 +191,8 @@ def resize_by(model: Any, function: Callable[..., Any]) -> None:
     note(_RESIZING, model)
 
 
-class Override(Held):
-    """Replaces the seams while it is open.
-
-    ``choose(class, keyword arguments)`` is asked at each call of ``from_pretrained``: None leaves the call to
-    transformers, and ``left(model)`` is told of what it gave.
-    """
-
-    def __init__(
-        self, choose: Callable[[type, dict[str, Any]], Served | None], left: Callable[[Any], None]
-    ) -> None:
-        super().__init__(self._enter)
-        self._choose = choose
-        self._left = left
+class Override(Serving):
+    """Replaces the seams while it is open."""
 
     def _enter(self, stack: ExitStack) -> None:
         require()
