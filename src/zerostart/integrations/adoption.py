@@ -170,9 +170,10 @@ class _Watched(_Noting):
 class _WatchedDiffSynth(DiffSynthCall):
     """Of DiffSynth."""
 
-    def made(self) -> Any:
-        model = super().made()
-        _hold(model, self.setup)
+    def made(self, original: Any) -> Any:
+        model = super().made(original)
+        if not self.own:
+            _hold(model, self.setup)
         return model
 
 
