@@ -17,7 +17,9 @@ from torch import nn
 from ranks import run_ranks
 from tiny import TINY, TinyCheckpoints
 
-SEED, STEPS, RATE = 13, 3, 1e-2
+SEED, STEPS = 13, 3
+#: With an epsilon above the rounding of gradients that are next to nothing.
+ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
 
 
 def configuration() -> Any:
@@ -50,7 +52,7 @@ class Captioner(nn.Module):
 def alone(path: Path) -> dict[str, Any]:
     """One process, which has all of it."""
     model = Captioner(path).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses, norms = [], []
     for step in range(STEPS):
         batch = SEQUENCES[4 * step : 4 * step + 4]
@@ -84,8 +86,8 @@ def script(path: Path, environment: dict[str, str]) -> dict[str, Any]:
     made = Captioner(path).train()
     assert zerostart.report(made.decoder).initialised
     assert zerostart.report(made.encoder).read_bytes
-    places = buffers(made)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=RATE)
+    places = buffers(made) if wraps else set()
+    optimizer = torch.optim.AdamW(made.parameters(), **ADAMW)
     loader: Any = torch.utils.data.DataLoader(Data(), batch_size=2)
     model, optimizer, loader = accelerator.prepare(made, optimizer, loader)
     assert buffers(made) == places if wraps else isinstance(model, FSDPModule)

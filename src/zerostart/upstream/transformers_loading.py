@@ -293,8 +293,8 @@ def _is_part_of_another() -> bool:
     """Whether what is built now is built on meta, or in the constructor of a model of transformers."""
     from transformers import PreTrainedModel
 
-    probe = nn.Module()
-    probe.register_parameter("probe", nn.Parameter(torch.empty(0)))  # which ``init_empty_weights`` replaces
+    probe, data = nn.Module(), torch.empty(0, device=torch.get_default_device())
+    probe.register_parameter("probe", nn.Parameter(data))  # which ``init_empty_weights`` replaces
     if probe.get_parameter("probe").device.type == "meta":
         return True
     frame: FrameType | None = sys._getframe(2)
