@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import pickle
@@ -16,6 +15,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from held_locks import lock_held
 from tests.training.encoded import PROMPTS, bytes_of, configured, make, write_media
 from torch.utils.data import DataLoader
 
@@ -279,10 +279,9 @@ def test_two_processes_do_not_make_one_cache(made: dict[str, Any], tmp_path: Pat
     draft = tmp_path / ".cache.encoding"
     draft.mkdir()
     (draft / "items-00000.safetensors").write_text("under way")
-    with (tmp_path / ".cache.lock").open("wb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(WriteError, match="another process is making the cache"):
-            cached({**made, "output": {"directory": str(tmp_path)}})
+    refused = pytest.raises(WriteError, match="another process is making the cache")
+    with lock_held(tmp_path / ".cache.lock"), refused:
+        cached({**made, "output": {"directory": str(tmp_path)}})
     assert (draft / "items-00000.safetensors").read_text() == "under way"
 
 

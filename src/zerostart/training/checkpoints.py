@@ -22,14 +22,12 @@ from zerostart.state.resuming import load_state
 from zerostart.state.training_state import MARKER
 from zerostart.state.values import decoded
 from zerostart.training.config import CheckpointConfig, TrainConfig
+from zerostart.training.place import FOLDER
 from zerostart.training.session import Session
 
-__all__ = ["FOLDER", "METRICS", "Checkpoints", "Past", "begun_before", "newest"]
+__all__ = ["Checkpoints", "Past", "newest"]
 
 logger = logging.getLogger("zerostart")
-
-#: In the output directory: the checkpoints, and what a run writes first.
-FOLDER, METRICS = "checkpoints", "metrics.jsonl"
 
 
 @dataclass
@@ -47,11 +45,6 @@ class Past:
         if self.steps == 1:
             self.first_loss = loss
         self.last_loss = loss
-
-
-def begun_before(config: TrainConfig, directory: Path) -> bool:
-    """Whether ``directory`` is that of a run which this one is to go on with."""
-    return config.resume == "auto" and (directory / METRICS).is_file()
 
 
 def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
