@@ -48,7 +48,7 @@ def _run(arguments: list[str]) -> dict[str, Any]:
         )
     join_group()
     world = current_world()
-    items = ensure_cache(config, world, thorough=True)
+    items = ensure_cache(config, world)
     if world.rank == 0:
         typer.echo(f"{len(items)} items in {items.directory}")
     leave_group()

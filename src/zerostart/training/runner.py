@@ -20,6 +20,7 @@ from zerostart.loading.arguments import LoadArguments, keys
 from zerostart.state.keeping import complete
 from zerostart.training.checkpoints import Checkpoints, Past, newest
 from zerostart.training.config import TrainConfig
+from zerostart.training.course import course_of
 from zerostart.training.evaluate import HeldOut
 from zerostart.training.export import export_model, export_step
 from zerostart.training.exporting import check_export
@@ -108,7 +109,8 @@ def _train(config: TrainConfig, directory: Path, world: World) -> TrainResult:
             display.say(told)
         check_export(model, config)
         session = open_session(config, model, task, inputs.items)
-        checkpoints = Checkpoints(config.checkpoint, directory, session, inputs.items.digest())
+        course = course_of(config, model, inputs.items.digest(), world)
+        checkpoints = Checkpoints(config.checkpoint, directory, session, course)
         exports = functools.partial(export_step, model, task, directory, session.ema)
         run = _Run(config, session, inputs.held_out, display, stop, checkpoints, exports, sampler)
         with untold(), _peers_named(directory), checkpoints.ended():
