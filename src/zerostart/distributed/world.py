@@ -188,7 +188,9 @@ class World:
         """Inside, ranks make collective calls that are not of this class, and nothing else that may fail.
 
         What may is in ``prepare``, whose result is given; a rank that fails there, or has failed before,
-        meets the others first. Signals are handled afterwards. Raises PeerError where a rank dies inside.
+        meets the others first. Signals are handled afterwards. What fails inside all the same (memory that
+        runs out) is raised at once, here and by whatever phase is around: the others are not to be met, but
+        wait in a call, and raise PeerError when this process ends.
         """
         prepared = None
         failure: BaseException | None = None
@@ -203,6 +205,10 @@ class World:
             except RuntimeError as error:
                 if isinstance(error, dist.DistError) or "gloo" in str(error):
                     raise self._lost(during) from error
+                mark_agreed(error)
+                raise
+            except BaseException as error:
+                mark_agreed(error)
                 raise
         signals.deliver()
 
