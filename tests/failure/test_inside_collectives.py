@@ -22,8 +22,8 @@ def encode() -> None:
 def test_it_is_raised_at_once_and_the_others_learn_of_it() -> None:
     """Not in the meeting at the end of a phase, which would answer to another call of the others."""
     first, second = rank_outcomes(encode, 2, grace=30.0)
-    assert second.error == "torch.OutOfMemoryError"
-    assert second.message == "out of memory"
+    assert second.error == "zerostart.errors.ZerostartError"
+    assert second.message == "OutOfMemoryError: out of memory"
     assert first.error == "zerostart.errors.PeerError"
     assert "during 'encoding an item'" in first.message
     assert first.seconds < 30.0

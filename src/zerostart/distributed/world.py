@@ -200,15 +200,14 @@ class World:
             failure = error
         with HeldSignals() as signals:
             self.raise_together(failure, during)
+            begun = now()
             try:
                 yield prepared
-            except RuntimeError as error:
-                if isinstance(error, dist.DistError) or "gloo" in str(error):
-                    raise self._lost(during) from error
-                mark_agreed(error)
-                raise
             except BaseException as error:
-                mark_agreed(error)
+                if isinstance(error, RuntimeError) and _is_lost(error):
+                    raise self._lost(during) from error
+                if self.size > 1 and agreed_since(error, begun) is None:
+                    self._raise(error, report_of(error), None)  # by itself: nobody can be met
                 raise
         signals.deliver()
 
@@ -281,6 +280,11 @@ class World:
             f"{self.size} ranks); its own output, or the system log where memory ran out, tells why. "
             "What was under way is not complete: start all ranks again"
         )
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    """Whether a collective raises it where another rank has gone; gloo has no exception of its own."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _room(length: int, data: bytes) -> torch.Tensor:
