@@ -329,10 +329,22 @@ def parse_config(values: dict[str, Any], where: str = "configuration") -> TrainC
         raise ConfigError(f"{where}: {'; '.join(told(error, TrainConfig))}") from None
 
 
+class _Unique(yaml.SafeLoader):
+    """No key twice in a mapping, the first of which YAML's own loader ignores."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for number, key in enumerate(keys):
+            if key in keys[:number] and key != "<<":
+                problem = f"the key {key} is there twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _parse_yaml(text: str, where: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return yaml.load(text, _Unique)
+    except (yaml.YAMLError, ValueError) as error:  # 2026-02-30 is taken for a date
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
 
 

@@ -138,8 +138,8 @@ def _file_documents(path: Path, text_field: str) -> Iterator[str]:
 def _jsonl_text(line: str, text_field: str, where: str) -> str:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"data.source {where}: not valid JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits are a plain ValueError
+        raise ConfigError(f"data.source {where}: not valid JSON: {error}") from error
     if not isinstance(value, dict) or not isinstance(value.get(text_field), str):
         raise ConfigError(f"data.source {where}: no text in field {text_field!r} (data.text_field names it)")
     text: str = value[text_field]

@@ -33,8 +33,8 @@ def gradient_checkpoint(
             host memory, copied there and back while the device computes. Nothing moves where there is none.
 
     Raises:
-        ConfigError: for a transformers cache with tokens in it; under DeepSpeed's checkpointing, for a list
-            or dictionary that the function changes.
+        ConfigError: for a transformers cache with tokens in it, or a list or dictionary of a class of its
+            own that the function changes; under DeepSpeed's checkpointing, for any that it changes.
 
     Example:
         >>> import torch, zerostart
@@ -70,7 +70,7 @@ def checkpoint_blocks(
         The names of the modules.
 
     Raises:
-        ConfigError: where there are no blocks, or ``blocks`` has an entry that nothing matches.
+        ConfigError: where there are no blocks, or ``blocks`` is no list or has an entry that nothing matches.
 
     Example:
         >>> import torch, zerostart
