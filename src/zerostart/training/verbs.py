@@ -25,8 +25,8 @@ def gradient_checkpoint(
     stay keywords; tensors may stand anywhere in tuples, lists and dictionaries, need no gradient, and be
     None; the function may give several. A list or dictionary that it changes (a feature cache) is changed
     once, as without. Calls may be nested. Where ``deepspeed.checkpointing.configure`` has been called, the
-    checkpointing is DeepSpeed's own, with what was configured there, unless ``offload`` is asked for. See
-    ``docs/pipelines.md``.
+    checkpointing is DeepSpeed's own, with what was configured there and gradients added up in its order,
+    unless ``offload`` is asked for. See ``docs/pipelines.md``.
 
     Args:
         offload: let what has to be kept, the tensors among the arguments that need a gradient, wait in pinned
