@@ -21,7 +21,7 @@ def parsed_yaml(text: str, where: str) -> Any:
         raise ConfigError(
             f"{where}, line {line}: {key} is there twice, first in line {first}; leave one of them out"
         ) from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # 2026-02-30 is taken for a date
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
@@ -38,7 +38,9 @@ def parsed_json(text: str, where: str) -> Any:
 
     try:
         return json.loads(text, object_pairs_hook=unique)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits are a plain ValueError
         raise ConfigError(f"{where}: not valid JSON: {error}") from error
 
 

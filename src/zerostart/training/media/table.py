@@ -82,8 +82,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         try:
-            header = next(reader, [])
-            _check_header(header, path)
+            header = next(filter(None, reader), [])
+            _check_header(header, f"{path}, line {reader.line_num}")
             for cells in reader:
                 where = f"{path}, line {reader.line_num}"
                 if not cells:
@@ -98,10 +98,10 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
             raise ConfigError(f"{path}, line {reader.line_num}: not valid CSV: {error}") from error
 
 
-def _check_header(header: Sequence[str], path: Path) -> None:
+def _check_header(header: Sequence[str], where: str) -> None:
     if len(set(header)) < len(header) or not all(header):
         raise ConfigError(
-            f"{path}, line 1: the names of the columns are {', '.join(map(repr, header))}; each column has "
+            f"{where}: the names of the columns are {', '.join(map(repr, header))}; each column has "
             "one, and no two the same"
         )
 
