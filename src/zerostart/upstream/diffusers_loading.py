@@ -14,6 +14,7 @@ diffusers is not imported for this: the seams are replaced once it is.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -23,9 +24,9 @@ import torch
 from zerostart.errors import BuildError
 from zerostart.upstream.diffusers import require as require_version
 from zerostart.upstream.on_import import when_imported
-from zerostart.upstream.patches import replaced
+from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
-from zerostart.upstream.served import Served, Serving, current_call, serving
+from zerostart.upstream.served import Served, current_call, serving
 from zerostart.upstream.versions import DIFFUSERS
 
 __all__ = ["TOUCHED", "Override", "require"]
@@ -95,8 +96,19 @@ def require() -> None:
     demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
 
-class Override(Serving):
-    """Replaces the seams while it is open, from the import of diffusers on."""
+class Override(Held):
+    """Replaces the seams while it is open, from the import of diffusers on.
+
+    ``choose(class, keyword arguments)`` is asked at each call of ``from_pretrained``: None leaves the call to
+    diffusers, and ``left(model)`` is told of what it gave.
+    """
+
+    def __init__(
+        self, choose: Callable[[type, dict[str, Any]], Served | None], left: Callable[[Any], None]
+    ) -> None:
+        super().__init__(self._enter)
+        self._choose = choose
+        self._left = left
 
     def _enter(self, stack: ExitStack) -> None:
         later = stack.enter_context(ExitStack())

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
-from zerostart.upstream.patches import Held
-
-__all__ = ["Findings", "Served", "Serving", "current_call", "serving"]
+__all__ = ["Findings", "Served", "current_call", "serving"]
 
 
 class Served(Protocol):
@@ -68,22 +65,3 @@ def serving(served: Served) -> Iterator[None]:
         yield
     finally:
         _calls.stack.pop()
-
-
-class Serving(Held, ABC):
-    """Replaces the seams of a library's ``from_pretrained`` while it is open.
-
-    ``choose(class, keyword arguments)`` is asked at each call: None leaves the call to the library, and
-    ``left(model)`` is told of what it gave.
-    """
-
-    def __init__(
-        self, choose: Callable[[type, dict[str, Any]], Served | None], left: Callable[[Any], None]
-    ) -> None:
-        super().__init__(self._enter)
-        self._choose = choose
-        self._left = left
-
-    @abstractmethod
-    def _enter(self, stack: ExitStack) -> None:
-        """Enter the replacements on the ``stack`` that ends them."""

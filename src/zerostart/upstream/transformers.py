@@ -7,6 +7,7 @@ import functools
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "tie",
     "tied_names",
     "without_weights",
+    "without_zero_init",
 ]
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
@@ -171,6 +173,15 @@ def revert(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torc
     return result
 
 
+def without_zero_init() -> AbstractContextManager[None]:
+    """Inside, no model is partitioned by ``zero.Init`` as it is built, whatever is configured."""
+    from transformers import modeling_utils
+
+    # Its end says that no zero.Init is open, whoever has opened one before.
+    within = modeling_utils._is_ds_init_called
+    return contextlib.nullcontext() if within else modeling_utils.set_zero3_state()
+
+
 @contextlib.contextmanager
 def without_weights(dtype: torch.dtype) -> Iterator[None]:
     """Inside, a transformers model is built on the meta device in ``dtype``, with nothing tied yet.
@@ -178,17 +189,14 @@ def without_weights(dtype: torch.dtype) -> Iterator[None]:
     Unlike the library's own context this does not look at any global DeepSpeed configuration.
     """
     _check()
-    from transformers import initialization, modeling_utils
+    from transformers import initialization
 
     before = torch.get_default_dtype()
-    # Its end says that no zero.Init is open, whoever has opened one before.
-    within = modeling_utils._is_ds_init_called
-    inner = contextlib.nullcontext() if within else modeling_utils.set_zero3_state()
     torch.set_default_dtype(dtype)
     try:
         with (
             initialization.no_tie_weights(),
-            inner,
+            without_zero_init(),
             torch.device("meta"),
             initialization.meta_device_safe_creation_ops(),
         ):
