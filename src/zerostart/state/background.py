@@ -2,6 +2,9 @@
 
 The ranks agree over a process group of their own, so that nothing of it meets what training exchanges. At
 most one save is under way; the next one, or the end of the program, waits for it.
+
+What the optimizer's step alone changes may be copied by that thread as well: the next step of any torch
+optimizer, those of DeepSpeed's among them, waits until that is done.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerostart.distributed.world import World
 
-__all__ = ["Saving", "begin", "finish_last"]
+__all__ = ["Saving", "begin", "finish_last", "settle_last"]
 
 logger = logging.getLogger("zerostart")
 
@@ -26,13 +30,17 @@ logger = logging.getLogger("zerostart")
 class Saving:
     """A save under way or done.
 
-    Of ``seconds``, ``blocked`` is how long the call held the training up, ``written`` how long it took from
-    the call until the checkpoint was in its place; 0.0 until then.
+    Of ``seconds``, ``blocked`` is how long the call held the training up, and the step that waited for the
+    copies, if any; ``written`` how long it took from the call until the checkpoint was in its place; 0.0
+    until then.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: {"blocked": 0.0, "written": 0.0})
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
+    #: Set when nothing is read any more of what training changes.
+    _copied: threading.Event = field(default_factory=threading.Event)
+    _hook: Any = None
 
     @classmethod
     def finished(cls, seconds: float) -> Saving:
@@ -43,10 +51,20 @@ class Saving:
         """Whether it has ended, well or not."""
         return self._thread is None or not self._thread.is_alive()
 
+    def settle(self) -> None:
+        """Return when training may change what is saved, which has held it up until then."""
+        if not self._copied.is_set():
+            begun = time.perf_counter()
+            self._copied.wait()
+            self.seconds["blocked"] += time.perf_counter() - begun
+
     def wait(self) -> None:
         """Return when the checkpoint is in its place; raises what the save failed with, once."""
         if self._thread is not None:
             self._thread.join()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -66,13 +84,30 @@ def finish_last() -> None:
         saving.wait()
 
 
-def begin(write: Callable[[World], None], world: World, begun: float) -> Saving:
-    """Run ``write`` in a thread, over a process group of its own; collective. The program waits for it."""
+def settle_last() -> None:
+    """Wait until the save that is under way, if any, has its copies."""
+    for saving in _last:
+        saving.settle()
+
+
+def begin(
+    write: Callable[[World], None], world: World, begun: float, copy: Callable[[], None] | None = None
+) -> Saving:
+    """Run ``write`` in a thread, over a process group of its own; collective. The program waits for it.
+
+    ``copy``, if any, runs before, in the same thread; the next step of an optimizer waits for it.
+    """
     aside = _aside(world)
     saving = Saving()
 
     def run() -> None:
         try:
+            if copy is not None:
+                with aside.phase("copying the state while training goes on"):
+                    try:
+                        copy()
+                    finally:
+                        saving._copied.set()
             write(aside)
         except BaseException as error:  # told by ``wait``, or by the next save
             saving._error = error
@@ -83,6 +118,10 @@ def begin(write: Callable[[World], None], world: World, begun: float) -> Saving:
     # No daemon: the interpreter waits for it at its end.
     saving._thread = threading.Thread(target=run, name="zerostart-saving")
     _last.append(saving)
+    if copy is None:
+        saving._copied.set()
+    else:
+        saving._hook = register_optimizer_step_pre_hook(lambda *_: saving.settle())
     saving.seconds["blocked"] = time.perf_counter() - begun
     saving._thread.start()
     return saving

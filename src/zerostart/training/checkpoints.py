@@ -122,6 +122,7 @@ class Checkpoints:
             wait,
             frozen=not self._session.adapted,
             beside=self._averages,
+            copy_later=True,  # until the next step, a run changes nothing of it
         )
         world = current_world()
         with world.phase("removing older checkpoints"):
