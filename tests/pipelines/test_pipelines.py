@@ -159,6 +159,8 @@ def test_what_is_cached_lets_its_encoder_go(paths: dict[str, Path]) -> None:
     ("options", "words"),
     [
         ({"placement": {"unet": "shard"}}, "placement names 'unet'; the models of .* are .*text_encoder"),
+        ({"placement": "shard"}, "placement='shard' must be a dict of components"),
+        ({"trainable": "transformer"}, "trainable='transformer' must be a list of components"),
         ({"placement": {"vae": "elsewhere"}}, r"placement\['vae'\] is 'elsewhere'; there are 'shard'"),
         ({"trainable": ("unet",)}, "trainable names 'unet'"),
         (
@@ -195,6 +197,8 @@ def test_what_cannot_be_is_refused_by_name(
 def test_a_single_model_is_no_pipeline(paths: dict[str, Path]) -> None:
     with pytest.raises(CheckpointError, match=r"zerostart\.load takes a single model"):
         zerostart.load_pipeline(paths["wan"] / "vae", progress=False)
+    with pytest.raises(ConfigError, match="source is a dict; a pipeline is loaded from a directory"):
+        zerostart.load_pipeline({}, progress=False)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 import zerostart
 from ranks import run_ranks
+from zerostart.errors import ConfigError
 
 Run = Callable[..., Any]
 
@@ -90,7 +92,23 @@ def feature_caches(checkpoint: Run, offload: bool) -> list[Any]:
     return [*made, *cache, weight.grad]
 
 
-CASES = [mixed, frozen_inputs, nested, feature_caches]
+def last_features(checkpoint: Run, offload: bool) -> list[Any]:
+    """A cache that forgets: a deque."""
+    torch.manual_seed(15)
+    weight, made = torch.randn(4, 4, requires_grad=True), []
+    cache: deque[torch.Tensor] = deque(maxlen=2)
+
+    def layer(x: torch.Tensor, cache: deque[torch.Tensor]) -> torch.Tensor:
+        cache.append(x @ weight)
+        return sum(cache, start=x) * len(cache)
+
+    for x in torch.randn(3, 2, 4):
+        made.append(checkpoint(layer, x, cache, offload=offload))
+    torch.stack(made).square().sum().backward()
+    return [*made, *cache, weight.grad]
+
+
+CASES = [mixed, frozen_inputs, nested, feature_caches, last_features]
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -312,6 +330,33 @@ def compare_holding() -> list[str]:
 def test_a_model_with_parameters_of_its_own_may_checkpoint_its_layers_on_fsdp2() -> None:
     """The layers run a second time when the model's forward is over, and are called by it all the same."""
     assert run_ranks(compare_holding, 2) == [[], []]
+
+
+def test_a_container_that_cannot_be_made_anew_is_not_to_be_changed() -> None:
+    class Features(list[torch.Tensor]):
+        pass
+
+    def layer(x: torch.Tensor, features: Features) -> torch.Tensor:
+        return x * len(features)
+
+    def filling(x: torch.Tensor, features: Features) -> torch.Tensor:
+        features.append(x)
+        return layer(x, features)
+
+    x = torch.ones(2, requires_grad=True)
+    zerostart.gradient_checkpoint(layer, x, Features([x])).sum().backward()
+    assert x.grad.tolist() == [1.0, 1.0]
+    with pytest.raises(ConfigError, match=r"changed a Features that it was given.*pass a list"):
+        zerostart.gradient_checkpoint(filling, x, Features())
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks", "message"),
+    [(3, None, "model is a int"), (nn.Linear(2, 2), "Linear", r"must be a list.*\['EncoderLayer'\]")],
+)
+def test_what_is_no_model_and_no_list_of_blocks_is_told(model: Any, blocks: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        zerostart.checkpoint_blocks(model, blocks)
 
 
 def test_blocks_are_found_by_class_and_by_name() -> None:

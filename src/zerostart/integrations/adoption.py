@@ -184,9 +184,10 @@ class _WatchedStart(Start):
 class _WatchedDiffSynth(DiffSynthCall):
     """Of DiffSynth."""
 
-    def made(self) -> Any:
-        model = super().made()
-        _hold(model, self.setup)
+    def made(self, original: Any) -> Any:
+        model = super().made(original)
+        if not self.own:
+            _hold(model, self.setup)
         return model
 
 

@@ -121,7 +121,11 @@ class _Call:
     def run(self, *tensors: torch.Tensor) -> Any:
         """The function; the first time, what it did to containers is done to the caller's too."""
         args, kwargs = self.arguments(tensors)
+        whole = [leaf for leaf in self.leaves if isinstance(leaf, (dict, list))]  # of classes of their own
+        before = [_parts(leaf) for leaf in whole]
         made = self.function(*args, **kwargs)
+        for leaf, parts in zip(whole, before, strict=True):
+            _check_unchanged(leaf, parts)
         if self.first:
             self.first = False
             _give_back(self.given, (args, kwargs))
@@ -161,6 +165,20 @@ class _Call:
         for place, tensor in zip(places, [results] if len(places) == 1 else results, strict=True):
             leaves[place] = tensor
         return tree_unflatten(leaves, spec)
+
+
+def _parts(container: dict[Any, Any] | list[Any]) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+
+
+def _check_unchanged(container: dict[Any, Any] | list[Any], before: list[Any]) -> None:
+    """Raise ConfigError where a function has changed what is not made anew for its second run."""
+    now = _parts(container)
+    if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+        raise ConfigError(
+            f"a function under gradient checkpointing changed a {type(container).__name__} that it was "
+            "given, which its second run would find changed; pass a list, a dict or a deque"
+        )
 
 
 def _is_cache(value: Any) -> bool:
@@ -204,7 +222,8 @@ def _give_back(own: Any, used: Any) -> Any:
     if isinstance(own, MutableSequence):
         items = [_give_back(own[n], value) if n < len(own) else value for n, value in enumerate(used)]
         if len(items) != len(own) or any(a is not b for a, b in zip(own, items, strict=True)):
-            own[:] = items
+            own.clear()  # a deque has no slices
+            own.extend(items)
         return own
     if isinstance(own, tuple):
         items = [_give_back(mine, theirs) for mine, theirs in zip(own, used, strict=False)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 __all__ = ["Count", "Positive", "Section", "TaskConfig"]
 
@@ -18,9 +19,26 @@ class Section(BaseModel):
     ``places`` are the keys that hold paths, which may differ from rank to rank; what lies there may not.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     places: ClassVar[frozenset[str]] = frozenset()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch(cls, value: object, info: ValidationInfo) -> object:
+        """`yes` is no number, though Python takes it for 1."""
+        if isinstance(value, bool) and info.field_name is not None:
+            kinds = set(_kinds(cls.model_fields[info.field_name].annotation))
+            if bool not in kinds and kinds & {int, float}:
+                raise ValueError("a number is wanted")
+        return value
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """What an annotation is made of."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _kinds(part)
 
 
 class TaskConfig(Section):

@@ -25,16 +25,16 @@ def gradient_checkpoint(
     stay keywords; tensors may stand anywhere in tuples, lists and dictionaries, need no gradient, and be
     None; the function may give several. A list or dictionary that it changes (a feature cache) is changed
     once, as without. Calls may be nested. Where ``deepspeed.checkpointing.configure`` has been called, the
-    checkpointing is DeepSpeed's own, with what was configured there, unless ``offload`` is asked for. See
-    ``docs/pipelines.md``.
+    checkpointing is DeepSpeed's own, with what was configured there and gradients added up in its order,
+    unless ``offload`` is asked for. See ``docs/pipelines.md``.
 
     Args:
         offload: let what has to be kept, the tensors among the arguments that need a gradient, wait in pinned
             host memory, copied there and back while the device computes. Nothing moves where there is none.
 
     Raises:
-        ConfigError: for a transformers cache with tokens in it; under DeepSpeed's checkpointing, for a list
-            or dictionary that the function changes.
+        ConfigError: for a transformers cache with tokens in it, or a list or dictionary of a class of its
+            own that the function changes; under DeepSpeed's checkpointing, for any that it changes.
 
     Example:
         >>> import torch, zerostart
@@ -70,7 +70,7 @@ def checkpoint_blocks(
         The names of the modules.
 
     Raises:
-        ConfigError: where there are no blocks, or ``blocks`` has an entry that nothing matches.
+        ConfigError: where there are no blocks, or ``blocks`` is no list or has an entry that nothing matches.
 
     Example:
         >>> import torch, zerostart

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.transformers_table import table_of_conversions
 from zerostart.upstream.versions import TRANSFORMERS
 
 __all__ = [
@@ -161,7 +162,8 @@ def registered_conversions(model: Any, quantizer: Any = None) -> list[Any]:
     _check()
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    mapping: list[Any] = get_model_conversion_mapping(model, None, quantizer)
+    with table_of_conversions():
+        mapping: list[Any] = get_model_conversion_mapping(model, None, quantizer)
     return mapping
 
 

@@ -102,7 +102,7 @@ def files_of(cell: Any, kind: Kind, base: Path, where: str) -> tuple[MediaFile, 
 def _listed(text: str, where: str) -> Sequence[Any]:
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: {text!r} is not a JSON list of files: {error}") from error
     assert isinstance(value, list), "JSON that begins with [ is a list"
     return value
@@ -118,7 +118,7 @@ def _file(cell: Any, base: Path, where: str) -> MediaFile:
         raise ConfigError(f"{where}: {cell!r} is not the name of a file")
     if cell.startswith(("http://", "https://")):
         raise ConfigError(f"{where}: {cell} is an address; download the file, and name where it lies")
-    path = base / Path(cell).expanduser()
+    path = base / cell
     return MediaFile(str(path), path)
 
 
