@@ -47,12 +47,7 @@ _OPTIMIZERS = PatchPoint(
     names=("_prepare_fsdp2",),
     why="the optimizer keeps parameters that stay: it goes by addresses, and an empty shard has none",
     lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            f"{_ACCELERATOR}._prepare_fsdp2",
-            has=("fsdp2_switch_optimizer_parameters(O, M)", "p.data_ptr()"),
-        ),
-    ),
+    shapes=(Shape(f"{_ACCELERATOR}._prepare_fsdp2", has=("fsdp2_switch_optimizer_parameters(O, M)",)),),
 )
 _PREPARE_DEEPSPEED = PatchPoint(
     library=ACCELERATE,
