@@ -84,6 +84,24 @@ def compare(path: Path, key: str, ways: list[str], dtype: torch.dtype | None = N
     return wrong
 
 
+def saved(path: Path, out: Path) -> None:
+    """The pipeline, loaded in shards, by the method of diffusers."""
+    for engine in ("deepspeed", "fsdp2"):
+        pipe = zerostart.load_pipeline(path, engine=engine, progress=False)
+        pipe.save_pretrained(out / engine)
+
+
+def test_a_sharded_pipeline_is_saved_as_any_other(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(saved, 2, paths["wan"], tmp_path)
+    index = diffusers.WanPipeline.load_config(paths["wan"])
+    for engine in ("deepspeed", "fsdp2"):
+        written = diffusers.WanPipeline.load_config(tmp_path / engine)
+        assert {n: v for n, v in written.items() if n != "_name_or_path"} == index
+        for name in ("transformer", "vae", "text_encoder"):
+            difference = zerostart.diff(paths["wan"] / name, tmp_path / engine / name)
+            assert difference.equal, (engine, name, str(difference))
+
+
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("pipelines")
