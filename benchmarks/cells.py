@@ -49,7 +49,7 @@ def made_checkpoint(layers: int | None = None) -> Path:
 def warm(checkpoint: Path) -> None:
     """Read every file once, in a process's own time, so that it lies in the page cache."""
     buffer = bytearray(8 << 20)
-    for path in sorted(checkpoint.glob("*.safetensors")):
+    for path in sorted(checkpoint.rglob("*.safetensors")):
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass

@@ -36,7 +36,7 @@ def main() -> None:
     if options.arm:
         run_arm(options)
         return
-    folder = checkpoint(options.layers)
+    folder, busy = checkpoint(options.layers), os.getloadavg()[0]
     warm(folder)
     cells: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     for repeat in range(options.repeats):
@@ -45,7 +45,7 @@ def main() -> None:
             ranks = run_cell("diffusion.py", given, options.ranks, 900)
             cells[arm].append(worst(ranks))
             print(arm, cells[arm][-1], flush=True)
-    text = table(cells, folder, options)
+    text = table(cells, folder, options, busy)
     options.out.with_suffix(".md").write_text(text)
     options.out.write_text(json.dumps(cells, indent=1) + "\n")
     print(text)
@@ -161,11 +161,14 @@ def worst(ranks: list[tuple[dict[str, Any], Samples]]) -> dict[str, float]:
     }
 
 
-def table(cells: dict[str, list[dict[str, float]]], folder: Path, options: argparse.Namespace) -> str:
+def table(
+    cells: dict[str, list[dict[str, float]]], folder: Path, options: argparse.Namespace, busy: float
+) -> str:
     size = (folder / "wan.safetensors").stat().st_size
     lines = [
         f"{options.layers} layers, {size / 1e9:.2f} GB in bf16, {options.ranks} ranks, medians of "
-        f"{options.repeats}; the slowest rank, and the one that has most.",
+        f"{options.repeats}; the slowest rank, and the one that has most. The load average before was "
+        f"{busy:.1f} on {os.cpu_count()} cores.",
         "",
         "| arm | seconds | peak above shard, MiB | shard, MiB | read by calls, MiB |",
         "|---|---|---|---|---|",

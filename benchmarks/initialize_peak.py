@@ -1,11 +1,13 @@
-"""Peak memory of a rank from the load through ``deepspeed.initialize``, for placements of ZeRO-3.
+"""Peak memory of a rank from the load through ``deepspeed.initialize``: placements of ZeRO-3, shared tensors.
 
-    python benchmarks/initialize_peak.py [--checkpoint DIR] [--ranks 2] [--placements ...] [--json FILE]
+    python benchmarks/initialize_peak.py [--checkpoint DIR] [--large] [--ranks 2] [--placements ...]
 
 Every cell is a fresh group of processes, in which a small model has gone the same way before. Figures are
 anonymous memory above the level before the load, in MiB and in bytes for each element of a share: at its
 highest in the load, at its highest through ``initialize``, and what stays after it. The worst rank counts.
-The default checkpoint has 80 million bf16 parameters.
+Beside them is the most that ``zerostart.plan`` says of the load and ``initialize``. The default checkpoint
+has 80 million bf16 parameters, a ``--large`` one 452 million. ``tensors`` is ZeRO-2 in fp32 with
+``autotp_size`` ranks that share tensors, which stock cuts out of a whole model of 1.8 GB.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "offload-param": {"offload_param": HOST},
     "offload-optimizer": {"offload_optimizer": HOST},
     "offload-both": {"offload_param": HOST, "offload_optimizer": HOST},
+    "tensors": {"stage": 2},
 }
 GROUPS = ("one", "two")
 
@@ -34,6 +37,7 @@ GROUPS = ("one", "two")
 def main() -> None:
     parser = argparse.ArgumentParser(description="Peak memory through deepspeed.initialize.")
     parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--large", action="store_true", help="a checkpoint of 452 million parameters")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--placements", nargs="+", choices=list(PLACEMENTS), default=list(PLACEMENTS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
@@ -45,34 +49,69 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         arm, placement = options.worker.split(":")
-        print(json.dumps(measure(arm, PLACEMENTS[placement], options.checkpoint, options.groups)))
+        config = config_of(placement, options.ranks)
+        print(json.dumps(measure(arm, config, options.checkpoint, options.groups)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = options.checkpoint or made_checkpoint(Path(folder) / "checkpoint")
+        checkpoint = options.checkpoint or made_checkpoint(Path(folder) / "checkpoint", options.large)
         rows = [
             {"placement": placement, "arm": arm, **cell(arm, placement, checkpoint, options)}
             for placement in options.placements
             for arm in options.arms
         ]
-    print(
-        "| placement | arm | load, MiB | through initialize | stays | bytes an element: load, peak, stays |"
-    )
-    print("|---|---|---:|---:|---:|---|")
+        for row in rows:
+            row["forecast"] = forecast(row["placement"], checkpoint, options.ranks)
+    print("| placement | arm | load, MiB | through initialize | forecast | stays | bytes an element |")
+    print("|---|---|---:|---:|---:|---:|---|")
     for row in rows:
-        sizes = [row[key] for key in ("load", "peak", "stays")]
-        each = ", ".join(f"{size / row['elements']:.1f}" for size in sizes)
-        shown = " | ".join(f"{size / 2**20:.0f}" for size in sizes)
+        each = ", ".join(f"{row[key] / row['elements']:.1f}" for key in ("load", "peak", "stays"))
+        shown = " | ".join(f"{row[key] / 2**20:.0f}" for key in ("load", "peak", "forecast", "stays"))
         print(f"| {row['placement']} | {row['arm']} | {shown} | {each} |")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 
 
-def made_checkpoint(path: Path) -> Path:
+def config_of(placement: str, ranks: int) -> dict[str, Any]:
+    """DeepSpeed's configuration; of ranks that share tensors they all do."""
+    shares = placement == "tensors"
+    zero = {"stage": 3, "reduce_bucket_size": 1_000_000, **PLACEMENTS[placement]}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": not shares},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **({"tensor_parallel": {"autotp_size": ranks}} if shares else {}),
+    }
+
+
+def options_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What ``load`` and ``plan`` are told of a configuration."""
+    import torch
+
+    dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
+    stage = config["zero_optimization"]["stage"]
+    return {"engine_config": config, "zero_stage": stage, "dtype": dtype, "exchange": False}
+
+
+def forecast(placement: str, checkpoint: Path, ranks: int) -> int:
+    """The most of any rank, until the engine is there."""
+    import zerostart
+
+    told = zerostart.plan(checkpoint, ranks, optimizer="adamw", **options_of(config_of(placement, ranks)))
+    until = ("load", "initialize")
+    return max(r.memory[p].host_bytes + r.memory[p].device_bytes for r in told.ranks for p in until)
+
+
+def made_checkpoint(path: Path, large: bool) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"vocab_size": 24_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+    if large:
+        sizes = {**sizes, "vocab_size": 32_000, "hidden_size": 1536, "intermediate_size": 6144}
+        sizes, heads = {**sizes, "num_hidden_layers": 10}, {**heads, "head_dim": 96}
     config = AutoConfig.for_model("qwen3", tie_word_embeddings=False, **sizes, **heads)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
     return path
@@ -84,7 +123,7 @@ def cell(arm: str, placement: str, checkpoint: Path, options: argparse.Namespace
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [sys.executable, __file__, "--worker", f"{arm}:{placement}", "--checkpoint", str(checkpoint)]
-    command += ["--groups", options.groups]
+    command += ["--groups", options.groups, "--ranks", str(options.ranks)]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(options.ranks)}
     ranks = []
     for rank in range(options.ranks):
@@ -100,7 +139,7 @@ def cell(arm: str, placement: str, checkpoint: Path, options: argparse.Namespace
     return {key: max(result[key] for result in found) for key in found[0]}
 
 
-def measure(arm: str, zero: dict[str, Any], checkpoint: Path, groups: str) -> dict[str, int]:
+def measure(arm: str, config: dict[str, Any], checkpoint: Path, groups: str) -> dict[str, int]:
     """On a rank: bytes above the level before the load."""
     import deepspeed
     import torch
@@ -112,33 +151,26 @@ def measure(arm: str, zero: dict[str, Any], checkpoint: Path, groups: str) -> di
 
     dist.init_process_group("gloo")
     deepspeed.init_distributed(dist_backend="gloo")
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": 1_000_000, **zero},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    device = torch.device("cpu")
+    device, given = torch.device("cpu"), options_of(config)
     warm_up(config, checkpoint)
     before = anonymous()
     with PeakMeter(device) as through:
         with PeakMeter(device) as load:
             if arm == "zerostart":
-                model = zerostart.load(checkpoint, engine_config=config, progress=False)
+                model = zerostart.load(checkpoint, progress=False, **given)
             else:
                 from transformers.integrations import HfDeepSpeedConfig
 
                 keep = HfDeepSpeedConfig(config)
-                model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+                model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=given["dtype"])
                 del keep
-        elements = sum(p.ds_tensor.ds_numel for p in model.parameters())
         parts: list[list[Any]] = [list(model.parameters())]
         if groups == "two":
-            norms = [p for p in model.parameters() if len(p.ds_shape) == 1]
-            parts = [[p for p in model.parameters() if len(p.ds_shape) > 1], norms]
+            wide = {p: len(getattr(p, "ds_shape", p.shape)) > 1 for p in model.parameters()}
+            parts = [[p for p in wide if wide[p]], [p for p in wide if not wide[p]]]
         optimizer = torch.optim.AdamW([{"params": part} for part in parts])
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        elements = sum(getattr(p, "ds_tensor", p).numel() for p in model.parameters())
     stays = anonymous() - before
     assert engine is not None
     return {"load": load.host_bytes, "peak": through.host_bytes, "stays": stays, "elements": elements}
@@ -156,7 +188,8 @@ def warm_up(config: dict[str, Any], checkpoint: Path) -> None:
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
         layer = torch.nn.Linear(8, 8, bias=False)
     weights = {"weight": torch.zeros(8, 8, dtype=torch.bfloat16)}
-    model = zerostart.load(weights, model=layer, engine_config=config, progress=False)
+    config = {key: value for key, value in config.items() if key != "tensor_parallel"}
+    model = zerostart.load(weights, model=layer, progress=False, **options_of(config))
     optimizer = torch.optim.AdamW(model.parameters())
     deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 

@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from cells import ROOT, made_checkpoint, run_cell
+from cells import ROOT, made_checkpoint, run_cell, warm
 from save import peak
 from state_arms import LOADS, SAVES
 from table import facts, surroundings
@@ -67,6 +67,7 @@ def one_cell(arm: str, checkpoint: Path, options: argparse.Namespace) -> dict[st
         if arm in LOADS:
             run_cell("state_arms.py", [LOADS[arm][0], *given], options.ranks, options.limit)
             size = size_of(options.save_to)
+            warm(options.save_to)  # a save goes round the page cache, and the plain read comes second
             told = run_cell("state_arms.py", [arm, *given], options.resume_on, options.limit)
             plain = run_cell("state_arms.py", ["plain-read", *given], options.resume_on, options.limit)
         else:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from zerostart import errors
 from zerostart.errors import ZerostartError
 from zerostart.integrations.verbs import drop_components, load_pipeline
+from zerostart.loading.arguments import EnabledArguments, ForecastArguments, LoadArguments, documented, taken
 from zerostart.loading.placement import Placement
 from zerostart.state.verbs import diff, digest, load_state, save, save_state, verify
 from zerostart.training.verbs import checkpoint_blocks, gradient_checkpoint
@@ -54,6 +55,7 @@ __all__ = [
 __version__ = "0.1.0.dev0"
 
 
+@documented(LoadArguments)
 def load(
     source: Source,
     model: ModelLike = None,
@@ -79,53 +81,7 @@ def load(
     or a plain FSDP2 loop. Like ``from_pretrained`` it is in evaluation mode.
 
     Args:
-        source: a directory, a ``.safetensors`` file, a file of ``torch.save`` (weights are read as data, no
-            code in it is run), a directory that DeepSpeed, ``torch.distributed.checkpoint`` or accelerate
-            saved while training, a hub id in the local cache, a URL of a registered storage, or a mapping of
-            name to tensor. Of a diffusers pipeline it is the component of the class of ``model``. A URL and
-            a mapping need ``model``; a mapping is held by every rank or, with the others passing None, by
-            one, and must not change during the load. None on every rank: there is no checkpoint, see
-            ``docs/starting.md``.
-        model: a module on the meta device, a class, or a callable that builds one; without it, the class that
-            the checkpoint's configuration names. Without a source a configuration too, initialised as the
-            unsharded model from the same seed; or a module with values, which is sharded itself, rank 0's
-            values where ranks differ.
-        engine: ``"deepspeed"`` or ``"fsdp2"``.
-        zero_stage: 3 shards parameters. At 1 and 2 on DeepSpeed, and at 0, they are whole on every rank:
-            views into a flat buffer, which DeepSpeed's optimizer takes as its own, in the dtype to which
-            DeepSpeed casts them; 0 on FSDP2 is for DistributedDataParallel. At 1 and 2 FSDP2 shards them at
-            rest, and gathers them less often. See ``docs/zero12.md``.
-        engine_config: for DeepSpeed its configuration; for FSDP2 keyword arguments of ``fully_shard``
-            (``mesh``, ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy``, ``offload_policy``),
-            ``replicate``, the number of replicas (HSDP), and ``wrap``, the units: classes, their names, or
-            names of modules such as ``model.layers.*``. For both, ``ep_plan`` and ``tp_plan`` in the place of
-            the plans that the model declares. See ``docs/placements.md``.
-        expert_parallel: ranks that share the experts of a mixture: each holds its own alone, and tokens
-            travel to them. Divides the number of ranks; 1 or more, with ``tensor_parallel=1``.
-        tensor_parallel: ranks that share tensors and see one batch: by the model's tensor-parallel plan, or
-            on DeepSpeed as its section ``tensor_parallel`` says, whose ``autotp_size`` counts where this is
-            1. Divides the number of ranks. See ``docs/parallelism.md``.
-        sequence_parallel: ranks that share each sequence of a batch: attention heads travel between them
-            (DeepSpeed's Ulysses, stages 1 to 3) or keys and values do (context parallelism, FSDP2). It cuts
-            no parameter. Divides the number of ranks; see ``docs/parallelism.md``.
-        dtype: floating dtype of the model; None keeps the checkpoint's own (its configuration's, else the
-            stored one), or the one that ``engine_config`` asks for.
-        converter: None for the conversions that transformers or diffusers registers for the model, a callable
-            from state dict to state dict, or a list of transformers conversions.
-        memory_limit: most bytes of staging buffers on this rank.
-        chunk_size: most bytes of one read.
-        strict: raise on missing, unexpected and mismatched tensors before weights are read; if False,
-            initialise what is missing, ignore what is unexpected, and still raise on a mismatch.
-        progress: show a progress bar on rank 0 where a terminal is attached.
-        fp32_masters: where parameters hold less than the checkpoint stores (bf16 from fp32), have fp32 master
-            weights start from the stored values and not from their rounding. With DeepSpeed the masters are
-            read when ``deepspeed.initialize`` makes them, so that the source must still be there, unchanged
-            (a mapping too, which is not kept alive for it). With FSDP2 and an ``mp_policy`` that computes in
-            ``dtype``, the sharded parameters are the masters, and are held in fp32.
-        exchange: whether bytes that several ranks want (replicas, columns of one matrix, at stages 1 and 2
-            all) are read by one of them and sent to the others. None takes what is estimated to be faster,
-            which the report tells; at stages 1 and 2 an exchange on accelerators, and reading on the CPU,
-            where a message costs more than the page cache.
+        LoadArguments: its fields, which are described there.
 
     Raises:
         ZerostartError: the same type and text on every rank; see ``zerostart.errors`` for the leaves.
@@ -144,6 +100,7 @@ def load(
     return run(Request(**given))
 
 
+@documented(ForecastArguments)
 def plan(
     source: Source,
     world_size: int = 8,
@@ -175,15 +132,7 @@ def plan(
     is quicker. See ``docs/forecast.md`` for what is counted.
 
     Args:
-        device_memory: bytes of one accelerator; given, ranks compute on accelerators wherever the plan is
-            made. Without it and ``host_memory``, the limits of a job of up to eight ranks are this machine's.
-        host_memory: bytes of one machine, which up to eight ranks share.
-        storage_rate: bytes a second that one machine gets from its disk or over its link to storage; None:
-            2 GB/s, or no limit for a checkpoint that is in the page cache.
-        interconnect_rate: bytes a second that one rank sends or receives; None: 1 GB/s.
-        optimizer: ``"adamw"``, ``"adam"``, ``"momentum"`` and ``"sgd"`` are torch's,
-            ``"fused_adamw"`` is one in fused kernels; None: the one that a DeepSpeed configuration names,
-            else AdamW.
+        ForecastArguments: its fields, which are described there.
 
     Returns:
         The plan: ``ranks`` with bytes, operations, peaks of the load, seconds, and ``memory`` by phase and
@@ -201,7 +150,6 @@ def plan(
     """
     given = dict(locals())
     from zerostart.forecast.run import forecast
-    from zerostart.loading.arguments import ForecastArguments, taken
     from zerostart.loading.request import Request
 
     return forecast(taken(Request, given), world_size, rank, taken(ForecastArguments, given))
@@ -272,6 +220,7 @@ def gathered(
     return gather(model, name, modifier_rank)
 
 
+@documented(EnabledArguments)
 def enabled(
     engine: str | None = None,
     zero_stage: int | None = None,
@@ -296,10 +245,7 @@ def enabled(
     that FSDP2 has sharded is collective then, and works until the first forward.
 
     Args:
-        engine: None for the active configuration's, ``"deepspeed"`` or ``"fsdp2"``.
-        engine_config: with ``engine``, as in ``load``, in the place of the active configuration's.
-        zero_stage: with ``engine``, as in ``load``; None for the configuration's own, or 3.
-        expert_parallel: as in ``load``, and so are the arguments that follow.
+        EnabledArguments: its fields, which are described there.
 
     Raises:
         ZerostartError: inside, at ``from_pretrained`` and ``accelerator.prepare``, the same on every rank.
@@ -316,7 +262,6 @@ def enabled(
     """
     given = dict(locals())
     from zerostart.integrations.adoption import enabled as enabled_with
-    from zerostart.loading.arguments import EnabledArguments
 
     return enabled_with(EnabledArguments(**given))
 
@@ -342,7 +287,6 @@ def enable(
     """
     given = dict(locals())
     from zerostart.integrations.adoption import enable as enable_with
-    from zerostart.loading.arguments import EnabledArguments
 
     enable_with(EnabledArguments(**given))
 

@@ -12,6 +12,9 @@ from safetensors.torch import save_file
 import zerostart
 from zerostart.cli import main
 from zerostart.cli.memory_view import show_comparison, show_plan
+from zerostart.loading.report import Report
+from zerostart.transfer import PeakMeter
+from zerostart.transfer.memory import peak_bytes
 
 WIDTHS = (60, 80, 100, 120)
 BORDERS = re.compile("[━─┃│┏┓└┘┡┩┳┴╇┼]+")
@@ -59,6 +62,20 @@ def test_forecast_and_measurement(width):
     found = printed(width, lambda console: show_comparison(told, big, console))
     assert re.findall(r"[\d.]+%", found) == ["100.0%", "101.9%", "133.3%"]
     assert "not compared" not in found
+    uncounted = [{**big[0], "peak_device_bytes": None}]
+    assert "unknown" in cells(printed(width, lambda console: show_comparison(told, uncounted, console)))
+
+
+def test_figures_that_an_accelerator_does_not_give():
+    """As of a device whose allocator counts nothing: no figure, and not a figure of nothing."""
+    if torch.accelerator.is_available():
+        pytest.skip("torch asks the accelerator that is there, and takes no other")
+    with PeakMeter(torch.device("mps")) as meter:
+        assert peak_bytes(meter.device) is None
+    assert meter.device_bytes is None
+    assert meter.host_bytes >= 0
+    text = str(Report(phases={"total": 1.0}, peak_device_bytes=meter.device_bytes))
+    assert "on the host, unknown on the device" in text
 
 
 def inspected(capsys, monkeypatch, width, path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -48,6 +49,19 @@ def test_a_plan_takes_what_is_described() -> None:
     own = {"world_size": (8, "int"), "rank": (None, "int | None")}
     wanted = {name: d[:2] for name, d in described(LoadArguments, ForecastArguments).items() if d[2]}
     assert signature(zerostart.plan) == own | wanted
+
+
+@pytest.mark.parametrize(
+    ("verb", "kind"),
+    [(zerostart.load, LoadArguments), (zerostart.plan, ForecastArguments)],
+    ids=lambda made: made.__name__,
+)
+def test_help_tells_of_each_argument(verb: Callable[..., object], kind: type) -> None:
+    """In the order of what describes them, indented as the rest of the docstring is."""
+    told = inspect.cleandoc(verb.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    names = re.findall(r"^    (\w+): \S", told, re.MULTILINE)
+    assert set(names) == {field.name for field in dataclasses.fields(kind)}
+    assert names == [name for name in inspect.signature(verb).parameters if name in names]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)

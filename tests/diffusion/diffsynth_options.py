@@ -172,6 +172,7 @@ TESTED = {
     "resume": f"{_TRAINING}/test_resumed_runs.py",
     "task.boundaries": f"{_TRAINING}/test_flow_task.py",
     "task.name": f"{_TRAINING}/test_flow_runs.py",
+    "tracking.project": f"{_TRAINING}/test_lora_runs.py",
     "tracking.trackers": f"{_TRAINING}/test_lora_runs.py",
     "train.accumulation": f"{_TRAINING}/test_run.py",
     "train.checkpoint_blocks": f"{_TRAINING}/test_flow_runs.py",

@@ -1,4 +1,4 @@
-"""Rows of small models in DiffSynth's table of those that it knows: data, and no change of its code."""
+"""Rows of small models in DiffSynth's tables of those that it knows: data, and no change of its code."""
 
 from __future__ import annotations
 
@@ -11,5 +11,12 @@ __all__ = ["append_rows"]
 
 
 def append_rows(table: ModuleType) -> None:
-    """Append those of ``ZEROSTART_ROWS`` to the module ``diffsynth.configs.model_configs``."""
-    table.MODEL_CONFIGS.extend(json.loads(Path(os.environ["ZEROSTART_ROWS"]).read_text()))
+    """Append those of ``ZEROSTART_ROWS`` to the module ``diffsynth.configs.model_configs``.
+
+    Their modules are kept in memory as those of the class that each is ``like``.
+    """
+    from diffsynth.configs.vram_management_module_maps import VRAM_MANAGEMENT_MODULE_MAPS as maps
+
+    rows = json.loads(Path(os.environ["ZEROSTART_ROWS"]).read_text())
+    table.MODEL_CONFIGS.extend(rows)
+    maps.update({row["model_class"]: maps[row["like"]] for row in rows if row["like"] in maps})

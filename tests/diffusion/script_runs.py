@@ -82,6 +82,7 @@ class Route:
 
 
 _ZERO2 = "flux/model_training/full/accelerate_config.yaml"
+_ZERO3 = "{family}/model_training/full/accelerate_config_zero3.yaml"
 _LOW = "qwen_image/model_training/special/low_vram_training/deepspeed_zero3_cpuoffload.yaml"
 #: DeepSpeed's own linear function for ZeRO-3 adds biases after a rounding, which torch's does not.
 _EXACT = {
@@ -97,13 +98,15 @@ _EXACT = {
 }
 ROUTES: Mapping[str, Route] = {
     "stock zero2": Route(_ZERO2, None),
-    "stock zero3": Route("{family}/model_training/full/accelerate_config_zero3.yaml", None),
+    "stock zero3": Route(_ZERO3, None),
     "zero2": Route(_ZERO2),
-    "zero3": Route("{family}/model_training/full/accelerate_config_zero3.yaml"),
+    "zero3": Route(_ZERO3),
     "zero3 exact": Route(_EXACT),
     "low memory": Route(_LOW),
     "stock zero2 alone": Route(_ZERO2, None, 1),
-    "zero3 alone": Route(_EXACT, processes=1),
+    "stock zero3 alone": Route(_ZERO3, None, 1),
+    "zero3 alone": Route(_ZERO3, processes=1),
+    "zero3 exact alone": Route(_EXACT, processes=1),
     "stock plain": Route(None, None, 1),
     "plain": Route(None, processes=1),
 }

@@ -160,6 +160,8 @@ def write(folder: str, pipelines: Mapping[str, Mapping[str, Part]] = PIPELINES) 
                 save_file(stored, path)
             row = {"model_hash": hash_model_file(str(path)), "model_name": parts[name].name}
             row |= {"model_class": f"{__name__}.{name}", "extra_kwargs": dict(family.config)}
+            own = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("diffsynth."))
+            row["like"] = f"{own.__module__}.{own.__qualname__}"
             if family.converter:
                 module, _, converter = family.converter.partition(":")
                 row["state_dict_converter"] = f"diffsynth.utils.state_dict_converters.{module}.{converter}"

@@ -40,6 +40,28 @@ def no_torch_load(*arguments: Any, **keywords: Any) -> Any:
     raise AssertionError("a torch file is read as a whole")
 
 
+def kept_by_diffsynth(load: Any, **given: Any) -> dict[str, Any]:
+    """What becomes of a model that is kept in fp8, and of one that is left on disk."""
+    from diffsynth.core.vram.layers import AutoWrappedLinear
+
+    states = ("offload", "onload", "preparing", "computation")
+    fp8 = {f"{state}_device": "cpu" for state in states} | {"computation_dtype": torch.bfloat16}
+    fp8 |= {f"{state}_dtype": torch.float8_e4m3fn for state in states[:3]}
+    disk = {**fp8, "offload_device": "disk", "offload_dtype": "disk"}
+    disk |= {"onload_device": "disk", "onload_dtype": "disk"}
+    found: dict[str, Any] = {}
+    for name, config in (("fp8", fp8), ("disk", disk)):
+        try:
+            made = load(**given, module_map={torch.nn.Linear: AutoWrappedLinear}, vram_config=config)
+        except zerostart.errors.ConfigError as error:
+            found[name] = str(error)
+        else:
+            found[name] = {
+                n: t.shape if t.is_meta else t.float().clone() for n, t in made.state_dict().items()
+            }
+    return found
+
+
 def tried(folder: str) -> dict[str, Any]:
     import_diffsynth()
     from diffsynth.configs import MODEL_CONFIGS
@@ -56,6 +78,8 @@ def tried(folder: str) -> dict[str, Any]:
     path = str(root / "wan.safetensors")
     whole = stock(kind, path, config, torch.bfloat16, "cpu", WAN.convert())
     wanted = dict(whole.state_dict())
+    own = {"model_class": kind, "path": path, "config": config, "state_dict_converter": WAN.convert()}
+    kept = kept_by_diffsynth(stock, **own)
     found["misfit"] = [point.misfit() for point in diffsynth_loading.TOUCHED]
     # A row of data, as DiffSynth has one for each release that it knows.
     row = {"model_hash": found["hash"]["wan.pth"], "model_name": "small", "extra_kwargs": config}
@@ -67,6 +91,11 @@ def tried(folder: str) -> dict[str, Any]:
             )
             pool = ModelPool()
             pool.auto_load_model(str(root / "wan.pth"))
+            other = kept_by_diffsynth(model.load_model, **own)
+        found["kept", name] = {
+            key: value if isinstance(value, str) else differing(value, kept[key])
+            for key, value in other.items()
+        }
         lines = differing(dict(zerostart.full_tensors(made, rank=None)), wanted)
         lines += differing(dict(zerostart.full_tensors(pool.fetch_model("small"), rank=None)), wanted)
         report = zerostart.report(made)
@@ -81,14 +110,6 @@ def tried(folder: str) -> dict[str, Any]:
         found["in hand, converted"] = differing(dict(zerostart.full_tensors(renamed, rank=None)), dict(state))
         lacking = str(root / "lacking.safetensors")
         found["lacking"] = refusal(model.load_model, kind, lacking, config, torch.float32)
-        found["module_map"] = refusal(
-            model.load_model,
-            kind,
-            path,
-            config,
-            module_map={kind: kind},
-            vram_config={"offload_device": "cpu"},
-        )
         found["quantize"] = refusal(model.load_model, kind, path, config, quantize=object())
         original, torch.load = torch.load, no_torch_load
         found["headers"] = {
@@ -117,18 +138,18 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 def test_what_the_arguments_of_load_model_mean(ranks: list[dict[str, Any]], folder: Path) -> None:
     size = (folder / "wan.safetensors").stat().st_size
     for found in ranks:
-        assert found["misfit"] == ["", ""]
+        assert found["misfit"] == ["", "", ""]
         for name in ENGINES:
             lines, read, engine, training, computed = found[name]
             assert (lines, engine, training, computed) == ([], ENGINES[name]["engine"], False, ())
             assert read < 0.75 * size or name == "zero2"
+            whole, nowhere = found["kept", name]["fp8"], found["kept", name]["disk"]
+            assert nowhere == []
+            assert whole == [] if name == "zero2" else whole.startswith("load_model(module_map=...) is not")
         assert found["in hand"] == found["in hand, converted"] == []
         assert found["lacking"].startswith("CoverageError: ")
         assert "head.head.bias" in found["lacking"]
-        for name in ("module_map", "quantize"):
-            assert found[name].startswith(
-                f"ConfigError: load_model({name}=...) is not available under zerostart.enabled()"
-            )
+        assert found["quantize"].startswith("ConfigError: load_model(quantize=...) is not available under")
         assert found["headers"] == found["hash"]
         assert json.dumps(found["nested headers"]) == json.dumps(found["nested"])
         assert found["restored"]

@@ -1,8 +1,8 @@
 """DiffSynth-Studio's own training scripts, no line changed, under ``accelerate launch -m zerostart``.
 
 They are run from a checkout that the environment names (``ZEROSTART_DIFFSYNTH``), with its configurations, on
-small models of the five families; nothing of them is kept here. What they do without zerostart on ZeRO-2 is
-what is expected: of ZeRO-2 to the bit, of ZeRO-3 to 1e-4.
+small models of the five families; nothing of them is kept here. What they do without zerostart is what is
+expected, on ZeRO-2 and on ZeRO-3 to the bit, and of ZeRO-3 what they do on ZeRO-2, to 1e-4.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.diffusion.oracle import needs_diffsynth
 from tests.diffusion.script_runs import CHECKOUT, FAMILIES, Run, run, write_data
-from tests.diffusion.small_pipelines import PIPELINES, write
+from tests.diffusion.small_pipelines import PIPELINES, paths_of, write
 
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 
 pytestmark = [
     needs_diffsynth,
@@ -35,8 +36,8 @@ LAST = "step-4.safetensors"
 SAVED = ("step-3.safetensors", LAST)
 
 
-#: What is expected, where it is not the script without zerostart on ZeRO-2: there DeepSpeed fails to send a
-#: half-precision parameter without dimensions to the other ranks, which FLUX.2's autoencoder has.
+#: What is expected, where it is not the script without zerostart: there DeepSpeed fails to send a parameter
+#: without dimensions to the other ranks, which FLUX.2's autoencoder has.
 EXPECTED = {"flux2": "zero2"}
 
 
@@ -104,7 +105,7 @@ def same(found: Run, expected: Run) -> None:
 def test_a_script_trains_as_without_zerostart(
     family: str, kind: str, runs: Runs, adapted: Callable[[str], list[str]]
 ) -> None:
-    """On ZeRO-2 to the bit; on ZeRO-3 to 1e-4, where DeepSpeed calculates as torch does."""
+    """To the bit; and ZeRO-3 as ZeRO-2 to 1e-4, where DeepSpeed calculates as torch does."""
     arguments = FULL if kind == "full" else adapted(family)
     ours = runs(family, "zero2", arguments)
     if family in EXPECTED:
@@ -115,7 +116,10 @@ def test_a_script_trains_as_without_zerostart(
     alike(runs(family, "zero3 exact", arguments), ours)
     found = runs(family, "zero3", arguments)
     assert "loaded in shards" in found.output
-    alike(found, ours, 0.1)
+    if family in EXPECTED:
+        alike(found, ours, 0.1)
+    else:
+        same(found, runs(family, "stock zero3", arguments))
 
 
 def test_a_script_under_the_launcher(made: Path, runs: Runs, tmp_path: Path) -> None:
@@ -199,17 +203,58 @@ def test_activations_on_the_host(family: str, made: Path, runs: Runs, tmp_path: 
     same(run(family, "zero3", arguments, made, tmp_path / "ours"), runs(family, "zero3", FULL))
 
 
-def test_resuming_from_what_was_saved(made: Path, runs: Runs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_resuming_from_what_was_saved(family: str, made: Path, runs: Runs, tmp_path: Path) -> None:
     """Into shards, as into whole models."""
-    first = runs("wanvideo", "stock zero2", FULL).folder / LAST
-    arguments = [*FULL, "--resume_from_checkpoint", str(first)]
-    expected = runs("wanvideo", "stock zero2", arguments)
-    same(run("wanvideo", "zero2", arguments, made, tmp_path / "zero2"), expected)
-    alike(run("wanvideo", "zero3 exact", arguments, made, tmp_path / "zero3"), expected)
+    route = EXPECTED.get(family, "stock zero2")
+    arguments = [*FULL, "--resume_from_checkpoint", str(runs(family, route, FULL).folder / LAST)]
+    expected = runs(family, route, arguments)
+    same(run(family, "zero2", arguments, made, tmp_path / "zero2"), expected)
+    alike(run(family, "zero3 exact", arguments, made, tmp_path / "zero3"), expected)
+
+
+def test_models_in_fp8(made: Path, runs: Runs, adapted: Callable[[str], list[str]], tmp_path: Path) -> None:
+    """Without DeepSpeed, which fails on them at ZeRO-2, as without zerostart; on ZeRO-3 refused by name."""
+    paths = paths_of("wanvideo", made)
+    frozen = ",".join(str(paths[name]) for name in ("wan_dit", "wan_text"))
+    arguments = [*adapted("wanvideo"), "--fp8_models", frozen]
+    one = [*arguments, "--num_epochs", "1"]
+    same(runs("wanvideo", "plain", one), runs("wanvideo", "stock plain", one))
+    with pytest.raises(RankError, match=r"load_model\(module_map=...\) is not available"):
+        run("wanvideo", "zero3", arguments, made, tmp_path / "run")
+
+
+def test_models_that_a_stage_leaves_on_disk(made: Path, tmp_path: Path) -> None:
+    """Not a weight of these is read: the stages are as without them."""
+    paths = paths_of("z_image", made)
+
+    def stage(route: str, name: str, left: Sequence[str], *more: str, **given: Any) -> Run:
+        offloaded = ["--offload_models", ",".join(str(paths[part]) for part in left)] if left else []
+        return run("z_image", route, [*FULL, *offloaded, *more], made, tmp_path / name, **given)
+
+    encode, train = ("--task", "sft:data_process"), ("--task", "sft:train")
+    theirs = stage("stock plain", "theirs", ["z_image_dit"], *encode)
+    ours = stage("zero3 exact", "ours", ["z_image_dit"], *encode)
+    for found, expected in zip(cached(ours.folder, 2), cached(theirs.folder, 1), strict=True):
+        assert len(found) >= 2
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=0)
+    encoders = ["z_image_text", "z_image_vae"]
+    trained = {
+        route: stage(route, route, encoders, *train, cache=theirs.folder)
+        for route in ("stock zero2", "zero2", "zero3 exact")
+    }
+    same(trained["zero2"], trained["stock zero2"])
+    alike(trained["zero3 exact"], trained["stock zero2"])
 
 
 def test_one_process(runs: Runs) -> None:
-    """On ZeRO-3 as on ZeRO-2; and without a configuration the script is theirs, to the bit."""
+    """As without zerostart to the bit, and ZeRO-3 as ZeRO-2.
+
+    For as long as sums of bf16 gradients allow: what the blocks read in common (the text) has its gradient
+    summed in another order at ZeRO-3, where DeepSpeed's hooks part the blocks.
+    """
+    assert runs("wanvideo", "zero3 alone", FULL).losses == runs("wanvideo", "stock zero3 alone", FULL).losses
     arguments = [*FULL, "--num_epochs", "1"]
-    alike(runs("wanvideo", "zero3 alone", arguments), runs("wanvideo", "stock zero2 alone", arguments))
+    alike(runs("wanvideo", "zero3 exact alone", arguments), runs("wanvideo", "stock zero2 alone", arguments))
     same(runs("wanvideo", "plain", arguments), runs("wanvideo", "stock plain", arguments))

@@ -146,6 +146,9 @@ def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
     assert [path.name for path in complete(tmp_path)] == ["step-1", "step-3", "step-4"]
     assert prune(tmp_path, None) == []
     assert (tmp_path / "unfinished").is_dir()
+    (tmp_path / "step-0").mkdir()
+    (tmp_path / ".step-0.0123456789ab.removed" / "model").mkdir(parents=True)  # by a process that was killed
     with pytest.raises(ConfigError, match="keep the last one"):
         prune(tmp_path, 0)
     assert [path.name for path in prune(tmp_path, 1)] == ["step-1", "step-3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0", "step-4", "unfinished"]

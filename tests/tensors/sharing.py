@@ -44,7 +44,7 @@ class Case:
     """A training: of the checkpoint ``path`` at a stage, with a section of ``SECTIONS``.
 
     ``told``: whether ``deepspeed.initialize`` is given the section, too. ``module``: of a plain module, of
-    which the file ``path`` has the weights.
+    which the file ``path`` has the weights. ``offloaded``: the sections that put something on the host.
     """
 
     path: Path
@@ -52,14 +52,17 @@ class Case:
     section: str = "own"
     told: bool = True
     module: type[Fused] | None = None
+    offloaded: tuple[str, ...] = ()
 
 
 def config_of(case: Case, told: bool = True) -> dict[str, Any]:
+    offloaded = {section: {"device": "cpu"} for section in case.offloaded}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": case.stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": case.stage, "stage3_param_persistence_threshold": 0, **offloaded},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
     }
     if told:
         config["tensor_parallel"] = {"autotp_size": SHARING, **SECTIONS[case.section]}

@@ -67,6 +67,16 @@ def test_every_stage(kind: str, stage: int, world: int, folder: Path) -> None:
     check(cases, world)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_on_the_host(stage: int, folder: Path) -> None:
+    path, both = checkpoint("qwen3", folder), ("offload_optimizer", "offload_param")
+    cases = [Case(path, stage, offloaded=both[:1])]
+    if stage == 3:
+        cases += [Case(path, stage, offloaded=both)]
+    check(cases, SHARING)
+
+
 def test_a_rank_reads_its_slices(folder: Path) -> None:
     """Tensors whose rows are longer than what is read through between two of them."""
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1}

@@ -55,6 +55,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "tensor_parallel=2 with zero_hpz_partition_size=2 is not available",
     ),
     (
+        {"tensor_parallel": 2, "engine_config": zero(offload_param={"device": "nvme", "nvme_path": "/tmp"})},
+        "tensor_parallel=2 with offload_param to nvme is not available",
+    ),
+    (
         {"tensor_parallel": 2, "sequence_parallel": 2},
         "tensor_parallel=2 with sequence_parallel=2 is not available",
     ),

@@ -19,7 +19,17 @@ from torch.nn.functional import mse_loss
 from zerostart.training.tasks.flow import FlowMatching
 from zerostart.training.tasks.flow_times import FlowConfig
 
-__all__ = ["FAMILIES", "Stored", "configured", "examples", "recorded_run", "train_alone", "velocity"]
+__all__ = [
+    "FAMILIES",
+    "Stored",
+    "configured",
+    "examples",
+    "losses_alone",
+    "opened",
+    "recorded_run",
+    "train_alone",
+    "velocity",
+]
 
 #: The tiny transformer of each family, the shape of its latents, and the width and lengths of its texts.
 FAMILIES = {
@@ -202,11 +212,23 @@ def velocity(family: str, model, x: torch.Tensor, t: float, item: dict[str, torc
 
 def train_alone(values: dict, family: str, steps: list) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and the weights of one process in plain torch that sees all examples of each step."""
+    model = opened(values, family)
+    losses = losses_alone(model, values, family, steps)
+    return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def opened(values: dict, family: str) -> torch.nn.Module:
+    """The transformer that a run starts from, by diffusers alone."""
     import diffusers
 
     kind = getattr(diffusers, COMPONENTS[FAMILIES[family][0]].kind)
-    model = kind.from_pretrained(Path(values["model"]["source"]) / "transformer").train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=values["train"]["learning_rate"], weight_decay=0.0)
+    return kind.from_pretrained(Path(values["model"]["source"]) / "transformer").train()
+
+
+def losses_alone(model: torch.nn.Module, values: dict, family: str, steps: list) -> list[float]:
+    """Train what of ``model`` needs a gradient, as ``train_alone`` does; the losses."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=values["train"]["learning_rate"], weight_decay=0.0)
     items = torch.load(values["task"]["path"])
     losses = []
     for step in steps:
@@ -216,8 +238,8 @@ def train_alone(values: dict, family: str, steps: list) -> tuple[list[float], di
             found = velocity(family, model, (1 - t) * x + t * eps, t, items[number])
             loss = loss + mse_loss(found, eps - x) / len(step)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), values["train"].get("max_grad_norm", 1.0))
+        torch.nn.utils.clip_grad_norm_(parameters, values["train"].get("max_grad_norm", 1.0))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return losses

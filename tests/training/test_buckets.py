@@ -122,5 +122,5 @@ def test_going_on_in_another_order_is_told(shapes, batch_size, step, warned, mon
         batches_after=lambda epoch, items: iter(()),
     )
     with caplog.at_level(logging.WARNING, "zerostart"):
-        Checkpoints(CheckpointConfig(), Path("x"), session, "d").resume(Path("x", "step-00000001"))
+        Checkpoints(CheckpointConfig(), Path("x"), session, {"data": "d"}).resume(Path("x", "step-00000001"))
     assert ("of another order" in caplog.text) == warned

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
+import json
 import os
 import pickle
 import shutil
@@ -16,6 +16,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from held_locks import lock_held
 from tests.training.encoded import PROMPTS, bytes_of, configured, make, write_media
 from torch.utils.data import DataLoader
 
@@ -198,11 +199,14 @@ def test_a_stale_cache_is_refused_by_what_differs(
     changed = bytearray(weights.read_bytes())
     changed[-1] ^= 1
     weights.write_bytes(changed)
-    assert cached(other) == digest  # of files that are not opened lengths alone are known
-    with pytest.raises(
-        ConfigError, match=r"other encoders \(text_encoder/model\.safetensors has other contents"
-    ):
-        ensure_cache(parse_config(other), current_world(), thorough=True)
+    assert "other encoders (text_encoder/model.safetensors has other contents" in refused(other)
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    assert cached(other) == digest  # whenever it was written
+    index = json.loads((copied / "model_index.json").read_text())
+    (copied / "model_index.json").write_text(json.dumps({**index, "is_distilled": True}))
+    assert "other encoders (is_distilled of the pipeline was None and is True)" in refused(other)
+    (copied / "model_index.json").write_text(json.dumps(index))
     (copied / "tokenizer" / "tokenizer.json").write_text("{}")
     assert "with other encoders (tokenizer/tokenizer.json had" in refused(other)
     shutil.rmtree(copied / "text_encoder")
@@ -279,10 +283,9 @@ def test_two_processes_do_not_make_one_cache(made: dict[str, Any], tmp_path: Pat
     draft = tmp_path / ".cache.encoding"
     draft.mkdir()
     (draft / "items-00000.safetensors").write_text("under way")
-    with (tmp_path / ".cache.lock").open("wb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(WriteError, match="another process is making the cache"):
-            cached({**made, "output": {"directory": str(tmp_path)}})
+    refused = pytest.raises(WriteError, match="another process is making the cache")
+    with lock_held(tmp_path / ".cache.lock"), refused:
+        cached({**made, "output": {"directory": str(tmp_path)}})
     assert (draft / "items-00000.safetensors").read_text() == "under way"
 
 

@@ -98,6 +98,17 @@ def test_pictures_that_an_example_starts_from():
     torch.testing.assert_close(found[0], pipe._unpack_latents_with_ids(wanted[:, :16], ids[:, :16])[0])
 
 
+@pytest.mark.parametrize("name", ["flux", "qwen-image"])
+def test_odd_sides_are_told_before_the_transformer_is_called(name):
+    """One rank alone has such an example, and the others would wait for it in the forward."""
+    kind, _ = family(name)
+    (item,) = examples(name, 1)
+    for key in ("latents", "image_latents.0"):
+        odd = {**item, key: noise(*item["latents"].shape[:-1], 7, seed=1)}
+        with pytest.raises(ConfigError, match=rf"{key} of 8 by 7 are no tokens of 2 by 2: make sides even"):
+            kind.conditions([odd])
+
+
 def test_wan_with_frames_that_are_given():
     """Beside the latents where the transformer has channels for them, else as the first frame."""
     torch.manual_seed(1)
@@ -112,7 +123,7 @@ def test_wan_with_frames_that_are_given():
         wanted = model(given, t * 1000, *embeds, return_dict=False)[0]
         assert torch.equal(found, wanted)
         with pytest.raises(ConfigError, match=r"examples give 4 channels .* takes 8"):
-            kind.velocity(model, x, t, {"prompt_embeds": embeds[0]}, 1.0)
+            kind.conditions([{name: value for name, value in item.items() if name != "condition"}])
 
     model = build("wan").eval()
     kind = KINDS["wan"](model.config)

@@ -161,6 +161,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
         ConfigError,
         "mixed_precision: fp16, and this run's train.mixed_precision: bf16",
     ),
+    (
+        {**fsdp(), "dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+        {"engine": FSDP2},
+        ConfigError,
+        "dynamo_backend: inductor, and a run compiles no model",
+    ),
     (zero(zero_stage=2), {}, ConfigError, "zero_optimization.stage: 2, and this run's engine.zero_stage: 3"),
     (
         zero(gradient_clipping=0.5),

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file
 from tests.diffusion.components import COMPONENTS
 from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
-from tests.training.flow_items import FAMILIES, configured, recorded_run, velocity
+from tests.training.flow_items import FAMILIES, configured, losses_alone, opened, recorded_run, velocity
 from tests.training.test_flow_runs import by_steps
-from torch.nn.functional import mse_loss
 
 from ranks import run_ranks
 
@@ -22,29 +21,12 @@ LORA = {"rank": 2, "alpha": 4}
 
 def lora_alone(values, family, steps):
     """Losses, adapters and the model of one process with plain PEFT that sees all examples of each step."""
-    import diffusers
     from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 
-    kind = getattr(diffusers, COMPONENTS[FAMILIES[family][0]].kind)
-    model = kind.from_pretrained(Path(values["model"]["source"]) / "transformer").train()
-    targets = values["lora"]["targets"]
+    model, targets = opened(values, family), values["lora"]["targets"]
     torch.manual_seed(values["train"].get("seed", 42))
     inject_adapter_in_model(LoraConfig(r=2, lora_alpha=4, target_modules=targets), model)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=values["train"]["learning_rate"], weight_decay=0.0)
-    items = torch.load(values["task"]["path"])
-    losses = []
-    for step in steps:
-        loss = 0.0
-        for number, t, eps in step:
-            x = items[number]["latents"]
-            found = velocity(family, model, (1 - t) * x + t * eps, t, items[number])
-            loss = loss + mse_loss(found, eps - x) / len(step)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_alone(model, values, family, steps)
     return losses, get_peft_model_state_dict(model), model
 
 

@@ -313,7 +313,7 @@ def test_trackers_get_what_a_step_is(checkpoints, given, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sections = {
-        "tracking": {"trackers": ["csv", "tensorboard"]},
+        "tracking": {"trackers": ["csv", "tensorboard"], "project": "mine"},
         "checkpoint": {"every": 2},
         "resume": "auto",
     }
@@ -328,7 +328,7 @@ def test_trackers_get_what_a_step_is(checkpoints, given, monkeypatch):
     assert rows[0] == ["step", "key", "value"]
     told = [(int(step), float(value)) for step, key, value in rows[1:] if key == "loss"]
     assert told == list(enumerate(losses(result), start=1))
-    found = EventAccumulator(str(Path(result.directory, "zerostart")))
+    found = EventAccumulator(str(Path(result.directory, "mine")))
     found.Reload()
     assert len(found.Scalars("loss")) == STEPS
 

@@ -80,8 +80,10 @@ def test_what_cannot_be_gone_on_with_is_named(checkpoints, values, tmp_path):
     last = Path(given["output"]["directory"], "checkpoints", "step-00000002")
     Path(given["data"]["source"]).write_text("another text, and another. " * 40)
     shutil.rmtree(tmp_path / "other")
-    (message,) = run_ranks(refused, 1, elsewhere | {"resume": str(last)})
-    assert "was trained on other data" in message
+    elsewhere |= {"resume": str(last), "train": given["train"] | {"seed": 7, "batch_size": 1}}
+    (message,) = run_ranks(refused, 1, elsewhere)
+    assert f"{last} is of another run than this: it was trained on other data" in message
+    assert "; train.seed was 42 and is 7. Put back what it was, or start anew" in message
 
 
 #: What is trained, by how many; where it goes on, by how many; how near the losses are (0.0: the same bits).

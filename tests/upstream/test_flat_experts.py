@@ -11,7 +11,7 @@ import torch
 
 from zerostart.upstream import deepspeed_flat_experts as parts
 from zerostart.upstream.deepspeed import import_deepspeed
-from zerostart.upstream.deepspeed_split_groups import split_optimizer
+from zerostart.upstream.deepspeed_split_groups import Kind, split_groups, split_optimizer
 
 
 def test_marks_that_deepspeed_reads() -> None:
@@ -43,8 +43,8 @@ def test_expert_groups_of_the_optimizer() -> None:
     assert "expert_data_parallel_group if self.has_moe_layers" in configuring
 
 
-def expert_of(parameter: Any) -> str | None:
-    return getattr(parameter, "group_name", None)
+def kind_of(parameter: Any) -> Kind:
+    return Kind(getattr(parameter, "group_name", None), getattr(parameter, "home", None))
 
 
 def mixed(**options: Any) -> tuple[Any, Any, torch.optim.Optimizer]:
@@ -56,7 +56,7 @@ def mixed(**options: Any) -> tuple[Any, Any, torch.optim.Optimizer]:
 def test_a_group_with_both_is_two_in_the_twin() -> None:
     dense, expert, client = mixed(weight_decay=0.1)
     (group,) = client.param_groups
-    twin: Any = split_optimizer(client, expert_of)
+    twin: Any = split_optimizer(client, kind_of)
     first, second = twin.param_groups
     assert first is group
     assert client.param_groups == [group]
@@ -72,16 +72,33 @@ def test_groups_of_one_kind_are_left_as_they_are() -> None:
     dense, expert, _ = mixed()
     client = torch.optim.SGD([{"params": [dense]}, {"params": [expert], "lr": 0.2}], lr=0.1)
     groups = list(client.param_groups)
-    assert split_optimizer(client, expert_of) is client
+    assert split_optimizer(client, kind_of) is client
     assert all(a is b for a, b in zip(client.param_groups, groups, strict=True))
     assert [group.get("name") for group in groups] == [None, "ep_size_2"]
-    assert split_optimizer(torch.optim.SGD([dense], lr=0.1), expert_of).param_groups[0].get("moe") is None
+    assert split_optimizer(torch.optim.SGD([dense], lr=0.1), kind_of).param_groups[0].get("moe") is None
+
+
+def test_groups_of_several_loads_are_split_by_load() -> None:
+    parameters: list[Any] = [torch.nn.Parameter(torch.full((2,), float(n))) for n in range(5)]
+    for parameter, home in zip(parameters, (7, None, 7, 8, 8), strict=True):
+        parameter.home = home
+    parameters[3].group_name = "ep_size_2"
+    client = torch.optim.SGD(parameters, lr=0.1)
+    twin = split_optimizer(client, kind_of)
+    found = [[int(p[0]) for p in group["params"]] for group in twin.param_groups]
+    assert found == [[0, 2], [1], [4], [3]]
+    assert [group.get("moe") for group in twin.param_groups] == [None, None, None, True]
+    (other,) = torch.optim.SGD(parameters, lr=0.1).param_groups
+    made = split_groups([other], kind_of)
+    assert [[int(p[0]) for p in group["params"]] for group in made] == found
+    client.param_groups[0]["lr"] = 0.5
+    assert [group["lr"] for group in twin.param_groups] == [0.5] * 4
 
 
 def test_schedulers_made_before_and_after_reach_both_halves() -> None:
     dense, expert, client = mixed()
     early = torch.optim.lr_scheduler.LambdaLR(client, lambda step: 1 / (1 + step))
-    twin: Any = split_optimizer(client, expert_of)
+    twin: Any = split_optimizer(client, kind_of)
     late = torch.optim.lr_scheduler.LambdaLR(client, lambda step: 1 / (1 + step))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -108,7 +125,7 @@ def test_what_a_step_counts_in_a_group_is_each_halfs_own() -> None:
 
     dense, expert, _ = mixed()
     client = Counting([{"params": [dense, expert], "k": 0}], lr=0.1)
-    twin: Any = split_optimizer(client, expert_of)
+    twin: Any = split_optimizer(client, kind_of)
     groups = list(twin.param_groups)
     for _ in range(3):  # one group at a time, as DeepSpeed has it
         for group in groups:
@@ -121,7 +138,7 @@ def test_what_a_step_counts_in_a_group_is_each_halfs_own() -> None:
 def test_loaded_groups_follow_again() -> None:
     *_, client = mixed()
     scheduler = torch.optim.lr_scheduler.LambdaLR(client, lambda step: 1 / (1 + step))
-    twin: Any = split_optimizer(client, expert_of)
+    twin: Any = split_optimizer(client, kind_of)
     twin.load_state_dict(twin.state_dict())
     twin.step()
     scheduler.step()

@@ -1,9 +1,10 @@
 """A pytest plugin: DeepSpeed's own tests with zerostart's construction under them.
 
-Wherever a test calls ``deepspeed.initialize`` for ZeRO stage 1 or 2, its model is first born again in flat
-buffers by the public way: its state dict, held by rank 0 alone, is the source, and the module itself, its
-parameters on meta, the model of ``zerostart.load``. The module, the parameter groups and the client's
-optimizer then hold the new parameters in the place of the old ones, and the test goes on.
+Wherever a test calls ``deepspeed.initialize`` for one of the stages (ZeRO 1 and 2, or those that the
+environment names), its model is first born again in shards by the public way: its state dict, held by rank 0
+alone, is the source, and the module itself, its parameters on meta, the model of ``zerostart.load``. The
+module, the parameter groups and the client's optimizer then hold the new parameters in the place of the old
+ones, and the test goes on.
 
 DeepSpeed's ``DistributedTest`` runs a test in processes that it pickles the test object for. The object gets
 a passenger that does the same to DeepSpeed in each of them.
@@ -27,6 +28,8 @@ __all__ = ["LOG", "Passenger", "born_again", "install"]
 
 #: Environment variable with the file to which each engine that is made so adds a line.
 LOG = "ZEROSTART_CONSTRUCTIONS"
+#: Environment variable with the digits of the stages.
+STAGES = "ZEROSTART_STAGES"
 #: Modules of DeepSpeed's test tree, which import ``deepspeed.initialize`` by its module.
 _COMMON = "unit.common"
 
@@ -64,7 +67,7 @@ class Passenger:
 
 @functools.cache
 def install() -> None:
-    """Have ``deepspeed.initialize`` go through zerostart for stages 1 and 2."""
+    """Have ``deepspeed.initialize`` go through zerostart for the stages that are asked for."""
     import deepspeed
 
     original = deepspeed.initialize
@@ -75,7 +78,8 @@ def install() -> None:
         given = signature.bind(*args, **kwargs).arguments
         config = given.get("config") or given.get("config_params")
         kept = None
-        if given.get("mpu") is None and _stage(config) in (1, 2) and _plain(given["model"]):
+        served = str(_stage(config)) in os.environ.get(STAGES, "12") and isinstance(config, Mapping)
+        if served and (_sequences(given) > 1 or given.get("mpu") is None) and _plain(given["model"]):
             kept = born_again(given, config)
         engine = original(**given)
         del kept  # fp32 masters are read from it while the engine is made
@@ -93,7 +97,19 @@ def _stage(config: object) -> int:
 def _plain(model: nn.Module) -> bool:
     """Whether it is a model that a checkpoint could hold: whole, alike on all ranks, in memory."""
     parameters = list(model.parameters())
-    return bool(parameters) and not any(hasattr(p, "ds_id") or hasattr(p, "allreduce") for p in parameters)
+    parted = any(hasattr(p, "ds_id") or hasattr(p, "allreduce") for p in parameters)
+    return bool(parameters) and not parted and not getattr(model, "ds_autotp_parsed", False)
+
+
+def _flat(config: Mapping[str, Any]) -> bool:
+    """Whether parameters are whole on every rank, in flat buffers."""
+    return _stage(config) in (1, 2) and not config.get("tensor_parallel")
+
+
+def _sequences(given: Mapping[str, Any]) -> int:
+    """How many ranks share a sequence, as the ``mpu`` of Ulysses says."""
+    size = getattr(given.get("mpu"), "get_sequence_parallel_world_size", None)
+    return 1 if size is None else int(size())
 
 
 def born_again(given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -117,7 +133,8 @@ def born_again(given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, to
         model,
         zero_stage=_stage(config),
         engine_config=config,
-        exchange=os.environ.get("ZEROSTART_EXCHANGE", "1") == "1",
+        sequence_parallel=_sequences(given),
+        exchange=os.environ.get("ZEROSTART_EXCHANGE", "1") == "1" if _flat(config) else None,
         progress=False,
     )
     for module, mode in training.items():

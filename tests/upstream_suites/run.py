@@ -1,8 +1,9 @@
-"""DeepSpeed's own tests of ZeRO stages 1 and 2, stock and with zerostart's construction under them.
+"""DeepSpeed's own tests, stock and with zerostart's construction under them.
 
-    python tests/upstream_suites/run.py PATH-OF-A-DEEPSPEED-CHECKOUT [SUITE ...] [-k EXPRESSION]
+    python tests/upstream_suites/run.py PATH-OF-A-DEEPSPEED-CHECKOUT [SUITE ...] [-k EXPRESSION] [--out FILE]
 
-Of the checkout only ``tests`` is used: the engine is the installed one, so the two should be of one version.
+Those of ZeRO stages 1 and 2, of tensors and sequences that ranks share, and of leaf modules. Of the checkout
+only ``tests`` is used: the engine is the installed one, so the two should be of one version.
 Both runs are compared test by test. Exits 1 where one that passes with stock does not pass with zerostart.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import json
 import os
 import shutil
 import subprocess
@@ -31,6 +33,17 @@ SUITES = {
     "runtime/zero/test_zero_grad_clip.py": "",
     "runtime/zero/test_zero_tensor_fragment.py": "not nvme and not 3-",
 }
+#: Files on what ranks share, and on leaf modules: engines at every stage.
+AXES = {
+    "model_parallelism/test_autotp_training.py": "",
+    "model_parallelism/test_autotp_custom_patterns.py": "",
+    "model_parallelism/test_tp_plan_e2e.py": "",
+    "runtime/zero/test_zero_leaf_module.py": "",
+    "sequence_parallelism/test_ulysses.py": "",
+    "ulysses_alst/test_ulysses_sp_hf.py": "",
+}
+#: The model that some of them ask the hub for.
+HUB_MODEL = "hf-internal-testing/tiny-random-LlamaForCausalLM"
 HERE = Path(__file__).resolve().parent
 #: Longest that one test, and one file, may take, in seconds.
 LIMIT, LONGEST = 300, 3600
@@ -39,21 +52,41 @@ LIMIT, LONGEST = 300, 3600
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a checkout of DeepSpeed, at the installed version")
-    parser.add_argument("suites", nargs="*", default=list(SUITES), help="files under tests/unit")
+    parser.add_argument("suites", nargs="*", default=[*SUITES, *AXES], help="files under tests/unit")
     parser.add_argument("-k", default="", help="pytest's expression, in the place of the suite's own")
+    parser.add_argument("--out", type=Path, help="takes the outcomes of each suite, as JSON")
     arguments = parser.parse_args()
     if not (arguments.checkout / "tests" / "unit" / "common.py").is_file():
         parser.error(f"{arguments.checkout} has no tests/unit/common.py; give a checkout of DeepSpeed")
-    bad = 0
+    bad, outcomes_of = 0, {}
     with tempfile.TemporaryDirectory(prefix="upstream-") as scratch:
         # Apart from the rest of the checkout, whose package would come before the installed one.
         shutil.copytree(arguments.checkout / "tests", Path(scratch, "tests"))
+        make_hub_model(Path(scratch, "hub"))
         for suite in arguments.suites:
             expression = arguments.k or SUITES.get(suite, "")
             stock, _ = outcomes(Path(scratch), suite, expression, ours=False)
             ours, made = outcomes(Path(scratch), suite, expression, ours=True)
             bad += told(suite, stock, ours, made)
+            tests = {name: [stock[name], ours.get(name)] for name in stock}
+            outcomes_of[suite] = {"constructions": made, "stock, zerostart": tests}
+            if arguments.out:
+                arguments.out.write_text(json.dumps(outcomes_of, indent=1) + "\n")
     return 1 if bad else 0
+
+
+def make_hub_model(hub: Path) -> None:
+    """Leave a tiny model of random weights in the hub's cache, under the name that the tests ask for."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    made = hub / f"models--{HUB_MODEL.replace('/', '--')}"
+    sizes = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, max_position_embeddings=64))
+    model.save_pretrained(made / "snapshots" / "0")
+    (made / "refs").mkdir()
+    (made / "refs" / "main").write_text("0")
 
 
 def outcomes(scratch: Path, suite: str, expression: str, ours: bool) -> tuple[dict[str, str], int]:
@@ -70,6 +103,9 @@ def outcomes(scratch: Path, suite: str, expression: str, ours: bool) -> tuple[di
         "DS_DISABLE_REUSE_DIST_ENV": "1",
         "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "torch_extensions")),
         "ZEROSTART_CONSTRUCTIONS": str(log) if ours else "",
+        "ZEROSTART_STAGES": "0123" if suite in AXES else "12",
+        "HF_HUB_CACHE": str(scratch / "hub"),
+        "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(
             [str(HERE.parent), str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
         ),

@@ -13,6 +13,7 @@ from torch import nn
 import zerostart
 
 __all__ = [
+    "APART",
     "CASES",
     "Case",
     "State",
@@ -25,6 +26,8 @@ __all__ = [
     "stock",
 ]
 
+#: Parameters of a module "head", which was added, are groups of their own.
+APART = ", the head apart"
 #: Smaller than that of any model used.
 VOCABULARY = 80
 #: By name, lists of tensors or floats.
@@ -122,6 +125,14 @@ def config_of(case: Case) -> dict[str, Any]:
 
 def grouped(model: nn.Module, how: str) -> list[dict[str, Any]]:
     """Parameter groups of the client's optimizer."""
+    if how.endswith(APART):
+        head = {id(p) for p in model.get_submodule("head").parameters()}
+        groups = grouped(model, how.removesuffix(APART))
+        return [
+            {**group, "params": [p for p in group["params"] if (id(p) in head) == apart]}
+            for group in groups
+            for apart in (False, True)
+        ]
     named = list(model.named_parameters())
     if how == "frozen":
         for _, parameter in named[::3]:

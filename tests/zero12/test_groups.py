@@ -8,6 +8,7 @@ import io
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ def edited(path: Path, case: Case, edit: Edit) -> list[str]:
     """Both routes, with the same done to the model before the engine starts."""
     model = routes.stock(path, case)
     kept = edit(model)
-    wanted = routes.followed(model, case)
+    # What no load made is a group of its own on our route, whatever the client's groups are.
+    apart = replace(case, groups=case.groups + routes.APART) if hasattr(model, "head") else case
+    wanted = routes.followed(model, apart)
     model = routes.ours(path, case)
     kept = edit(model)
     lines = routes.differing(routes.followed(model, case), wanted)

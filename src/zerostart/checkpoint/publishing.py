@@ -4,7 +4,8 @@ What is to be saved is written into a directory beside its place, brought to the
 file written last, and then takes its place in one step of the file system. Until then the place is as it was.
 
 What a killed process leaves is told by its name, ``.NAME.TOKEN.saving`` (or ``.replaced``) beside ``NAME``,
-and by a lock that nobody holds any more; the next save to ``NAME`` removes it.
+and by a lock that nobody holds any more; the next save to ``NAME`` removes it. What is being removed is
+``.NAME.TOKEN.removed``, of which nobody has any use.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from zerostart.checkpoint.durable import sync, sync_directory, write_whole
 from zerostart.checkpoint.replacing import MARKER, MARKERS, Replaced
 from zerostart.errors import WriteError, ZerostartError
 
-__all__ = ["FORMAT", "Staging", "recover", "told"]
+__all__ = ["FORMAT", "Staging", "recover", "remove", "told"]
 
 #: The version of the markers.
 FORMAT = 1
@@ -190,6 +191,18 @@ def recover(path: str | os.PathLike[str]) -> None:
             (new if complete else old).rename(place)
             sync_directory(place.parent)
             return
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, which is gone in one step; a kill on the way leaves what the next call removes.
+
+    Raises OSError.
+    """
+    for leftover in path.parent.iterdir():
+        if re.fullmatch(r"\..+\.[0-9a-f]{12}\.removed", leftover.name):
+            _remove(leftover)
+    gone = path.rename(_beside(path, uuid.uuid4().hex[:12], "removed"))
+    shutil.rmtree(gone)
 
 
 def _has_to_stay(path: Path) -> bool:

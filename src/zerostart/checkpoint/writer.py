@@ -3,10 +3,15 @@
 Files are made at full size under a temporary name, bytes are written at their final offsets in any
 order, and the files take their names at the end: a directory never holds something that looks like a
 whole checkpoint and is not.
+
+What has to be on the disk goes there round the page cache where a local file system lets it: putting bytes
+into new pages of the cache takes a core longer than a fast disk takes for them.
 """
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
 import os
 import re
@@ -17,12 +22,16 @@ from types import TracebackType
 
 from zerostart.checkpoint.durable import begin_writeback, sync_directory, write_whole
 from zerostart.checkpoint.shards import SaveLayout
+from zerostart.checkpoint.storage.direct import PAGE, open_direct, whole_pages
+from zerostart.checkpoint.storage.page_cache import direct_suits, file_system
 from zerostart.errors import CheckpointError, WriteError
 
 __all__ = ["CheckpointWriter"]
 
 #: Bytes of a file after which the disk begins with them, while what follows is written to memory.
 AHEAD = 16 << 20
+#: Bytes from which on a write goes round the page cache: a call waits for the disk each time.
+DIRECT = 256 << 10
 
 
 class CheckpointWriter:
@@ -54,7 +63,8 @@ class CheckpointWriter:
         self.written = 0
         self._token = uuid.uuid4().hex[:12] if token is None else token
         self._durable = durable
-        self._handles: dict[int, int] = {}
+        #: By the file's position and whether it goes round the page cache.
+        self._handles: dict[tuple[int, bool], int] = {}
         self._lock = threading.Lock()
         #: For each file where what was written lately begins and ends, and how much it is.
         self._lately: dict[int, tuple[int, int, int]] = {}
@@ -86,9 +96,8 @@ class CheckpointWriter:
             raise WriteError(f"{self.directory}: cannot be made a directory: {error.strerror}") from error
         try:
             for position, file in enumerate(self.layout.files):
-                handle = self._open(position, os.O_CREAT | os.O_EXCL)
-                self._truncate(handle, position, file.size)
-                self._pwrite(handle, memoryview(file.header), 0, position)
+                self._truncate(self._open(position, os.O_CREAT | os.O_EXCL), position, file.size)
+                self._pwrite(memoryview(file.header), 0, position)
         except BaseException:
             self.discard()
             raise
@@ -114,25 +123,35 @@ class CheckpointWriter:
             raise CheckpointError(
                 f"cannot write {span} bytes at offset {offset} of tensor {name!r}: it {size}"
             )
-        handle = self._handles.get(entry.file)
-        if handle is None:
-            handle = self._open(entry.file, 0)
         place = entry.offset + offset
+        cached = 0
         for row in range(rows):
             begin = row * step
-            self._pwrite(handle, data[begin : begin + length], place + begin, entry.file)
-        self._follow(handle, entry.file, place, span, rows * length)
+            cached += self._put(data[begin : begin + length], place + begin, entry.file)
+        with self._lock:
+            self.written += rows * length
+        self._follow(entry.file, place, span, cached)
+
+    def goes_round(self, nbytes: int) -> bool:
+        """Whether a write of so many bytes goes round the page cache, from memory as :meth:`lead` says."""
+        return self._direct and nbytes >= DIRECT
+
+    def lead(self, name: str, offset: int) -> int:
+        """Where in a page of memory byte ``offset`` of tensor ``name`` has to lie for that."""
+        return (self.layout.tensors[name].offset + offset) % PAGE
 
     def close(self) -> None:
         """Close the files that this process has open, after bringing their bytes to disk if durable.
 
         Raises WriteError where that fails.
         """
+        synced: set[int] = set()
         while self._handles:
-            position, handle = self._handles.popitem()
+            (position, _), handle = self._handles.popitem()
             try:
-                if self._durable:
+                if self._durable and position not in synced:
                     os.fsync(handle)
+                    synced.add(position)
             except OSError as error:
                 raise self._failure(position, error) from error
             finally:
@@ -178,13 +197,26 @@ class CheckpointWriter:
             f"{file}: writing failed: {error.strerror}; nothing was saved, free space and save again"
         )
 
-    def _open(self, position: int, flags: int) -> int:
+    @functools.cached_property
+    def _direct(self) -> bool:
+        """Whether whole pages go round the page cache; set to false where it turns out that they cannot."""
+        return self._durable and direct_suits(file_system(self.directory))
+
+    def _open(self, position: int, flags: int = 0, direct: bool = False) -> int:
+        """A handle of a file; of one that is to go ``direct`` where it cannot, the ordinary one."""
+        kept = self._handles.get((position, direct and self._direct))
+        if kept is not None:
+            return kept
+        path, flags = self._temporary(position), os.O_WRONLY | flags
         try:
-            handle = os.open(self._temporary(position), os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+            handle = open_direct(path, flags) if direct else os.open(path, flags | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise self._failure(position, error) from error
+        if handle is None:
+            self._direct = False
+            return self._open(position)
         # Two threads may open the same file at once; the first one's handle stays.
-        kept = self._handles.setdefault(position, handle)
+        kept = self._handles.setdefault((position, direct), handle)
         if kept != handle:
             os.close(handle)
         return kept
@@ -195,25 +227,41 @@ class CheckpointWriter:
         except OSError as error:
             raise self._failure(position, error) from error
 
-    def _pwrite(self, handle: int, view: memoryview, offset: int, position: int) -> None:
-        try:
-            while (done := os.pwrite(handle, view, offset)) < view.nbytes:
-                # One call writes 2 GiB at most, and less on some file systems.
-                view, offset = view[done:], offset + done
-        except OSError as error:
-            raise self._failure(position, error) from error
+    def _put(self, view: memoryview, offset: int, position: int) -> int:
+        """Write ``view`` at ``offset``, whole pages round the page cache; bytes that went into it."""
+        begin, end = whole_pages(view, offset) if self.goes_round(view.nbytes) else (0, 0)
+        if begin == end:
+            self._pwrite(view, offset, position)
+            return view.nbytes
+        self._pwrite(view[begin:end], offset + begin, position, True)
+        # Pages that other writes have a part of are put together in the cache.
+        self._pwrite(view[:begin], offset, position)
+        self._pwrite(view[end:], offset + end, position)
+        return view.nbytes - (end - begin)
 
-    def _follow(self, handle: int, position: int, offset: int, span: int, count: int) -> None:
-        """Note that ``count`` bytes within a ``span`` were written, and let the disk follow now and then."""
+    def _pwrite(self, view: memoryview, offset: int, position: int, direct: bool = False) -> None:
+        while view.nbytes:
+            handle = self._open(position, direct=direct)
+            try:
+                # One call writes 2 GiB at most, and less on some file systems.
+                done = os.pwrite(handle, view, offset)
+            except OSError as error:
+                if direct and error.errno == errno.EINVAL:  # the device wants larger blocks
+                    self._direct = direct = False
+                    continue
+                raise self._failure(position, error) from error
+            view, offset = view[done:], offset + done
+
+    def _follow(self, position: int, offset: int, span: int, count: int) -> None:
+        """Note ``count`` bytes put into the cache within ``span``, and let the disk follow now and then."""
         with self._lock:
-            self.written += count
             low, high, size = self._lately.pop(position, (offset, offset, 0))
             low, high, size = min(low, offset), max(high, offset + span), size + count
             if size < AHEAD:
                 self._lately[position] = low, high, size
                 return
         if self._durable:
-            begin_writeback(handle, low, high)
+            begin_writeback(self._open(position), low, high)
 
     def _write_index(self, index: Path) -> None:
         text = json.dumps(self.layout.index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

@@ -5,27 +5,18 @@ Also the worker of its own local ranks: ``python -m zerostart.cli.cache CONFIG [
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from zerostart.cli.train import run_config
+from zerostart.cli.train import Config, Overrides, Ranks, run_config
 from zerostart.cli.worker import join_group, leave_group, worker_main
 from zerostart.errors import ConfigError
 
 __all__ = ["command"]
 
 
-def command(
-    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values over those of the file.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Start this many ranks on this machine.")
-    ] = None,
-) -> None:
+def command(config: Config, overrides: Overrides = None, nproc: Ranks = None) -> None:
     """Compute latents and embeddings of the media once, on all ranks, and keep them.
 
     zerostart train then opens no file of an encoder. A run that was killed goes on where it stopped; a cache
@@ -48,7 +39,7 @@ def _run(arguments: list[str]) -> dict[str, Any]:
         )
     join_group()
     world = current_world()
-    items = ensure_cache(config, world, thorough=True)
+    items = ensure_cache(config, world)
     if world.rank == 0:
         typer.echo(f"{len(items)} items in {items.directory}")
     leave_group()

@@ -231,7 +231,7 @@ def show_comparison(
     table = Table(title="forecast and measurement", title_justify="left")
     for heading in ("", "forecast", "measured", "measured / forecast"):
         table.add_column(heading, justify="right" if heading else "left", min_width=8 if heading else None)
-    rows: list[tuple[str, float, float, float, Callable[[float], str]]] = [
+    rows: list[tuple[str, float | None, float | None, float, Callable[[float], str]]] = [
         ("read, all ranks", _sum(forecast, "read_bytes"), _sum(measured, "read_bytes"), 1, _size),
         *(
             (f"{where} peak", _most(forecast, key), _most(measured, key), COMPARED_BYTES, _size)
@@ -247,7 +247,10 @@ def show_comparison(
     ]
     small = False
     for name, told, found, floor, shown in rows:
-        if told or found:
+        if told is None or found is None:
+            shown_as = [shown(value) if value is not None else "unknown" for value in (told, found)]
+            table.add_row(name, *shown_as, "-")
+        elif told or found:
             small |= told < floor
             table.add_row(name, shown(told), shown(found), f"{found / told:.1%}" if told >= floor else "-")
     console.print(table)
@@ -267,5 +270,7 @@ def _sum(ranks: Sequence[Mapping[str, Any]], key: str) -> int:
     return int(sum(rank[key] for rank in ranks))
 
 
-def _most(ranks: Sequence[Mapping[str, Any]], key: str) -> float:
-    return float(max(rank[key] for rank in ranks))
+def _most(ranks: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """The most of any rank; None where one could not tell."""
+    values = [rank[key] for rank in ranks]
+    return None if None in values else float(max(values))

@@ -17,18 +17,16 @@ from zerostart.cli.launch import run_local_ranks
 from zerostart.cli.worker import join_group, leave_group, worker_main
 from zerostart.errors import ConfigError
 
-__all__ = ["command", "run_config"]
+__all__ = ["Config", "Overrides", "Ranks", "command", "run_config"]
+
+Config = Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values over those of the file.")
+]
+Ranks = Annotated[int | None, typer.Option("--nproc", min=1, help="Start this many ranks on this machine.")]
 
 
-def command(
-    config: Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values over those of the file.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Start this many ranks on this machine.")
-    ] = None,
-) -> None:
+def command(config: Config, overrides: Overrides = None, nproc: Ranks = None) -> None:
     """Load a pretrained model in shards, train it, and save it.
 
     Under torchrun or accelerate launch it joins their ranks; elsewhere it starts --nproc of its own

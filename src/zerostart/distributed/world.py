@@ -188,7 +188,9 @@ class World:
         """Inside, ranks make collective calls that are not of this class, and nothing else that may fail.
 
         What may is in ``prepare``, whose result is given; a rank that fails there, or has failed before,
-        meets the others first. Signals are handled afterwards. Raises PeerError where a rank dies inside.
+        meets the others first. Signals are handled afterwards. What fails inside all the same (memory that
+        runs out) is raised at once, here and by whatever phase is around: the others are not to be met, but
+        wait in a call, and raise PeerError when this process ends.
         """
         prepared = None
         failure: BaseException | None = None
@@ -198,11 +200,14 @@ class World:
             failure = error
         with HeldSignals() as signals:
             self.raise_together(failure, during)
+            begun = now()
             try:
                 yield prepared
-            except RuntimeError as error:
-                if isinstance(error, dist.DistError) or "gloo" in str(error):
+            except BaseException as error:
+                if isinstance(error, RuntimeError) and _is_lost(error):
                     raise self._lost(during) from error
+                if self.size > 1 and agreed_since(error, begun) is None:
+                    self._raise(error, report_of(error), None)  # by itself: nobody can be met
                 raise
         signals.deliver()
 
@@ -275,6 +280,11 @@ class World:
             f"{self.size} ranks); its own output, or the system log where memory ran out, tells why. "
             "What was under way is not complete: start all ranks again"
         )
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    """Whether a collective raises it where another rank has gone; gloo has no exception of its own."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _room(length: int, data: bytes) -> torch.Tensor:

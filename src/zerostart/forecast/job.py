@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,12 +19,12 @@ from zerostart.forecast.memory import moments_of
 from zerostart.forecast.moments import peaks
 from zerostart.forecast.optimizers import optimizer_of
 from zerostart.forecast.reads import counts_of, owned_by
-from zerostart.forecast.result import RankForecast, WorldPlan
+from zerostart.forecast.result import Memory, RankForecast, WorldPlan
 from zerostart.forecast.seconds import rates_of, timed
 from zerostart.forecast.shares import held_of
 from zerostart.loading.arguments import ForecastArguments
 from zerostart.models import Origins
-from zerostart.planning import Rates
+from zerostart.planning import Count, Rates
 from zerostart.recipe import Coverage, Recipes
 from zerostart.transfer import Tuning
 
@@ -77,18 +77,7 @@ def foresee(
         subject.coverage,
         engine.name,
         engine.mesh.world_size,
-        [
-            RankForecast(
-                rank=rank,
-                read_bytes=read[twin].nbytes,
-                read_ops=read[twin].reads,
-                device_bytes=on_device[twin],
-                peak_host_bytes=memory[twin]["load"].host_bytes,
-                peak_device_bytes=memory[twin]["load"].device_bytes,
-                memory=memory[twin],
-            )
-            for rank, twin in twins.items()
-        ],
+        [_of_rank(rank, read[twin], on_device[twin], memory[twin]) for rank, twin in twins.items()],
         0.0,
     )
     foreseen = Foreseen(subject.catalog, subject.origins, placed, tuning, rates, not target.accelerator)
@@ -106,6 +95,18 @@ def foresee(
         advice=()
         if all(fit.fits for fit in fits)
         else advice(model, engine, max(staged, default=0), optimizer, limits),
+    )
+
+
+def _of_rank(rank: int, read: Count, device_bytes: int, memory: Mapping[str, Memory]) -> RankForecast:
+    return RankForecast(
+        rank=rank,
+        read_bytes=read.nbytes,
+        read_ops=read.reads,
+        device_bytes=device_bytes,
+        peak_host_bytes=memory["load"].host_bytes,
+        peak_device_bytes=memory["load"].device_bytes,
+        memory=memory,
     )
 
 

@@ -60,6 +60,11 @@ class Active:
         return check_choice(self.engine, self.zero_stage)
 
     @property
+    def whole(self) -> bool:
+        """Whether every rank holds all parameters."""
+        return self.family.of(self.zero_stage, self.config, Mesh(1), None).whole
+
+    @property
     def title(self) -> str:
         """What is active, in words."""
         return titled(self.engine, self.zero_stage)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,17 +18,18 @@ from torch import nn
 
 from zerostart import engines
 from zerostart.distributed.world import current_world
-from zerostart.engines.fsdp2.added import shard_added
 from zerostart.errors import ConfigError
 from zerostart.integrations import diffsynth_resuming, meeting, notices, saving, states, trainer
-from zerostart.integrations.active import Active, find_active, fsdp2_config
+from zerostart.integrations.active import Active, find_active
 from zerostart.integrations.diffsynth import DiffSynthCall, keys_of_torch_file
 from zerostart.integrations.diffsynth_saving import save_trained
 from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.notices import Notice
+from zerostart.integrations.preparing import note_whole, partitioned, sharded
 from zerostart.integrations.pretrained import Call
 from zerostart.integrations.resizing import resize_token_embeddings
-from zerostart.integrations.sharing import Sharing, check_sharing, check_tensors
+from zerostart.integrations.sharing import Sharing
+from zerostart.integrations.starts import Start
 from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.record import loaded_models, record_of
 from zerostart.state.full_tensors import full_tensors
@@ -37,8 +37,7 @@ from zerostart.upstream import accelerate_preparing as accelerate_parts
 from zerostart.upstream import diffsynth_loading as diffsynth_parts
 from zerostart.upstream import diffusers_loading as diffusers_parts
 from zerostart.upstream import transformers_loading as loading_parts
-from zerostart.upstream.accelerate import fsdp2_plugin, join_ranks
-from zerostart.upstream.deepspeed_active import config_stage
+from zerostart.upstream.accelerate import join_ranks
 from zerostart.upstream.deepspeed_saving import Consolidation
 from zerostart.upstream.deepspeed_stage3 import watch
 from zerostart.upstream.saving_calls import SavingCalls
@@ -46,14 +45,10 @@ from zerostart.upstream.transformers_distributed import Noting
 
 __all__ = ["disable", "enable", "enabled", "serve_saving"]
 
-#: Settings of FSDP2 that the parameters of a model have, and which cannot be left to the engine's default.
-POLICIES = ("mp_policy", "offload_policy")
 #: The kind of call that serves one library's loading.
 Chosen = TypeVar("Chosen", bound=Call)
 #: Settings that are in force, the innermost last.
 _stack: list[EnabledArguments] = []
-#: Models that every rank read whole while zerostart was enabled, for no sharding was set up then.
-_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def enable(settings: EnabledArguments) -> None:
@@ -110,7 +105,7 @@ def _choose(served: type[Chosen], kind: type, arguments: dict[str, Any]) -> Chos
             raise ConfigError(
                 f"expert_parallel={settings.expert_parallel}, tensor_parallel={settings.tensor_parallel} and "
                 f"sequence_parallel={settings.sequence_parallel} are asked for, but no engine is set up when "
-                f"{kind.__name__}.from_pretrained is called; start the script with a DeepSpeed ZeRO-3 or "
+                f"{kind.__name__}.{served.function} is called; start the script with a DeepSpeed ZeRO-3 or "
                 "FSDP2 configuration, make TrainingArguments or the Accelerator before the model, or name it "
                 "in enabled(engine=...)"
             )
@@ -150,15 +145,25 @@ def _hold(model: nn.Module, setup: str) -> None:
     notices.tell(Notice(type(model).__name__, how))
 
 
+def _note(model: nn.Module, setup: str) -> None:
+    """Serve the later calls of a model of transformers or diffusers, too."""
+    _hold(model, setup)
+    record = record_of(model)
+    if record.engine.wraps and record.parallelism.mesh.parallel:
+        _consolidation.hold(model)
+
+
+def _note_resizing(model: nn.Module) -> None:
+    if record_of(model).engine.units:
+        loading_parts.resize_by(model, functools.partial(resize_token_embeddings, model))
+
+
 class _Noting(Call):
     """A call that leaves a note of what the model was loaded for."""
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
-        _hold(model, self.setup)
-        record = record_of(model)
-        if record.engine.wraps and record.parallelism.mesh.parallel:
-            _consolidation.hold(model)
+        _note(model, self.setup)
         return found
 
 
@@ -167,17 +172,27 @@ class _Watched(_Noting):
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
-        if record_of(model).engine.units:
-            loading_parts.resize_by(model, functools.partial(resize_token_embeddings, model))
+        _note_resizing(model)
         return found
+
+
+class _WatchedStart(Start):
+    """Of transformers, without a checkpoint."""
+
+    def start(self, make: Callable[[], Any]) -> Any:
+        model = super().start(make)
+        _note(model, self.setup)
+        _note_resizing(model)
+        return model
 
 
 class _WatchedDiffSynth(DiffSynthCall):
     """Of DiffSynth."""
 
-    def made(self) -> Any:
-        model = super().made()
-        _hold(model, self.setup)
+    def made(self, original: Any) -> Any:
+        model = super().made(original)
+        if not self.own:
+            _hold(model, self.setup)
         return model
 
 
@@ -214,88 +229,11 @@ def _whole_of_flat(model: nn.Module) -> Any:
     return _whole_state(model, False) if flat else NotImplemented
 
 
-def _sharded(model: nn.Module) -> bool:
-    """Whether accelerate's FSDP2 preparation is to leave ``model`` as it is.
-
-    Raises ConfigError where it was loaded for other settings than accelerate has now.
-    """
-    _refuse_whole(model, "fsdp2")
-    inner = next(loaded_models(model), None)
-    if inner is None:
-        return False
-    engine = record_of(inner).engine
-    tensor_parallel = engine.mesh.tensor_parallel
-    if tensor_parallel > 1:
-        raise ConfigError(
-            f"{type(inner).__name__} was loaded with tensor_parallel={tensor_parallel}, whose ranks must see "
-            "one batch, and accelerate gives each rank a batch of its own; use tensor_parallel=1, or a loop "
-            "of your own"
-        )
-    check_sharing(inner)
-    plugin = fsdp2_plugin()
-    if engine.wraps or plugin is None:
-        raise ConfigError(
-            f"{type(inner).__name__} was loaded for {engine.title}, and accelerate prepares it for FSDP2"
-        )
-    if engine.whole:
-        raise ConfigError(
-            f"{type(inner).__name__} was loaded with zero_stage=0, whole on every rank, and accelerate "
-            "prepares it for FSDP2; leave zero_stage out, or use DistributedDataParallel"
-        )
-    wanted = fsdp2_config(plugin, type(inner))
-    # What the caller's own engine_config leaves open is no contradiction.
-    given = dict(engine.config or {})
-    chosen = {**wanted, **{key: given.get(key) for key in POLICIES}, **given}
-    compared = ("reshard_after_forward", *POLICIES)
-    differing = [key for key in compared if wanted.get(key) != chosen.get(key)]
-    if differing:
-        raise ConfigError(
-            f"{type(inner).__name__} was loaded with other FSDP2 settings than accelerate has now "
-            f"({', '.join(differing)}); make the Accelerator or TrainingArguments before the model, or pass "
-            "zerostart.enabled(engine='fsdp2', engine_config=...) what they will have"
-        )
-    policies = {key: wanted[key] for key in POLICIES if key in wanted}
-    shard_added(model, policies, plugin.mixed_precision != "no")
-    return True
-
-
-def _partitioned(accelerator: Any, model: nn.Module) -> None:
-    """Raise ConfigError for a model that was not loaded for the stage that accelerate has."""
-    plugin = accelerator.state.deepspeed_plugin
-    inner = next(loaded_models(model), None)
-    if inner is not None:
-        check_sharing(inner)
-        check_tensors(inner, plugin.deepspeed_config)
-    if plugin.hf_ds_config.is_zero3():
-        if plugin.zero3_init_flag:
-            _refuse_whole(model, "deepspeed")
-        return
-    engine = None if inner is None else record_of(inner).engine
-    if engine is not None and not (engine.wraps and engine.whole):
-        raise ConfigError(
-            f"{type(inner).__name__} was loaded for {engine.title}, and accelerate prepares it "
-            f"for DeepSpeed ZeRO-{config_stage(plugin.deepspeed_config)}; make the Accelerator or "
-            "TrainingArguments before the model"
-        )
-
-
-def _refuse_whole(model: nn.Module, engine: str) -> None:
-    """Raise ConfigError for a model that every rank read whole, though zerostart was enabled."""
-    for module in model.modules():
-        if module in _whole:
-            title = engines.titled(engine, 3)
-            raise ConfigError(
-                f"every rank has read {type(module).__name__} whole, since {title} was not yet set up when "
-                "from_pretrained was called; make TrainingArguments or the Accelerator before the model, or "
-                f"name the engine: zerostart.enable(engine={engine!r})"
-            )
-
-
 def _left(model: nn.Module) -> None:
     """Note a model that transformers loaded by itself while ranks were there to share it."""
     notices.tell(Notice(type(model).__name__, None))
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
-        _whole.add(model)
+        note_whole(model)
         _accelerate.hold(model)
 
 
@@ -310,10 +248,12 @@ def _wait_for_everyone(original: Any, **call: Any) -> Any:
     return original()
 
 
-_transformers = loading_parts.Override(functools.partial(_choose, _Watched), _left)
+_transformers = loading_parts.Override(
+    functools.partial(_choose, _Watched), functools.partial(_choose, _WatchedStart), _left
+)
 _diffusers = diffusers_parts.Override(functools.partial(_choose, _WatchedDiffusion), _left)
 _diffsynth = diffsynth_parts.Override(functools.partial(_choose, _WatchedDiffSynth), _left, _keys_of)
-_accelerate = accelerate_parts.Override(_sharded, _partitioned, _whole_of_flat)
+_accelerate = accelerate_parts.Override(sharded, partitioned, _whole_of_flat)
 _consolidation = Consolidation(_whole_state)
 _SAVE_PRETRAINED = {
     "PreTrainedModel.save_pretrained": saving.save_pretrained,

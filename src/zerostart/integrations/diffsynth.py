@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from zerostart import engines
 from zerostart.checkpoint.formats.torch_zip import read_torch_file
 from zerostart.checkpoint.source import Files
 from zerostart.errors import ConfigError
@@ -29,18 +30,36 @@ class DiffSynthCall(Call):
     """
 
     refused: Mapping[str, str] = {
-        "module_map": "it moves whole weights between devices, and those of a shard are on other ranks (it "
-        "comes from a ModelConfig with offload_dtype and offload_device)",
-        "quantize": "weights are sharded as they train, and quantised ones are not trained",
+        "module_map": "it moves whole weights between devices and dtypes, and those of a shard are on other "
+        "ranks (it comes from --fp8_models, or from a ModelConfig with offload_dtype and offload_device; "
+        "ZeRO-2 takes it, and offload_device='disk' is taken everywhere)",
+        "quantize": "quantised weights are whole on every rank, as ZeRO-2 has them",
     }
     function = "load_model"
 
-    def made(self) -> nn.Module:
-        """Build and load, collectively.
+    @property
+    def own(self) -> bool:
+        """Whether weights are kept in DiffSynth's way: whole on every rank as here, or on disk alone."""
+        given = self.arguments
+        if given["module_map"] is None and given["quantize"] is None:
+            return False
+        nothing_held = given["quantize"] is None and given["vram_config"]["offload_device"] == "disk"
+        return self._active.whole or nothing_held
+
+    def check(self) -> None:
+        """As ``Call.check``, where weights are to be in shards."""
+        if not self.own:
+            super().check()
+
+    def made(self, original: Callable[[], nn.Module]) -> nn.Module:
+        """Build and load, collectively; ``original`` does where weights are kept in DiffSynth's own way.
 
         Raises ConfigError for arguments that cannot be honoured, CoverageError for weights that are missing
         or too much, and what ``zerostart.load`` raises besides.
         """
+        if self.own:
+            with engines.contexts_aside():
+                return original()
         given, active = self.arguments, self._active
         asked: torch.dtype | None = given["torch_dtype"]
         # DeepSpeed trains what it gets; accelerate's FSDP2 fp32 copies, wherever the precision is mixed.

@@ -2,7 +2,8 @@
 
 The verbs of the front door spell them out in their signatures, which ``tests/contract`` holds equal to these
 fields; all else goes by the fields: what a verb hands on, the options of the command line, the defaults of a
-training configuration. What the arguments mean is told in the documentation of the verbs.
+training configuration. What the arguments mean is told here; ``documented`` puts it into what ``help`` and
+the reference show of the verbs.
 
 Imports nothing that is heavy, for the command line.
 """
@@ -10,6 +11,9 @@ Imports nothing that is heavy, for the command line.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -28,9 +32,19 @@ if TYPE_CHECKING:
         Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | Sequence[object] | None
     )
 
-__all__ = ["EnabledArguments", "ForecastArguments", "LoadArguments", "Option", "keys", "options", "taken"]
+__all__ = [
+    "EnabledArguments",
+    "ForecastArguments",
+    "LoadArguments",
+    "Option",
+    "documented",
+    "keys",
+    "options",
+    "taken",
+]
 
 Value = TypeVar("Value")
+Verb = TypeVar("Verb", bound="Callable[..., object]")
 Fields = TypeVar("Fields")
 
 
@@ -60,7 +74,14 @@ def _argument(
 
 @dataclass(frozen=True, kw_only=True)
 class EnabledArguments:
-    """The arguments of ``zerostart.enabled``, as documented there."""
+    """The arguments of ``zerostart.enabled``.
+
+    Attributes:
+        engine: None for the active configuration's, ``"deepspeed"`` or ``"fsdp2"``.
+        engine_config: with ``engine``, as in ``load``, in the place of the active configuration's.
+        zero_stage: with ``engine``, as in ``load``; None for the configuration's own, or 3.
+        expert_parallel: as in ``load``, and so are the arguments that follow.
+    """
 
     engine: str | None = _argument(
         None, Option("deepspeed or fsdp2; default: what the script is set up for.")
@@ -87,7 +108,57 @@ class EnabledArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadArguments(EnabledArguments):
-    """The arguments of ``zerostart.load``, as documented there."""
+    """The arguments of ``zerostart.load``.
+
+    Attributes:
+        source: a directory, a ``.safetensors`` file, a file of ``torch.save`` (weights are read as data, no
+            code in it is run), a directory that DeepSpeed, ``torch.distributed.checkpoint`` or accelerate
+            saved while training, a hub id in the local cache, a URL of a registered storage, or a mapping of
+            name to tensor. Of a diffusers pipeline it is the component of the class of ``model``. A URL and
+            a mapping need ``model``; a mapping is held by every rank or, with the others passing None, by
+            one, and must not change during the load. None on every rank: there is no checkpoint, see
+            ``docs/starting.md``.
+        model: a module on the meta device, a class, or a callable that builds one; without it, the class that
+            the checkpoint's configuration names. Without a source a configuration too, initialised as the
+            unsharded model from the same seed; or a module with values, which is sharded itself, rank 0's
+            values where ranks differ.
+        engine: ``"deepspeed"`` or ``"fsdp2"``.
+        zero_stage: 3 shards parameters. At 1 and 2 on DeepSpeed, and at 0, they are whole on every rank:
+            views into a flat buffer, which DeepSpeed's optimizer takes as its own, in the dtype to which
+            DeepSpeed casts them; 0 on FSDP2 is for DistributedDataParallel. At 1 and 2 FSDP2 shards them at
+            rest, and gathers them less often. See ``docs/zero12.md``.
+        engine_config: for DeepSpeed its configuration; for FSDP2 keyword arguments of ``fully_shard``
+            (``mesh``, ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy``, ``offload_policy``),
+            ``replicate``, the number of replicas (HSDP), and ``wrap``, the units: classes, their names, or
+            names of modules such as ``model.layers.*``. For both, ``ep_plan`` and ``tp_plan`` in the place of
+            the plans that the model declares. See ``docs/placements.md``.
+        expert_parallel: ranks that share the experts of a mixture: each holds its own alone, and tokens
+            travel to them. Divides the number of ranks; 1 or more, with ``tensor_parallel=1``.
+        tensor_parallel: ranks that share tensors and see one batch: by the model's tensor-parallel plan, or
+            on DeepSpeed as its section ``tensor_parallel`` says, whose ``autotp_size`` counts where this is
+            1. Divides the number of ranks. See ``docs/parallelism.md``.
+        sequence_parallel: ranks that share each sequence of a batch: attention heads travel between them
+            (DeepSpeed's Ulysses, stages 1 to 3) or keys and values do (context parallelism, FSDP2). It cuts
+            no parameter. Divides the number of ranks; see ``docs/parallelism.md``.
+        dtype: floating dtype of the model; None keeps the checkpoint's own (its configuration's, else the
+            stored one), or the one that ``engine_config`` asks for.
+        converter: None for the conversions that transformers or diffusers registers for the model, a callable
+            from state dict to state dict, or a list of transformers conversions.
+        memory_limit: most bytes of staging buffers on this rank.
+        chunk_size: most bytes of one read.
+        strict: raise on missing, unexpected and mismatched tensors before weights are read; if False,
+            initialise what is missing, ignore what is unexpected, and still raise on a mismatch.
+        progress: show a progress bar on rank 0 where a terminal is attached.
+        fp32_masters: where parameters hold less than the checkpoint stores (bf16 from fp32), have fp32 master
+            weights start from the stored values and not from their rounding. With DeepSpeed the masters are
+            read when ``deepspeed.initialize`` makes them, so that the source must still be there, unchanged
+            (a mapping too, which is not kept alive for it). With FSDP2 and an ``mp_policy`` that computes in
+            ``dtype``, the sharded parameters are the masters, and are held in fp32.
+        exchange: whether bytes that several ranks want (replicas, columns of one matrix, at stages 1 and 2
+            all) are read by one of them and sent to the others. None takes what is estimated to be faster,
+            which the report tells; at stages 1 and 2 an exchange on accelerators, and reading on the CPU,
+            where a message costs more than the page cache.
+    """
 
     source: Source = field(kw_only=False, metadata={"key": "model.source"})
     model: ModelLike = None
@@ -111,7 +182,19 @@ class LoadArguments(EnabledArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastArguments:
-    """The arguments of a forecast beside those of a load; see ``zerostart.plan``."""
+    """The arguments of a forecast beside those of a load; see ``zerostart.plan``.
+
+    Attributes:
+        device_memory: bytes of one accelerator; given, ranks compute on accelerators wherever the plan is
+            made. Without it and ``host_memory``, the limits of a job of up to eight ranks are this machine's.
+        host_memory: bytes of one machine, which up to eight ranks share.
+        storage_rate: bytes a second that one machine gets from its disk or over its link to storage; None:
+            2 GB/s, or no limit for a checkpoint that is in the page cache.
+        interconnect_rate: bytes a second that one rank sends or receives; None: 1 GB/s.
+        optimizer: ``"adamw"``, ``"adam"``, ``"momentum"`` and ``"sgd"`` are torch's,
+            ``"fused_adamw"`` is one in fused kernels; None: the one that a DeepSpeed configuration names,
+            else AdamW.
+    """
 
     device_memory: int | None = _argument(
         None,
@@ -132,6 +215,23 @@ class ForecastArguments:
     optimizer: str | None = _argument(
         None, Option("adamw, fused_adamw, adam, momentum or sgd; default: as configured, else adamw.")
     )
+
+
+def documented(kind: type) -> Callable[[Verb], Verb]:
+    """Decorator: what ``kind`` says of its fields, in the place of a line ``Kind: ...`` of the docstring."""
+
+    def complete(verb: Verb) -> Verb:
+        if verb.__doc__ is not None and kind.__doc__ is not None:  # not there under -OO
+            told = textwrap.dedent(inspect.cleandoc(kind.__doc__).partition("Attributes:\n")[2])
+            verb.__doc__ = re.sub(
+                rf"^( *){kind.__name__}: .*$",
+                lambda line: textwrap.indent(told, line[1]),
+                verb.__doc__,
+                flags=re.MULTILINE,
+            )
+        return verb
+
+    return complete
 
 
 def options(*kinds: type) -> Iterator[tuple[str, Any, Option]]:

@@ -74,10 +74,16 @@ def report_of(model: nn.Module) -> Report:
         if isinstance(getattr(first, field.name), tuple)
     }
     every = [report for _, report in reports]
-    sums = {name: sum(getattr(report, name) for report in every) for name in _SUMMED}
+    sums = {name: _sum([getattr(report, name) for report in every]) for name in _SUMMED}
     shared = {name: _common(getattr(report, name) for report in every) for name in _SHARED}
     phases = {key: sum(report.phases[key] for report in every) for key in first.phases}
     return replace(first, **joined, **sums, **shared, phases=phases)  # type: ignore[arg-type]
+
+
+def _sum(values: list[int | None]) -> int | None:
+    """The sum; None where one of them is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def _common(values: Iterable[object]) -> object:

@@ -42,7 +42,8 @@ class Report:
     ``dequantised`` is the method with which the checkpoint is quantised, for they were dequantised then.
     ``phases`` are seconds (``plan, build, read, total``);
     ``read_bytes`` were read by this rank, for others too, and ``exchanged_bytes`` came from other ranks;
-    peaks are bytes above the level before the load, the final shards included, host memory anonymous.
+    peaks are bytes above the level before the load, the final shards included, host memory anonymous; that of
+    the device is None where its allocator counts nothing.
     ``reading`` says in words how the bytes were read. ``tier`` says where parameters that are whole on every
     rank lie.
     """
@@ -63,7 +64,7 @@ class Report:
     exchanged_bytes: int = 0
     reading: str = ""
     peak_host_bytes: int = 0
-    peak_device_bytes: int = 0
+    peak_device_bytes: int | None = 0
     rank: int = 0
     world_size: int = 1
     engine: str = ""
@@ -78,8 +79,7 @@ class Report:
             + (f" and got {_size(self.exchanged_bytes)} from other ranks" if self.exchanged_bytes else "")
             + self._rate()
             + (f" ({self.reading})" if self.reading else ""),
-            f"  peak memory: {_size(self.peak_host_bytes)} on the host"
-            + (f", {_size(self.peak_device_bytes)} on the device" if self.peak_device_bytes else ""),
+            f"  peak memory: {_size(self.peak_host_bytes)} on the host" + self._on_the_device(),
         ]
         lines += [f"  whole parameters {self.tier}"] if self.tier is not None else []
         if self.dequantised:
@@ -99,6 +99,11 @@ class Report:
         if self.computed_whole:
             lines += _named("computed from whole tensors, in memory that no limit holds", self.computed_whole)
         return "\n".join(lines)
+
+    def _on_the_device(self) -> str:
+        if self.peak_device_bytes is None:
+            return ", unknown on the device"
+        return f", {_size(self.peak_device_bytes)} on the device" if self.peak_device_bytes else ""
 
     def _rate(self) -> str:
         seconds = self.phases.get("read", 0.0)

@@ -29,7 +29,7 @@ __all__ = ["build_fresh", "fresh_origins", "import_model"]
 
 def import_model(model: Any) -> None:
     """Import what building ``model`` needs, as far as that is known. Raises as ``build_fresh`` does."""
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, (nn.Module, Built)):
         maker_of(model, None)
 
 
@@ -37,8 +37,11 @@ def build_fresh(model: Any, asked: torch.dtype | None, dtype: torch.dtype | None
     """Build ``model``, a configuration, class or callable, as it initialises itself; or a module on meta.
 
     ``asked`` is torch's default dtype meanwhile, None: the configuration's, else as it is. ``dtype`` is in
-    the end that of the model as a whole, None: as built. Raises BuildError or ConfigError.
+    the end that of the model as a whole, None: as built. One that is ``Built`` already is left as it is.
+    Raises BuildError or ConfigError.
     """
+    if isinstance(model, Built):
+        return model
     if isinstance(model, nn.Module):
         return Built(model, OperatorLog(), dtype, False, library_of(model))
     make, own = maker_of(model, asked)

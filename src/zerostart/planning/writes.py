@@ -2,8 +2,9 @@
 
 The copies that fill a rank's share of a parameter from a checkpoint, taken the other way, are what the share
 contributes to the tensors of a checkpoint. Each tensor is divided into windows of equal size, the same on
-every rank; what a rank has in one window is one write, put together in memory where it lies in several places
-or in another order, and whatever of the window belongs to other ranks is left out.
+every rank, the first of them shorter, so that the others begin with a page of the file. What a rank has in
+one window is one write, put together in memory where it lies in several places or in another order, and
+whatever of the window belongs to other ranks is left out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from zerostart.checkpoint.shards import SaveLayout
+from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.geometry import Copy, Loop
 from zerostart.layout import Layout
 from zerostart.planning.join import pull_back
@@ -128,6 +130,7 @@ def plan_writes(
     origins: list[Origin] = []
     windows: dict[tuple[str, int], list[Part]] = {}
     kinds: dict[str, torch.dtype] = {}
+    leads: dict[str, int] = {}
     for recipe, share, origin in outgoing:
         number = len(origins)
         origins.append(origin)
@@ -135,13 +138,14 @@ def plan_writes(
             name = str(copy.source)
             if name not in kinds:
                 kinds[name] = torch_dtype(layout.tensors[name].dtype, name)
+                leads[name] = layout.tensors[name].offset % PAGE // kinds[name].itemsize
             dtype = kinds[name]
             size = max(1, chunk_size // dtype.itemsize)
             direct = origin.direct and origin.dtype == dtype
-            for window, part in _parts(copy, dtype, size, number, direct):
+            for window, part in _parts(copy, dtype, size, leads[name], number, direct):
                 windows.setdefault((name, window), []).append(part)
     writes = [
-        _write(name, kinds[name], window * max(1, chunk_size // kinds[name].itemsize), parts)
+        _write(name, kinds[name], window * max(1, chunk_size // kinds[name].itemsize) - leads[name], parts)
         for (name, window), parts in windows.items()
     ]
     # In the order of the files, so that each is written from its beginning to its end.
@@ -164,10 +168,13 @@ def own_part(layout: Layout, held: tuple[int, int], nbytes: int, turn: int) -> L
 
 
 def _parts(
-    copy: Copy, dtype: torch.dtype, size: int, number: int, direct: bool
+    copy: Copy, dtype: torch.dtype, size: int, lead: int, number: int, direct: bool
 ) -> Iterator[tuple[int, Part]]:
-    """A copy in windows of ``size`` elements of its tensor; ``at`` is the place in the window."""
-    for start, to, loops in _windows(copy.start, copy.to, copy.loops, size):
+    """A copy in windows of ``size`` elements, of which the tensor's first has ``lead`` before the tensor.
+
+    ``at`` is the place in the window.
+    """
+    for start, to, loops in _windows(copy.start + lead, copy.to, copy.loops, size):
         window, at = divmod(start, size)
         run = not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
         yield window, Part(at * dtype.itemsize, dtype, number, to, loops, direct and run)

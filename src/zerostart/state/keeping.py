@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zerostart.checkpoint.publishing import remove
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.training_state import MARKER, SAVED_AT
@@ -38,7 +38,7 @@ def prune(
 
     One rank calls it, after a save. ``score`` says how good a checkpoint is, from its ``extra`` as it is in
     the document (more is better). ``keep=None`` keeps all. What is incomplete, or no training checkpoint, is
-    left alone. A checkpoint loses its marker first, so that a kill leaves none that looks whole.
+    left alone. A checkpoint is gone in one step; what a kill has left of one goes with the next.
     Raises ConfigError for numbers that keep nothing, WriteError where removing fails.
     """
     if keep is None:
@@ -53,8 +53,7 @@ def prune(
     removed = [path for path in found if path not in kept]
     for path in removed:
         try:
-            (path / MARKER).unlink()
-            shutil.rmtree(path)
+            remove(path)
         except OSError as error:
             raise WriteError(f"{path}: cannot be removed: {error}") from error
     return removed

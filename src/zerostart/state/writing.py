@@ -24,7 +24,7 @@ from zerostart.layout import Layout
 from zerostart.planning.writes import GRAIN, Origin, WritePlan, own_part, plan_writes
 from zerostart.recipe import Recipe, Target
 from zerostart.transfer.tuning import MIN_CHUNK
-from zerostart.transfer.writing import Change, Source, write_out
+from zerostart.transfer.writing import SLACK, Change, Source, write_out
 
 __all__ = ["Entry", "Outgoing", "Written", "plain", "planned", "write_tensors"]
 
@@ -148,7 +148,8 @@ def _tuned(memory_limit: int | None) -> tuple[int, int]:
     """Bytes of a chunk, and threads."""
     if memory_limit is not None and (type(memory_limit) is not int or memory_limit < MIN_CHUNK):
         raise ConfigError(f"memory_limit={memory_limit!r} must be a number of bytes, at least {MIN_CHUNK}")
-    limit = THREADS * (CHUNK + ROOM) if memory_limit is None else memory_limit
-    threads = min(THREADS, max(2, int(cores()) // local_ranks()), max(1, limit // (MIN_CHUNK + ROOM)))
-    chunk = min(CHUNK, max(MIN_CHUNK, limit // threads - ROOM))
+    beside = ROOM + SLACK
+    limit = THREADS * (CHUNK + beside) if memory_limit is None else memory_limit
+    threads = min(THREADS, max(2, int(cores()) // local_ranks()), max(1, limit // (MIN_CHUNK + beside)))
+    chunk = min(CHUNK, max(MIN_CHUNK, limit // threads - beside))
     return chunk - chunk % 4096, threads

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.training.cache_config import CacheConfig
-from zerostart.training.cache_facts import Facts, differences, facts_of_encoders, facts_of_media
+from zerostart.training.cache_facts import Facts, differences, facts_of_media
 from zerostart.training.cached import FOLDER, CachedItems, read_manifest
+from zerostart.training.encoder_files import encoder_files
 
 if TYPE_CHECKING:
     from zerostart.training.config import TrainConfig
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["ensure_cache"]
 
 
-def ensure_cache(config: TrainConfig, world: World, thorough: bool = False) -> CachedItems:
+def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
     """The items that ``config`` asks for, encoded; collective, and the same on every rank.
 
-    A cache that is there and fits is opened, and no file of an encoder is; of those only names and lengths
-    are compared, unless ``thorough``. Where there is none the encoders are loaded, what ``media`` names
-    goes through them, and they are let go before this returns. Raises ConfigError, on every rank, for a
+    A cache that is there and fits is opened, and no file of an encoder is that has not changed since it was
+    compared. Where there is none the encoders are loaded, what ``media`` names goes through them, and they
+    are let go before this returns. Raises ConfigError, on every rank, for a
     cache that was made of other data, with other encoders or by other settings, saying which, and what the
     reading of media and encoders raises.
     """
@@ -39,14 +40,17 @@ def ensure_cache(config: TrainConfig, world: World, thorough: bool = False) -> C
         repeats = 1 if config.media is None else config.media.repeats
         if document is None:
             _check_place(place, media)
+        files = encoder_files(source, place, world)
+        described = None if media is None else facts_of_media(media)
+        facts = Facts(described, None if files is None else files.facts(), settings)
+        if document is None:
             assert media is not None, "it was checked"
-            facts = Facts(facts_of_media(media), facts_of_encoders(source, world, thorough=True), settings)
             _make(place, media, facts, source, texts, world)
-        else:
-            _check_fits(place, document["cache"], settings, media, source, world, thorough)
+        if files is not None and world.rank == 0:
+            files.remember(place)
+        if document is not None:
+            _check_fits(place, document["cache"], facts)
             if missing := [text for text in texts if text not in document["cache"]["prompts"]]:
-                if not thorough:  # texts and items by the same encoders: their files are opened now anyway
-                    _check_fits(place, document["cache"], settings, None, source, world, True)
                 _add_texts(place, missing, settings, source, world)
         return CachedItems(place, repeats)
 
@@ -90,21 +94,8 @@ def _check_place(place: Path, media: MediaItems | None) -> None:
         )
 
 
-def _check_fits(
-    place: Path,
-    made: dict[str, Any],
-    settings: CacheConfig,
-    media: MediaItems | None,
-    source: str,
-    world: World,
-    thorough: bool,
-) -> None:
+def _check_fits(place: Path, made: dict[str, Any], now: Facts) -> None:
     """Raise ConfigError for a cache that is not what is asked for now."""
-    now = Facts(
-        None if media is None else facts_of_media(media),
-        facts_of_encoders(source, world, thorough),
-        settings,
-    )
     if found := differences(made["facts"], now.document()):
         raise ConfigError(
             f"the cache {place} is not of what is asked for now: {'; '.join(found)}. Remove it to have "

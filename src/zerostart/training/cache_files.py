@@ -10,8 +10,6 @@ size of the first one alone, so that files are the same bytes however many ranks
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -30,7 +28,7 @@ from zerostart.checkpoint.replacing import MARKER
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World
-from zerostart.errors import WriteError, ZerostartError
+from zerostart.errors import ZerostartError
 from zerostart.state.publishing import Publication, publishing
 from zerostart.training.cached import (
     INDEX_FILE,
@@ -42,6 +40,7 @@ from zerostart.training.cached import (
     items_file,
     text_key,
 )
+from zerostart.training.locks import hold
 
 __all__ = ["Draft", "drafted", "items_of_a_file", "publish", "publish_prompts"]
 
@@ -195,25 +194,11 @@ def _lock(stack: contextlib.ExitStack, place: Path, wait: bool = False) -> None:
 
     Raises WriteError where one does, unless its end is to be waited for.
     """
-    path = _beside(place, "lock")
-    while True:
-        handle = path.open("ab")
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                handle.close()
-                raise WriteError(
-                    f"another process is making the cache {place}, or adding texts to it: start again when "
-                    "it has ended, or name another cache.directory"
-                ) from error
-            # A file system without locks: two at a time are not told of.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(handle.fileno())):
-                break
-        handle.close()  # the one before has removed it meanwhile
-    stack.enter_context(handle)
-    stack.callback(path.unlink, missing_ok=True)
+    refusal = (
+        f"another process is making the cache {place}, or adding texts to it: start again when it has ended, "
+        "or name another cache.directory"
+    )
+    hold(stack, _beside(place, "lock"), refusal, wait)
 
 
 def publish(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,14 +22,13 @@ from zerostart.state.resuming import load_state
 from zerostart.state.training_state import MARKER
 from zerostart.state.values import decoded
 from zerostart.training.config import CheckpointConfig, TrainConfig
+from zerostart.training.course import DATA, departures
+from zerostart.training.place import FOLDER
 from zerostart.training.session import Session
 
-__all__ = ["FOLDER", "METRICS", "Checkpoints", "Past", "begun_before", "newest"]
+__all__ = ["Checkpoints", "Past", "newest"]
 
 logger = logging.getLogger("zerostart")
-
-#: In the output directory: the checkpoints, and what a run writes first.
-FOLDER, METRICS = "checkpoints", "metrics.jsonl"
 
 
 @dataclass
@@ -47,11 +46,6 @@ class Past:
         if self.steps == 1:
             self.first_loss = loss
         self.last_loss = loss
-
-
-def begun_before(config: TrainConfig, directory: Path) -> bool:
-    """Whether ``directory`` is that of a run which this one is to go on with."""
-    return config.resume == "auto" and (directory / METRICS).is_file()
 
 
 def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
@@ -76,12 +70,14 @@ def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
 class Checkpoints:
     """Saves a session every so many steps, and brings one to where a checkpoint was saved."""
 
-    def __init__(self, config: CheckpointConfig, directory: Path, session: Session, data: str) -> None:
-        """``data`` is the digest of what is trained on."""
+    def __init__(
+        self, config: CheckpointConfig, directory: Path, session: Session, course: Mapping[str, Any]
+    ) -> None:
+        """``course`` is what decides the course of the run."""
         self._config = config
         self._folder = directory / FOLDER
         self._session = session
-        self._data = data
+        self._course = course
         self._last: Saving | None = None
 
     @property
@@ -109,7 +105,7 @@ class Checkpoints:
             "step": past.steps,
             "epoch": epoch,
             "sequences": batches * self._session.items_a_round,
-            "data": self._data,
+            "course": dict(self._course),
             "order": self._order,
             "schedule": self._session.scheduler.state_dict(),
             "losses": [past.first_loss, past.last_loss],
@@ -135,15 +131,10 @@ class Checkpoints:
     def resume(self, path: Path) -> tuple[Past, Iterator[dict[str, torch.Tensor]]]:
         """Restore ``path``; gives what its run had seen, and the batches that come after; collective.
 
-        Raises :class:`ConfigError` for other data than the checkpoint's run had.
+        Raises :class:`ConfigError` for the checkpoint of another run, saying in what it is another.
         """
         extra = current_world().broadcast_object(lambda: _extra(path), "reading the checkpoint's document")
-        if extra["data"] != self._data:
-            raise ConfigError(
-                f"{path} was trained on other data than {self._session.task.data_key} gives now (or another "
-                "part is held out): its place in them means nothing here. Start anew in another "
-                f"output.directory, with model.source={path / 'model'}"
-            )
+        self._check_course(path, extra["course"] if "course" in extra else {DATA: extra["data"]})
         if extra.get("order") not in (None, self._order) and extra["sequences"]:
             logger.warning(
                 "%s was saved in an epoch of another order (%s, now %s): of this epoch some examples may "
@@ -160,6 +151,19 @@ class Checkpoints:
         self._session.scheduler.load_state_dict(extra["schedule"])
         first, last = extra["losses"]
         return Past(extra["step"], first, last, dict(extra["held_out"])), batches
+
+    def _check_course(self, path: Path, before: Mapping[str, Any]) -> None:
+        found = []
+        if before[DATA] != self._course[DATA]:
+            key = self._session.task.data_key
+            found = [f"it was trained on other data than {key} gives now (or another part is held out)"]
+        found += departures({**before, DATA: None}, {**self._course, DATA: None})
+        if found:
+            model = "" if self._session.adapted else f", with model.source={path / 'model'}"
+            raise ConfigError(
+                f"{path} is of another run than this: {'; '.join(found)}. Put back what it was, or start "
+                f"anew in another output.directory{model}"
+            )
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -184,4 +188,7 @@ class Checkpoints:
 
 def _extra(path: Path) -> Any:
     """What ``save`` has put into a checkpoint, which has no tensors in it."""
-    return decoded(read_json(path / MARKER, "training state")["extra"], {})
+    extra = decoded(read_json(path / MARKER, "training state").get("extra"), {})
+    if not isinstance(extra, dict) or not {"step", "schedule"} <= extra.keys():
+        raise ConfigError(f"resume: {path} was not saved by a run of zerostart train; name one that was")
+    return extra

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import yaml
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
 from zerostart.errors import ConfigError
@@ -18,6 +17,7 @@ from zerostart.loading.arguments import LoadArguments
 from zerostart.training.cache_config import CacheConfig
 from zerostart.training.media.config import MediaConfig
 from zerostart.training.mistakes import TaskMistake, told
+from zerostart.training.parsing import parsed_yaml
 from zerostart.training.samples.settings import SamplesConfig
 from zerostart.training.sections import Count, Positive, Section, TaskConfig
 from zerostart.training.trained_sections import EmaConfig, LoraConfig
@@ -313,7 +313,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the configuration {path} is not UTF-8 text: {error.reason}") from error
-    values = _parse_yaml(text, str(path))
+    values = parsed_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of sections, not {type(values).__name__}")
     for override in overrides:
@@ -329,25 +329,6 @@ def parse_config(values: dict[str, Any], where: str = "configuration") -> TrainC
         raise ConfigError(f"{where}: {'; '.join(told(error, TrainConfig))}") from None
 
 
-class _Unique(yaml.SafeLoader):
-    """No key twice in a mapping, the first of which YAML's own loader ignores."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for number, key in enumerate(keys):
-            if key in keys[:number] and key != "<<":
-                problem = f"the key {key} is there twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _parse_yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, _Unique)
-    except (yaml.YAMLError, ValueError) as error:  # 2026-02-30 is taken for a date
-        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
-
-
 def _apply_override(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
@@ -361,4 +342,4 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
         section = inner
-    section[leaf] = _parse_yaml(text, f"override {override!r}")
+    section[leaf] = parsed_yaml(text, f"override {override!r}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import itertools
-import json
 import platform
 import sys
 import sysconfig
@@ -22,6 +21,7 @@ from torch.utils.data import Dataset
 
 from zerostart.errors import ConfigError
 from zerostart.training.config import DataConfig
+from zerostart.training.parsing import parsed_json
 
 __all__ = [
     "STDLIB_DOCSTRINGS",
@@ -136,10 +136,7 @@ def _file_documents(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _jsonl_text(line: str, text_field: str, where: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits are a plain ValueError
-        raise ConfigError(f"data.source {where}: not valid JSON: {error}") from error
+    value = parsed_json(line, f"data.source {where}")
     if not isinstance(value, dict) or not isinstance(value.get(text_field), str):
         raise ConfigError(f"data.source {where}: no text in field {text_field!r} (data.text_field names it)")
     text: str = value[text_field]

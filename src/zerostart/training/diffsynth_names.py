@@ -38,6 +38,11 @@ class DiffSynthNames:
         return name
 
 
+def _feed_forward(module: str, there: str) -> tuple[tuple[str, str], ...]:
+    """The two linear layers of diffusers' ``FeedForward``, which are entries of a sequence there."""
+    return (rf"^{module}\.net\.0\.proj\b", rf"{there}.0"), (rf"^{module}\.net\.2\b", rf"{there}.2")
+
+
 _WAN = (
     (r"^condition_embedder\.time_embedder\.linear_1\b", "time_embedding.0"),
     (r"^condition_embedder\.time_embedder\.linear_2\b", "time_embedding.2"),
@@ -60,8 +65,7 @@ _WAN = (
     (r"_attn\.to_([qkv])\b", r"_attn.\1"),
     (r"_attn\.add_([kv])_proj\b", r"_attn.\1_img"),
     (r"_attn\.norm_added_k\b", "_attn.norm_k_img"),
-    (r"^(blocks\.\d+\.ffn)\.net\.0\.proj\b", r"\1.0"),
-    (r"^(blocks\.\d+\.ffn)\.net\.2\b", r"\1.2"),
+    *_feed_forward(r"(blocks\.\d+\.ffn)", r"\1"),
 )
 _FLUX = (
     (r"^proj_out\b", "final_proj_out"),
@@ -75,10 +79,8 @@ _FLUX = (
     (r"^transformer_blocks\.(\d+)\.attn\.add_[qkv]_proj\b", r"blocks.\1.attn.b_to_qkv"),
     (r"^transformer_blocks\.(\d+)\.attn\.to_out\.0\b", r"blocks.\1.attn.a_to_out"),
     (r"^transformer_blocks\.(\d+)\.attn\.to_add_out\b", r"blocks.\1.attn.b_to_out"),
-    (r"^transformer_blocks\.(\d+)\.ff_context\.net\.0\.proj\b", r"blocks.\1.ff_b.0"),
-    (r"^transformer_blocks\.(\d+)\.ff_context\.net\.2\b", r"blocks.\1.ff_b.2"),
-    (r"^transformer_blocks\.(\d+)\.ff\.net\.0\.proj\b", r"blocks.\1.ff_a.0"),
-    (r"^transformer_blocks\.(\d+)\.ff\.net\.2\b", r"blocks.\1.ff_a.2"),
+    *_feed_forward(r"transformer_blocks\.(\d+)\.ff_context", r"blocks.\1.ff_b"),
+    *_feed_forward(r"transformer_blocks\.(\d+)\.ff", r"blocks.\1.ff_a"),
 )
 _FLUX2 = (
     "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_qkv_mlp_proj,to_out.0,to_add_out,linear_in,linear_out"

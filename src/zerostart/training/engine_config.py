@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 from zerostart.engines.training import TrainingJob
 from zerostart.errors import ConfigError
 from zerostart.training.config import TrainConfig
+from zerostart.training.parsing import parsed_json
 
 __all__ = ["engine_config", "own_config"]
 
@@ -44,9 +44,10 @@ def own_config(config: TrainConfig) -> dict[str, Any]:
     if isinstance(given, dict):
         return copy.deepcopy(given)
     try:
-        loaded = json.loads(Path(given).read_text())
-    except (OSError, ValueError) as error:
+        text = Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"engine.config {given} is not a readable JSON file: {error}") from error
+    loaded = parsed_json(text, f"engine.config {given}")
     if not isinstance(loaded, dict):
         raise ConfigError(f"engine.config {given} holds no JSON object")
     return loaded

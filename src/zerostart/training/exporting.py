@@ -25,15 +25,17 @@ from zerostart.training.diffsynth_names import PREFIX, names_for
 if TYPE_CHECKING:
     from zerostart.training.config import TrainConfig
 
-__all__ = ["check_export", "save_request", "step_folder"]
+__all__ = ["EXPORTS", "check_export", "save_request", "step_folder"]
 
+#: In the output directory: what is saved before the end, a folder for each step.
+EXPORTS = "exports"
 #: Of diffusers' LoRA files: the name, what names begin with, and where PEFT's configuration is in the header.
 _LORA_WEIGHTS, _COMPONENT, _METADATA = "pytorch_lora_weights", "transformer.", "lora_adapter_metadata"
 
 
 def step_folder(directory: Path, step: int) -> Path:
     """Where in the output directory the export after ``step`` goes."""
-    return directory / "exports" / f"step-{step}"
+    return directory / EXPORTS / f"step-{step}"
 
 
 def check_export(model: nn.Module, config: TrainConfig) -> None:

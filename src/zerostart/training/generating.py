@@ -5,7 +5,6 @@ Names, order and defaults come from the fields of the sections themselves.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +13,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from zerostart.checkpoint.strict_json import read_json
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError
 from zerostart.training.config import TrainConfig
@@ -107,15 +107,11 @@ def _plain(value: Any) -> Any:
 
 
 def _family_in(path: Path) -> str:
-    """The family of a model or a pipeline by what its own files say; raises ConfigError."""
+    """The family of a model or a pipeline by its own files; raises ConfigError and ReadError."""
     for name, family in (("model_index.json", _of_pipeline), ("config.json", _of_model)):
         file = path / name
         if file.is_file():
-            try:
-                settings = json.loads(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{file} cannot be read: {error}") from error
-            if isinstance(settings, dict) and (found := family(settings)) is not None:
+            if (found := family(read_json(file, "configuration"))) is not None:
                 return found
             raise ConfigError(f"{file} is of no family that is known; choose one of {', '.join(TEMPLATES)}")
     raise ConfigError(f"{path} has neither model_index.json nor config.json, and is no directory of a model")
@@ -129,18 +125,19 @@ def _of_pipeline(settings: Mapping[str, Any]) -> str | None:
 def _of_model(settings: Mapping[str, Any]) -> str | None:
     if "_class_name" in settings:
         return _of_class(settings["_class_name"])
-    architectures = [str(kind) for kind in settings.get("architectures") or ()]
+    named = settings.get("architectures")
+    architectures = [str(kind) for kind in named] if isinstance(named, list) else []
     if any(kind.endswith("ForMaskedLM") for kind in architectures):
         return "masked-lm"
     if any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in architectures):
         return "causal-lm"
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 
-    return "masked-lm" if settings.get("model_type") in MASKED else "causal-lm"
+    return "masked-lm" if str(settings.get("model_type")) in MASKED else "causal-lm"
 
 
 def _of_class(kind: object) -> str | None:
     """The family of a class of diffusers, None for one of none."""
     from zerostart.training.families.registry import FAMILIES
 
-    return next((name for name, family in FAMILIES.items() if kind in family.classes), None)
+    return next((name for name, family in FAMILIES.items() if str(kind) in family.classes), None)

@@ -14,12 +14,12 @@ from zerostart.engines.training import Launched
 from zerostart.errors import ConfigError, EngineError
 from zerostart.training.config import TrainConfig
 from zerostart.training.engine_config import own_config
-from zerostart.upstream.accelerate_launched import launched_for, launched_precision
+from zerostart.upstream.accelerate_launched import launched_dynamo, launched_for, launched_precision
 
 __all__ = ["with_launched"]
 
 #: What the launcher sets for each engine that it knows.
-_ENGINES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
+_ENGINES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 _PLAIN = "start it with a plain multi-process accelerate configuration, with torchrun, or with --nproc"
 
 
@@ -27,12 +27,18 @@ def with_launched(config: TrainConfig) -> TrainConfig:
     """``config`` with what ``accelerate launch`` has set up; as it is where that is nothing.
 
     Raises :class:`EngineError` where another engine is set up, or ranks share what the configuration does not
-    know of; :class:`ConfigError` where the launcher and the configuration say different things.
+    know of; :class:`ConfigError` where the launcher and the configuration say different things, or it wants
+    what no run does.
     """
     if launched_for("ACCELERATE_USE_PARALLELISM_CONFIG"):
         raise EngineError(
             "ACCELERATE_USE_PARALLELISM_CONFIG=true, but this run shares sequences by itself, as "
             "engine.sequence_parallel says; start it with a plain multi-process accelerate configuration"
+        )
+    if (backend := launched_dynamo()) != "no":
+        raise ConfigError(
+            f"the launcher's configuration has dynamo_backend: {backend}, and a run compiles no model; leave "
+            "it out of the launcher's"
         )
     engine = config.engine.chosen()
     others = [name for name in _ENGINES if launched_for(name) and name != engine.launched_by]

@@ -7,7 +7,6 @@ multiplied by is written down, is each library's own.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostart.checkpoint.strict_json import load_json, read_json
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from zerostart.training.diffsynth_names import PREFIX, names_for
@@ -88,13 +88,13 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
             written = (file.metadata() or {}).get(_METADATA)
-        beside = path.with_name("adapter_config.json")
-        if written is not None:
-            held = json.loads(written)
-            return tensors, {key.rpartition(".")[2]: value for key, value in held.items()}
-        return tensors, json.loads(beside.read_text()) if beside.is_file() else {}
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"lora.start_from {path} cannot be read: {error}") from error
+    if written is not None:
+        held = load_json(written.encode("utf-8", "surrogatepass"), str(path), _METADATA, any_number=True)
+        return tensors, {key.rpartition(".")[2]: value for key, value in held.items()}
+    beside = path.with_name("adapter_config.json")
+    return tensors, read_json(beside, "configuration of an adapter") if beside.is_file() else {}
 
 
 def _parsed(
@@ -124,9 +124,10 @@ def _parsed(
         rank = factors.a.shape[0]
         if module in alphas:
             factors.scaling = alphas[module] / rank
-        elif metadata.get("lora_alpha") is not None:
-            rooted = metadata.get("use_rslora")
-            factors.scaling = float(metadata["lora_alpha"]) / (math.sqrt(rank) if rooted else rank)
+        elif (alpha := metadata.get("lora_alpha")) is not None:
+            if not isinstance(alpha, int | float):
+                raise CheckpointError(f"lora.start_from {path}: lora_alpha is {alpha!r}, and no number")
+            factors.scaling = alpha / (math.sqrt(rank) if metadata.get("use_rslora") else rank)
     return found
 
 

@@ -14,19 +14,20 @@ import torch
 
 import zerostart
 from zerostart.distributed.world import World, current_world
-from zerostart.errors import ConfigError, PeerError
+from zerostart.errors import PeerError
 from zerostart.layout import Mesh
 from zerostart.loading.arguments import LoadArguments, keys
 from zerostart.state.keeping import complete
-from zerostart.training.cached import is_of_cache
-from zerostart.training.checkpoints import FOLDER, METRICS, Checkpoints, Past, begun_before, newest
+from zerostart.training.checkpoints import Checkpoints, Past, newest
 from zerostart.training.config import TrainConfig
+from zerostart.training.course import course_of
 from zerostart.training.evaluate import HeldOut
 from zerostart.training.export import export_model, export_step
 from zerostart.training.exporting import check_export
 from zerostart.training.failures import Failures, untold
 from zerostart.training.inputs import read_inputs
 from zerostart.training.launcher import with_launched
+from zerostart.training.place import FOLDER, METRICS, claimed, clear, set_aside
 from zerostart.training.progress import Display, Metrics, peak_memory_bytes, shown_loss
 from zerostart.training.samples.sampler import Sampler, open_sampler
 from zerostart.training.session import Session, check_surroundings, open_session
@@ -75,8 +76,13 @@ def train(config: TrainConfig) -> TrainResult:
         Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
         check_surroundings(config)
         config = with_launched(config)
-    directory = _claim_directory(config, world)
+    with claimed(config, world) as directory:
+        return _train(config, directory, world)
+
+
+def _train(config: TrainConfig, directory: Path, world: World) -> TrainResult:
     resumed = newest(config, directory, world)
+    set_aside(directory, resumed, world)
     inputs = read_inputs(config, world)
     task = inputs.task
     with world.phase("looking at the samples"):
@@ -103,11 +109,12 @@ def train(config: TrainConfig) -> TrainResult:
             display.say(told)
         check_export(model, config)
         session = open_session(config, model, task, inputs.items)
-        checkpoints = Checkpoints(config.checkpoint, directory, session, inputs.items.digest())
+        course = course_of(config, model, inputs.items.digest(), world)
+        checkpoints = Checkpoints(config.checkpoint, directory, session, course)
         exports = functools.partial(export_step, model, task, directory, session.ema)
         run = _Run(config, session, inputs.held_out, display, stop, checkpoints, exports, sampler)
         with untold(), _peers_named(directory), checkpoints.ended():
-            run.to_the_end(resumed)
+            run.to_the_end(resumed, directory)
         display.say("saving the model")
         result = run.result(directory)
         export_model(model, task, directory, result.steps, session.ema)
@@ -141,26 +148,6 @@ def _saved_in(directory: Path) -> str:
     return f"The last checkpoint is {found[-1]}: go on with resume=auto" if found else "Nothing was saved"
 
 
-def _claim_directory(config: TrainConfig, world: World) -> Path:
-    """The output directory, made if need be; refused on every rank when something is in it."""
-    directory = Path(config.output.directory).expanduser().absolute()
-
-    def claim() -> Path:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            occupied = not all(is_of_cache(entry.name) for entry in directory.iterdir())
-        except OSError as error:
-            raise ConfigError(f"output.directory {directory}: {error.strerror}") from error
-        if occupied and not (config.output.overwrite or begun_before(config, directory)):
-            raise ConfigError(
-                f"output.directory {directory} is not empty; name another, go on with the run that is in it "
-                "with resume=auto, or allow it with output.overwrite=true"
-            )
-        return directory
-
-    return world.broadcast_object(claim, "claiming the output directory")
-
-
 class _Run:
     """The loop and what it has seen."""
 
@@ -190,7 +177,7 @@ class _Run:
         self._stopped = False
         self._failures = Failures(current_world(), session.sum_over_ranks)
 
-    def to_the_end(self, resumed: Path | None) -> None:
+    def to_the_end(self, resumed: Path | None, directory: Path) -> None:
         """All steps from the checkpoint ``resumed`` on, or as many as there are before a wish to stop."""
         from accelerate.utils import set_seed
 
@@ -199,14 +186,14 @@ class _Run:
         self._session.model.train()
         if resumed is None:
             with self._failures.kept():
-                self._display.begin(0)
+                self._begin(directory, None)
             self._evaluate(0)
             self._draw(0)
             batches = self._session.batches()
         else:
             self._past, batches = self._checkpoints.resume(resumed)
             with self._failures.kept():
-                self._display.begin(self._past.steps)
+                self._begin(directory, resumed)
             self._display.say(f"going on after step {self._past.steps}, from {resumed}")
         self._display.start()
         for step in range(self._past.steps + 1, self._config.steps + 1):
@@ -228,6 +215,12 @@ class _Run:
             if self._stopped:
                 break
         self._failures.tell()
+
+    def _begin(self, directory: Path, resumed: Path | None) -> None:
+        """Have nothing in the output directory that is not of this run, nor of steps that are done again."""
+        if self._session.accelerator.is_main_process:
+            clear(directory, resumed)
+        self._display.begin(self._past.steps)
 
     def _step(self, step: int, source: Iterator[Batch]) -> None:
         """One optimizer step on the next batches of this rank, as one process would do it on those of all."""

@@ -65,14 +65,15 @@ class PeakMeter:
     """Highest anonymous host memory and device memory of this process, above the level at the start.
 
     Host memory is sampled from ``/proc/self/status`` (``RssAnon``), device memory is the allocator's own
-    high-water mark. Where the system has no ``/proc``, the host peak is 0.
+    high-water mark: 0 for the host, None where it has none. Where the system has no ``/proc``, the host peak
+    is 0.
     """
 
     def __init__(self, device: torch.device, interval: float = 0.01) -> None:
         self.device = device
         self.interval = interval
         self.host_bytes = 0
-        self.device_bytes = 0
+        self.device_bytes: int | None = 0
         self._paused = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="zerostart-meter", daemon=True)
@@ -93,7 +94,7 @@ class PeakMeter:
         self._note()
         if self.device.type != "cpu":
             peak = peak_bytes(self.device)
-            self.device_bytes = max(0, peak - self._device_before)
+            self.device_bytes = None if peak is None else max(0, peak - self._device_before)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -133,18 +134,22 @@ def allocated_bytes(device: torch.device) -> int:
     return _counted(torch.accelerator.memory_allocated, device)
 
 
-def peak_bytes(device: torch.device) -> int:
-    """The most bytes of tensors on an accelerator so far; 0 for the host, and where nothing is counted."""
-    return _counted(torch.accelerator.max_memory_allocated, device)
+def peak_bytes(device: torch.device) -> int | None:
+    """The most bytes of tensors on an accelerator so far; 0 for the host, None where nothing is counted."""
+    return _told(torch.accelerator.max_memory_allocated, device)
 
 
 def _counted(figure: Callable[[torch.device], int], device: torch.device) -> int:
+    return _told(figure, device) or 0
+
+
+def _told(figure: Callable[[torch.device], int], device: torch.device) -> int | None:
     if device.type == "cpu":
         return 0
     try:
         return int(figure(device))
     except (RuntimeError, NotImplementedError):  # no allocator of torch's kind (MPS), or no figures of it
-        return 0
+        return None
 
 
 def _reset(device: torch.device) -> int:

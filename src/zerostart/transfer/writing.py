@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.planning.writes import Write, WritePlan
 from zerostart.recipe import one_thread
@@ -15,8 +16,10 @@ from zerostart.transfer.copying import copy_strided
 from zerostart.transfer.crew import Crew
 from zerostart.transfer.staging import bytes_view
 
-__all__ = ["Change", "Noted", "Source", "write_out"]
+__all__ = ["SLACK", "Change", "Noted", "Source", "write_out"]
 
+#: Bytes of a staging buffer beside a chunk, so that it can lie in its pages as the chunk does in the file's.
+SLACK = 2 * PAGE
 #: Told of all that is written: the tensor, the first element there, the distance from row to row, and rows of
 #: elements in the file's dtype, [rows, elements], which it must not keep. Called from several threads.
 Noted = Callable[[str, int, int, torch.Tensor], None]
@@ -47,8 +50,8 @@ def write_out(
     """Write what ``storages`` (one for each of the plan's origins) hold; returns the bytes written.
 
     Without a ``writer`` nothing is written, and ``noted`` alone is told of what would be.
-    Beside the storages this takes a buffer of the plan's ``chunk_size`` for each thread. The first error of
-    any thread stops the others and is raised here.
+    Beside the storages this takes a buffer of the plan's ``chunk_size`` and ``SLACK`` for each thread. The
+    first error of any thread stops the others and is raised here.
     """
     device = next((s.storage.device for s in storages if s.storage.device.type != "cpu"), None)
     if device is not None:
@@ -86,7 +89,7 @@ class _Writing:
             self._write(write, room)
 
     def _write(self, write: Write, room: _Room) -> None:
-        data = self._in_place(write) if write.direct else self._put_together(write, room)
+        data = self._data(write, room)
         view, width = bytes_view(data), write.dtype.itemsize
         for first, count, step, rows in write.rows():
             if self._writer is not None:
@@ -97,12 +100,18 @@ class _Writing:
                 seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
                 self._noted(write.name, write.first + first, step, seen)
 
-    def _in_place(self, write: Write) -> torch.Tensor:
-        (part,) = write.parts
-        return self._storages[part.target].elements(part.to, write.count)
-
-    def _put_together(self, write: Write, room: _Room) -> torch.Tensor:
-        data = room.elements(write.span, write.dtype)
+    def _data(self, write: Write, room: _Room) -> torch.Tensor:
+        """What is written, where it lies or in ``room``, in its page of memory as in its page of the file."""
+        lead = 0
+        if self._writer is not None:
+            lead = self._writer.lead(write.name, write.first * write.dtype.itemsize)
+        if write.direct:
+            (part,) = write.parts
+            data = self._storages[part.target].elements(part.to, write.count)
+            if self._writer is None or not self._writer.goes_round(data.nbytes):
+                return data
+            return room.elements(write.span, write.dtype, lead).copy_(data)
+        data = room.elements(write.span, write.dtype, lead)
         with torch.no_grad():
             for part in write.parts:
                 loops = [(size, local, far) for size, far, local in part.loops]
@@ -121,8 +130,11 @@ class _Room:
 
     @cached_property
     def _buffer(self) -> torch.Tensor:
-        return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+        """From the beginning of a page on."""
+        room = torch.empty(self._nbytes + SLACK, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+        return room[-room.data_ptr() % PAGE :]
 
-    def elements(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for ``count`` elements of ``dtype``."""
-        return self._buffer[: count * dtype.itemsize].view(dtype)
+    def elements(self, count: int, dtype: torch.dtype, lead: int) -> torch.Tensor:
+        """Room for ``count`` elements of ``dtype``, ``lead`` bytes after the beginning of a page."""
+        begin = lead - lead % dtype.itemsize
+        return self._buffer[begin : begin + count * dtype.itemsize].view(dtype)

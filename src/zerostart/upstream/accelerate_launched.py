@@ -17,7 +17,15 @@ from zerostart.upstream.accelerate import require as require_plugin
 from zerostart.upstream.registry import Shape, Use, demand
 from zerostart.upstream.versions import ACCELERATE
 
-__all__ = ["TOUCHED", "hidden", "launched_deepspeed", "launched_for", "launched_fsdp", "launched_precision"]
+__all__ = [
+    "TOUCHED",
+    "hidden",
+    "launched_deepspeed",
+    "launched_dynamo",
+    "launched_for",
+    "launched_fsdp",
+    "launched_precision",
+]
 
 _DEEPSPEED = "accelerate.utils.dataclasses:DeepSpeedPlugin"
 TOUCHED = (
@@ -76,6 +84,11 @@ def launched_for(variable: str) -> bool:
 def launched_precision() -> str:
     """The launcher's mixed precision; ``"no"`` where it says nothing of it, too."""
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+
+
+def launched_dynamo() -> str:
+    """By what the launcher wants models compiled; ``"no"`` for nothing."""
+    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
 
 
 def launched_deepspeed() -> tuple[str | None, dict[str, str]]:

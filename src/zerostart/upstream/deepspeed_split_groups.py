@@ -1,8 +1,9 @@
-"""Optimizers for DeepSpeed whose parameter groups are of experts alone or of others alone.
+"""Optimizers for DeepSpeed whose parameter groups are of one kind each: of experts alone, of one load alone.
 
-DeepSpeed's ZeRO stage 2 partitions a group of experts over other ranks than the rest. A client's group with
-both becomes two there. The client's own optimizer keeps its groups as they are, dictionaries and their number
-included: what was made on them (a scheduler, a logger) goes on working, and reaches both halves.
+DeepSpeed's ZeRO stages 1 and 2 partition a group of experts over other ranks than the rest, and keep a group
+in one flat buffer. A client's group with several kinds becomes several there. The client's own optimizer
+keeps its groups as they are, dictionaries and their number included: what was made on them (a scheduler, a
+logger) goes on working, and reaches all parts.
 
 Used of ``torch.optim.Optimizer``: its attributes ``param_groups`` and ``state``, hooks of a single optimizer
 around ``step`` and after ``load_state_dict``, and two names on an instance that ``LRScheduler`` knows:
@@ -12,14 +13,14 @@ around ``step`` and after ``load_state_dict``, and two names on an instance that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from zerostart.upstream.registry import Lasts, PatchPoint
 from zerostart.upstream.versions import TORCH
 
-__all__ = ["TOUCHED", "split_groups", "split_optimizer"]
+__all__ = ["TOUCHED", "Kind", "KindOf", "split_groups", "split_optimizer"]
 
 TOUCHED = (
     PatchPoint(
@@ -31,8 +32,19 @@ TOUCHED = (
     ),
 )
 
-#: The name of the process groups of an expert; None for other parameters.
-ExpertOf = Callable[[Any], str | None]
+
+class Kind(NamedTuple):
+    """What the parameters of one group have in common.
+
+    ``expert`` is the name of the process groups of experts, None of other parameters; ``home`` the identity
+    of what holds the flat buffers in which they lie, None of parameters that lie by themselves.
+    """
+
+    expert: str | None = None
+    home: int | None = None
+
+
+KindOf = Callable[[Any], Kind]
 
 #: What a group does not share with the one that it was split from.
 _OWN = frozenset({"params", "param_names", "moe", "name"})
@@ -80,42 +92,38 @@ class _Follower(dict[str, Any]):
         return super().values()
 
 
-def split_groups(groups: Sequence[dict[str, Any]], expert_of: ExpertOf) -> list[dict[str, Any]]:
-    """New groups in the place of ``groups``: of each the part without experts, and then its experts."""
-    found = []
-    for group in groups:
-        rest, experts = _halves(group, expert_of)
-        found += [{**group, **half} for half in (rest, experts) if half["params"]]
-    return found
+def split_groups(groups: Sequence[dict[str, Any]], kind_of: KindOf) -> list[dict[str, Any]]:
+    """New groups in the place of ``groups``: of each its parts, experts last."""
+    return [{**group, **part} for group in groups for part in _parts(group, kind_of)]
 
 
-def split_optimizer(client: torch.optim.Optimizer, expert_of: ExpertOf) -> torch.optim.Optimizer:
-    """``client``, or an optimizer with its state and hooks that has a client's group with both as two.
+def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.optim.Optimizer:
+    """``client``, or an optimizer with its state and hooks that has a group for each part of a client's.
 
     Groups of experts alone are named as such in place.
     """
     groups: list[dict[str, Any]] = []
     leaders: dict[int, int] = {}
     for group in client.param_groups:
-        rest, experts = _halves(group, expert_of)
+        first, *others = _parts(group, kind_of) or [{}]
+        leader = len(groups)
         groups.append(group)
-        if rest["params"] and experts["params"]:
-            leaders[len(groups)] = len(groups) - 1
-            groups.append(_Follower(group, experts))
-            group.update(rest)
-        elif experts["params"]:
-            group.update(experts)
+        for part in others:
+            leaders[len(groups)] = leader
+            groups.append(_Follower(group, part))
+        group.update(first)
     return _twin(client, groups, leaders) if leaders else client
 
 
-def _halves(group: dict[str, Any], expert_of: ExpertOf) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What of a group differs in its part without experts, and in its experts."""
-    names = [expert_of(parameter) for parameter in group["params"]]
+def _parts(group: dict[str, Any], kind_of: KindOf) -> list[dict[str, Any]]:
+    """What each part of a group has of its own, in the order of their first parameters; experts last."""
+    kinds = [kind_of(parameter) for parameter in group["params"]]
     listed = [key for key in _LISTS if key in group]
-    rest = {key: [x for x, n in zip(group[key], names, strict=True) if n is None] for key in listed}
-    experts = {key: [x for x, n in zip(group[key], names, strict=True) if n is not None] for key in listed}
-    name = next((n for n in names if n is not None), None)
-    return rest, {**experts, "moe": True, "name": name}
+    parts = []
+    for kind in sorted(dict.fromkeys(kinds), key=lambda kind: kind.expert is not None):
+        own = {key: [x for x, k in zip(group[key], kinds, strict=True) if k == kind] for key in listed}
+        parts.append(own if kind.expert is None else {**own, "moe": True, "name": kind.expert})
+    return parts
 
 
 def _twin(

@@ -31,6 +31,8 @@ from typing import Any
 import torch
 
 from zerostart.upstream.deepspeed import import_deepspeed
+from zerostart.upstream.deepspeed_grouping import TOUCHED as GROUPING
+from zerostart.upstream.deepspeed_grouping import grouping
 from zerostart.upstream.deepspeed_stage12_adoption import TOUCHED as ADOPTION
 from zerostart.upstream.deepspeed_stage12_alike import alike
 from zerostart.upstream.deepspeed_stage12_marks import Keeper, Mark, RunReader, marked, remark
@@ -98,7 +100,7 @@ TOUCHED = (_CONSTRUCTION, _BROADCAST)
 def known() -> bool:
     """Whether the installed DeepSpeed is as this module knows it; warns once if it is not."""
     import_deepspeed()
-    wrong = misfit((*TOUCHED, *ADOPTION, *OPTIMIZERS))
+    wrong = misfit((*TOUCHED, *ADOPTION, *GROUPING, *OPTIMIZERS))
     if wrong:
         logger.warning("%s. deepspeed.initialize will flatten the parameters of stages 1 and 2 itself", wrong)
     return not wrong
@@ -121,6 +123,8 @@ def _enter(stack: ExitStack) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     enter_constructors(stack)
+    grouping.open()
+    stack.callback(grouping.close)
     broadcast, construct = DeepSpeedEngine._broadcast_model, DeepSpeedEngine.__init__
     signature = inspect.signature(construct)
 

@@ -11,13 +11,14 @@ import torch
 
 from zerostart.upstream.patches import Ticket
 
-__all__ = ["Keeper", "Mark", "RunReader", "marked", "remark"]
+__all__ = ["Keeper", "Mark", "RunReader", "expert_of", "mark_expert_of", "marked", "remark"]
 
 #: Fills 1-D tensors with runs of what this rank has of parameters: ``(name, first element, tensor)``.
 #: Collective, with the same parameters in the same order; the runs are each rank's own.
 RunReader = Callable[[Sequence[tuple[str, int, torch.Tensor]]], None]
 
 _ATTRIBUTE = "_zerostart_flat"
+_EXPERT = "_zerostart_flat_expert"
 
 
 class Keeper(Protocol):
@@ -74,3 +75,13 @@ def remark(parameter: torch.Tensor, new: Mark) -> None:
 def marked(parameter: torch.Tensor) -> Mark | None:
     """The mark of a parameter, if it has one."""
     return getattr(parameter, _ATTRIBUTE, None)
+
+
+def mark_expert_of(parameter: Any, ticket: Ticket) -> None:
+    """Mark an expert that ranks share, whose ``group_name`` is that of its process groups."""
+    setattr(parameter, _EXPERT, ticket)
+
+
+def expert_of(parameter: Any) -> str | None:
+    """The name of the process groups of an expert of ours; None for other parameters."""
+    return parameter.group_name if hasattr(parameter, _EXPERT) else None

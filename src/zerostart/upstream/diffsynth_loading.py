@@ -72,7 +72,20 @@ _KEYS = PatchPoint(
         ),
     ),
 )
-TOUCHED = (_LOADING, _KEYS)
+_NO_ZERO3 = PatchPoint(
+    library=DIFFSYNTH,
+    owner="diffsynth.core.loader.model",
+    names=("is_deepspeed_zero3_enabled",),
+    why="what DiffSynth keeps in its own way is built without zero.Init, which partitions it",
+    lasts=Lasts.CALL,
+    shapes=(
+        Shape(
+            "diffsynth.core.loader.model:get_init_context",
+            has=("if is_deepspeed_zero3_enabled(): ...",),
+        ),
+    ),
+)
+TOUCHED = (_LOADING, _KEYS, _NO_ZERO3)
 
 
 @functools.cache
@@ -82,10 +95,10 @@ def require() -> None:
 
 
 class Load(Protocol):
-    """One call of ``load_model`` whose weights zerostart loads."""
+    """One call of ``load_model`` that zerostart serves."""
 
-    def made(self) -> Any:
-        """The model, in shards; collective."""
+    def made(self, original: Callable[[], Any]) -> Any:
+        """The model, in shards; collective. ``original()`` is DiffSynth's own, which partitions nothing."""
         ...
 
 
@@ -115,7 +128,7 @@ class Override(Held):
 
     def _with_loading(self, stack: ExitStack, module: ModuleType) -> None:
         original = module.load_model
-        new = self._load_model(original)
+        new = self._load_model(module, original)
         stack.enter_context(replaced_wherever_imported(_LOADING, "load_model", original, new))
 
     def _with_keys(self, stack: ExitStack, module: ModuleType) -> None:
@@ -128,7 +141,7 @@ class Override(Held):
 
         stack.enter_context(replaced(_KEYS, module, "load_keys_dict_from_bin", load_keys_dict_from_bin))
 
-    def _load_model(self, original: Any) -> Any:
+    def _load_model(self, module: ModuleType, original: Any) -> Any:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -143,6 +156,11 @@ class Override(Held):
                 self._left(result)
                 return result
             require()
-            return served.made()
+
+            def own() -> Any:
+                with replaced(_NO_ZERO3, module, "is_deepspeed_zero3_enabled", lambda: False):
+                    return original(*args, **kwargs)
+
+            return served.made(own)
 
         return load_model

@@ -7,11 +7,13 @@ import functools
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.transformers_table import table_of_conversions
 from zerostart.upstream.versions import TRANSFORMERS
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "tie",
     "tied_names",
     "without_weights",
+    "without_zero_init",
 ]
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
@@ -159,7 +162,8 @@ def registered_conversions(model: Any, quantizer: Any = None) -> list[Any]:
     _check()
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    mapping: list[Any] = get_model_conversion_mapping(model, None, quantizer)
+    with table_of_conversions():
+        mapping: list[Any] = get_model_conversion_mapping(model, None, quantizer)
     return mapping
 
 
@@ -169,6 +173,15 @@ def revert(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torc
     return result
 
 
+def without_zero_init() -> AbstractContextManager[None]:
+    """Inside, no model is partitioned by ``zero.Init`` as it is built, whatever is configured."""
+    from transformers import modeling_utils
+
+    # Its end says that no zero.Init is open, whoever has opened one before.
+    within = modeling_utils._is_ds_init_called
+    return contextlib.nullcontext() if within else modeling_utils.set_zero3_state()
+
+
 @contextlib.contextmanager
 def without_weights(dtype: torch.dtype) -> Iterator[None]:
     """Inside, a transformers model is built on the meta device in ``dtype``, with nothing tied yet.
@@ -176,17 +189,14 @@ def without_weights(dtype: torch.dtype) -> Iterator[None]:
     Unlike the library's own context this does not look at any global DeepSpeed configuration.
     """
     _check()
-    from transformers import initialization, modeling_utils
+    from transformers import initialization
 
     before = torch.get_default_dtype()
-    # Its end says that no zero.Init is open, whoever has opened one before.
-    within = modeling_utils._is_ds_init_called
-    inner = contextlib.nullcontext() if within else modeling_utils.set_zero3_state()
     torch.set_default_dtype(dtype)
     try:
         with (
             initialization.no_tie_weights(),
-            inner,
+            without_zero_init(),
             torch.device("meta"),
             initialization.meta_device_safe_creation_ops(),
         ):

@@ -10,6 +10,7 @@ import torch
 
 from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.transformers import without_zero_init
 from zerostart.upstream.versions import TRANSFORMERS
 
 __all__ = ["TOUCHED", "initialising", "is_configuration"]
@@ -62,6 +63,7 @@ def initialising(dtype: torch.dtype) -> Iterator[None]:
     try:
         with (
             replaced(_DEVICE, module, name, lambda: None),
+            without_zero_init(),
             torch.device("meta"),
             initialization.meta_device_safe_creation_ops(),
         ):

@@ -8,17 +8,22 @@ is. Replaced while an ``Override`` is open, and only for calls that its ``choose
 - ``get_hf_quantizer``: a checkpoint that is quantised is to be dequantised;
 - ``_load_pretrained_model``: which reads and converts the weights;
 - ``_finalize_model_loading``: which initialises what is missing and ties; only its report is left.
+
+So is ``_from_config``, which builds a model that has no checkpoint, where no other model is being built.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from zerostart.errors import BuildError
 from zerostart.upstream.patches import Held, note, replaced
@@ -29,6 +34,7 @@ from zerostart.upstream.versions import TRANSFORMERS
 __all__ = [
     "TOUCHED",
     "Override",
+    "Starting",
     "require",
     "resize_by",
 ]
@@ -71,6 +77,14 @@ _BUILDING = PatchPoint(
         ),
         Shape("transformers.modeling_utils:set_zero3_state", has=("_is_ds_init_called = True",)),
     ),
+)
+_STARTING = PatchPoint(
+    library=TRANSFORMERS,
+    owner=_MODEL,
+    names=("_from_config",),
+    why="a model that has no checkpoint starts in shards",
+    lasts=Lasts.BLOCK,
+    shapes=(Shape(f"{_MODEL}._from_config", leads=("config",), has=("model = cls(config, ...)",)),),
 )
 _NO_ZERO3 = PatchPoint(
     library=TRANSFORMERS,
@@ -142,6 +156,7 @@ _RESIZING = PatchPoint(
 TOUCHED = (
     _ENTRY,
     _BUILDING,
+    _STARTING,
     _NO_ZERO3,
     _QUANTIZER,
     _LOADING,
@@ -191,18 +206,38 @@ def resize_by(model: Any, function: Callable[..., Any]) -> None:
     note(_RESIZING, model)
 
 
+class Starting(Protocol):
+    """One call of ``from_config`` whose model zerostart initialises."""
+
+    #: Keyword arguments with which the library goes on.
+    arguments: dict[str, Any]
+
+    def start(self, make: Callable[[], Any]) -> Any:
+        """The model that ``make`` builds; collective."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """See ``Served``."""
+        ...
+
+
 class Override(Held):
     """Replaces the seams while it is open.
 
     ``choose(class, keyword arguments)`` is asked at each call of ``from_pretrained``: None leaves the call to
-    transformers, and ``left(model)`` is told of what it gave.
+    transformers, and ``left(model)`` is told of what it gave. ``starting`` is asked the same of
+    ``from_config``.
     """
 
     def __init__(
-        self, choose: Callable[[type, dict[str, Any]], Served | None], left: Callable[[Any], None]
+        self,
+        choose: Callable[[type, dict[str, Any]], Served | None],
+        starting: Callable[[type, dict[str, Any]], Starting | None],
+        left: Callable[[Any], None],
     ) -> None:
         super().__init__(self._enter)
         self._choose = choose
+        self._starting = starting
         self._left = left
 
     def _enter(self, stack: ExitStack) -> None:
@@ -212,6 +247,7 @@ class Override(Held):
         model: Any = modeling_utils.PreTrainedModel
         seams = {
             _ENTRY: self._from_pretrained,
+            _STARTING: self._from_config,
             _BUILDING: _get_init_context,
             _LOADING: _load_pretrained_model,
             _FINALIZING: _finalize_model_loading,
@@ -240,6 +276,33 @@ class Override(Held):
                 return original(cls, *args, **served.arguments)
 
         return classmethod(from_pretrained)
+
+    def _from_config(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def from_config(cls: type, *args: Any, **kwargs: Any) -> Any:
+            started = None if _is_part_of_another() else self._starting(cls, kwargs)
+            if started is None:
+                return original(cls, *args, **kwargs)
+            with started.together():
+                return started.start(lambda: original(cls, *args, **started.arguments))
+
+        return classmethod(from_config)
+
+
+def _is_part_of_another() -> bool:
+    """Whether what is built now is built on meta, or in the constructor of a model of transformers."""
+    from transformers import PreTrainedModel
+
+    probe, data = nn.Module(), torch.empty(0, device=torch.get_default_device())
+    probe.register_parameter("probe", nn.Parameter(data))  # which ``init_empty_weights`` replaces
+    if probe.get_parameter("probe").device.type == "meta":
+        return True
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _get_init_context(original: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Reads that go round the page cache (``O_DIRECT``).
+"""Reads and writes that go round the page cache (``O_DIRECT``).
 
-Such a read wants addresses, offsets and lengths in whole blocks, which tensors are not: it goes through an
-aligned buffer, and from there to its place.
+They want addresses, offsets and lengths in whole blocks, which tensors are not: a read goes through an
+aligned buffer, and from there to its place; of a write the whole pages go this way, out of memory that lies
+in its pages as the bytes do in those of the file.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ import numpy as np
 
 from zerostart.checkpoint.storage.retry import read_some
 
-__all__ = ["BOUNCE_BYTES", "open_direct", "read_direct"]
+__all__ = ["BOUNCE_BYTES", "PAGE", "open_direct", "read_direct", "whole_pages"]
 
 #: Covers the block of every device and file system in use.
 BLOCK = 4096
+#: What the page cache has whole or not at all: what is written past it must share none with what is not.
+PAGE = max(BLOCK, mmap.PAGESIZE)
 #: Bytes of one thread's aligned buffer.
 BOUNCE_BYTES = 2 << 20
 
 
-def open_direct(path: str) -> int | None:
-    """A descriptor for reads round the page cache; None where the file system has none."""
+def open_direct(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int | None:
+    """A descriptor that goes round the page cache; None where the file system has none. Raises OSError."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return None
@@ -54,3 +57,15 @@ def read_direct(
         np.copyto(np.frombuffer(buffer, np.uint8)[: len(part)], part)  # without the interpreter's lock
         done += len(part)
     return done
+
+
+def whole_pages(view: memoryview, offset: int) -> tuple[int, int]:
+    """The range of ``view`` that is whole pages of the file and of memory, if it is written at ``offset``.
+
+    Empty where memory and file do not lie in their pages alike.
+    """
+    begin = min(-offset % PAGE, view.nbytes)
+    address = np.frombuffer(view, np.uint8).ctypes.data if view.nbytes else 0
+    if (address - offset) % PAGE:
+        return begin, begin
+    return begin, begin + (view.nbytes - begin) // PAGE * PAGE

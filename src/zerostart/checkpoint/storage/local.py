@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zerostart.checkpoint.storage.base import Reader, Residency, Storage
 from zerostart.checkpoint.storage.files import FileState
-from zerostart.checkpoint.storage.page_cache import NETWORK, direct_reads_suit, file_system, resident_share
+from zerostart.checkpoint.storage.page_cache import NETWORK, direct_suits, file_system, resident_share
 
 __all__ = ["LocalFiles"]
 
@@ -57,7 +57,7 @@ class LocalFiles(Storage):
         if not sampled:
             return Residency()
         kind, resident = file_system(sampled[0]), resident_share(sampled)
-        direct = resident < MOSTLY_ABSENT and direct_reads_suit(kind)
+        direct = resident < MOSTLY_ABSENT and direct_suits(kind)
         return Residency(kind, resident, remote=kind in NETWORK, direct=direct)
 
     def kept(self, used: Iterable[int] = ()) -> LocalFiles:

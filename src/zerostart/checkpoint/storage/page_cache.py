@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["NETWORK", "direct_reads_suit", "file_system", "resident_share"]
+__all__ = ["NETWORK", "direct_suits", "file_system", "resident_share"]
 
 #: File systems whose bytes come over a network or from another machine's cache.
 NETWORK = frozenset(
@@ -39,8 +39,8 @@ def file_system(path: str | os.PathLike[str], mountinfo: str | None = None) -> s
     return ""
 
 
-def direct_reads_suit(kind: str) -> bool:
-    """Whether reads that go round the page cache may pay on file systems of this type."""
+def direct_suits(kind: str) -> bool:
+    """Whether reads and writes that go round the page cache may pay on file systems of this type."""
     return bool(kind) and kind not in NETWORK and kind not in MEMORY and hasattr(os, "O_DIRECT")
 
 

@@ -6,7 +6,7 @@ rank by itself, without any reduction of gradients, and nobody would notice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from zerostart.errors import EngineError
 
-__all__ = ["shard_added"]
+__all__ = ["shard_added", "shard_around"]
 
 #: Modules that hold parameters for others and are never called, so that nothing would gather them.
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
@@ -46,12 +46,23 @@ def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> lis
         added.append((name, module))
     mesh = _mesh_of(model)
     for _, module in added:
-        for parameter in module.parameters(recurse=False):
-            if fp32 and parameter.requires_grad and parameter.dtype != torch.float32:
-                parameter.data = parameter.data.to(torch.float32)
+        _hold_masters(module.parameters(recurse=False), fp32)
         # Small, and needed again in the backward: gathered once a step.
         fully_shard(module, mesh=mesh, **{**options, "reshard_after_forward": False})
     return [name for name, _ in added]
+
+
+def shard_around(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> None:
+    """Shard what is around the sharded parts of ``model``, which is their root from now on; see above."""
+    if not isinstance(model, FSDPModule):
+        _hold_masters((p for p in model.parameters() if not isinstance(p, DTensor)), fp32)
+        fully_shard(model, mesh=_mesh_of(model), **options)
+
+
+def _hold_masters(parameters: Iterable[nn.Parameter], fp32: bool) -> None:
+    for parameter in parameters:
+        if fp32 and parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.to(torch.float32)
 
 
 def _mesh_of(model: nn.Module) -> DeviceMesh:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -33,7 +33,13 @@ def blocks_of(model: nn.Module, wrap: Sequence[str | type[nn.Module]] | None) ->
     holders = _holders(model)
     blocks = [m for m in found if m is not model and any(True for _ in m.parameters())]
     # FSDP2 wants all holders of a tied parameter in one unit; here that is the root.
-    return [m for m in reversed(blocks) if all(holders[id(p)] <= set(m.modules()) for p in m.parameters())]
+    return [m for m in reversed(blocks) if _alone(m, holders)]
+
+
+def _alone(module: nn.Module, holders: Mapping[int, set[nn.Module]]) -> bool:
+    """Whether nothing outside of ``module`` holds a parameter of it."""
+    inside = set(module.modules())
+    return all(holders[id(parameter)] <= inside for parameter in module.parameters())
 
 
 def _with_the_rest(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

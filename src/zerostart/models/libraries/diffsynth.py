@@ -6,7 +6,11 @@ import inspect
 
 from torch import nn
 
+from zerostart.checkpoint.catalog import Catalog
 from zerostart.models.libraries.plain import Plain
+from zerostart.models.library import Built
+from zerostart.recipe import Recipes
+from zerostart.upstream.diffsynth_printing import keep_printable
 
 __all__ = ["DiffSynth"]
 
@@ -37,3 +41,7 @@ class DiffSynth(Plain):
     def by_parts(self, model: nn.Module) -> bool:
         """Whether pipelines call its modules: all but autoencoders and encoders, which have methods."""
         return not Plain.entries(self, model)
+
+    def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
+        """Let it be printed, whatever lies in its modules."""
+        keep_printable(built.model)

@@ -19,7 +19,7 @@ from zerostart.errors import ConfigError
 from zerostart.integrations.pipelines import PipelineRequest, drop_components, load_pipeline
 from zerostart.loading.placement import Placement
 from zerostart.training.cache_config import CacheConfig
-from zerostart.training.cache_facts import TRAINED
+from zerostart.training.encoder_files import TRAINED
 from zerostart.training.encoding.base import Encoder, encoder_class
 from zerostart.transfer.memory import release_cached
 

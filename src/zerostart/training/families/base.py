@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from zerostart.errors import ConfigError
 
-__all__ = ["Conditions", "Family", "Tensors", "linear_shift", "packed", "shifted", "unpacked"]
+__all__ = ["Conditions", "Family", "Tensors", "linear_shift", "shifted"]
 
 #: One example.
 Tensors = Mapping[str, torch.Tensor]
@@ -72,6 +72,7 @@ class Family(ABC):
         names = items[0].keys() - {"latents", "index"}
         images = {f"image_latents.{number}" for number in range(self.most_images)}
         for item in items:
+            self.check(item)
             own = item.keys() - {"latents", "index"}
             if unknown := sorted(own - self.keys - images):
                 raise ConfigError(f"an example has {unknown[0]}, which {self.name} does not take")
@@ -82,6 +83,10 @@ class Family(ABC):
                     f"examples of one batch differ in what they have: {', '.join(sorted(own ^ names))}"
                 )
         return {name: self._joined(name, [item[name] for item in items]) for name in sorted(names)}
+
+    def check(self, item: Tensors) -> None:
+        """Raise ConfigError for an example that the transformer cannot take, before anybody calls it."""
+        return
 
     def _joined(self, name: str, parts: list[torch.Tensor]) -> Any:
         """One key of all examples: stacked, [batch, ...]; texts that are masked are padded first."""
@@ -133,19 +138,3 @@ def shifted(u: torch.Tensor, shift: float) -> torch.Tensor:
 def linear_shift(tokens: int, least: int, most: int, low: float, high: float) -> float:
     """The shift whose logarithm is ``low`` at ``least`` tokens, ``high`` at ``most``, and linear."""
     return exp(low + (high - low) * (tokens - least) / (most - least))
-
-
-def packed(latents: torch.Tensor) -> torch.Tensor:
-    """[batch, C, H, W] as tokens of 2 by 2: [batch, H/2 * W/2, 4 C]. Raises ConfigError for an odd side."""
-    batch, channels, height, width = latents.shape
-    if height % 2 or width % 2:
-        raise ConfigError(f"latents of {height} by {width} are no tokens of 2 by 2: make sides even")
-    cut = latents.reshape(batch, channels, height // 2, 2, width // 2, 2)
-    return cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, height // 2 * (width // 2), channels * 4)
-
-
-def unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The reverse of ``packed`` for latents of ``height`` by ``width``."""
-    batch, _, channels = tokens.shape
-    cut = tokens.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
-    return cut.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)

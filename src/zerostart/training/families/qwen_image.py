@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
-from zerostart.training.families.base import Conditions, Family, Tensors, linear_shift, packed, unpacked
+from zerostart.training.families.base import Conditions, Tensors, linear_shift
+from zerostart.training.families.packed import Packed
 
 __all__ = ["QwenImage"]
 
 _TERMINAL = 0.02  # the last time of DiffSynth's schedule
 
 
-class QwenImage(Family):
+class QwenImage(Packed):
     """Latents are [C, H, W], tokens of 2 by 2; time goes from 0 to 1. Texts are masked."""
 
     name: ClassVar[str] = "qwen-image"
@@ -25,10 +25,6 @@ class QwenImage(Family):
     keys: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", "prompt_embeds_mask"})
     most_images: ClassVar[int] = 16
     masked: ClassVar[bool] = True
-
-    def tokens(self, shape: Sequence[int]) -> int:
-        """2 by 2 latents each."""
-        return shape[-2] // 2 * (shape[-1] // 2)
 
     def shift_at(self, tokens: int) -> float:
         """As the scheduler of the released pipelines has it."""
@@ -46,30 +42,13 @@ class QwenImage(Family):
             items = [{"prompt_embeds_mask": _whole(item), **item} for item in items]
         return super().conditions(items)
 
-    def velocity(
-        self,
-        model: nn.Module,
-        latents: torch.Tensor,
-        t: torch.Tensor,
-        conditions: Conditions,
-        guidance: float,
-    ) -> torch.Tensor:
-        """See ``Family``."""
-        height, width = latents.shape[-2:]
-        images = self.images(conditions)
-        sides = [(1, one.shape[-2] // 2, one.shape[-1] // 2) for one in (latents, *images)]
-        told = torch.full_like(t, guidance) if self.config.get("guidance_embeds") else None
-        count = self.tokens(latents.shape)
-        predicted: torch.Tensor = model(
-            hidden_states=torch.cat([packed(one) for one in (latents, *images)], dim=1),
-            timestep=t,
-            guidance=told,
-            encoder_hidden_states=conditions["prompt_embeds"],
-            encoder_hidden_states_mask=conditions.get("prompt_embeds_mask"),
-            img_shapes=[sides] * len(latents),
-            return_dict=False,
-        )[0]
-        return unpacked(predicted[:, :count], height, width)
+    def further(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, Any]:
+        """See ``Packed``."""
+        sides = [(1, one.shape[-2] // 2, one.shape[-1] // 2) for one in pictures]
+        return {
+            "encoder_hidden_states_mask": conditions.get("prompt_embeds_mask"),
+            "img_shapes": [sides] * len(pictures[0]),
+        }
 
 
 def _whole(item: Tensors) -> torch.Tensor:

@@ -35,11 +35,23 @@ class Wan(Family):
         """By the patches of the transformer."""
         return prod(size // patch for size, patch in zip(shape[1:], self._patch, strict=True))
 
-    def conditions(self, items: Sequence[Tensors]) -> Conditions:
-        """What VACE is controlled by has to be there. Raises ConfigError."""
-        if "vace_layers" in self.config and any("control_latents" not in item for item in items):
+    def check(self, item: Tensors) -> None:
+        """As many channels as the transformer takes; of VACE what it is controlled by. Raises ConfigError."""
+        if "vace_layers" in self.config and "control_latents" not in item:
             raise ConfigError("an example has no control_latents, which the transformer of VACE needs")
-        return super().conditions(items)
+        count = len(item["latents"])
+        if "condition" in item and count != self._channels:
+            count += len(item["condition"])
+        if count != self._channels:
+            raise ConfigError(
+                f"examples give {count} channels (latents, and condition where it is), but the transformer "
+                f"takes {self._channels}: they were encoded for another model"
+            )
+
+    @property
+    def _channels(self) -> int:
+        channels: int = self.config.get("in_channels", 16)
+        return channels
 
     @property
     def _patch(self) -> tuple[int, ...]:
@@ -53,7 +65,7 @@ class Wan(Family):
         conditions: Conditions,
         guidance: float,
     ) -> torch.Tensor:
-        """See ``Family``; guidance is not told. Raises ConfigError for channels that do not fit."""
+        """See ``Family``; guidance is not told."""
         given, timestep = latents, t * self.unit
         condition = conditions.get("condition")
         if condition is not None and self._first_frame(latents):
@@ -62,12 +74,6 @@ class Wan(Family):
             timestep = self._after(timestep, latents, frames)
         elif condition is not None:
             given = torch.cat([latents, condition], dim=1)
-        channels = self.config.get("in_channels", 16)
-        if given.shape[1] != channels:
-            raise ConfigError(
-                f"examples give {given.shape[1]} channels (latents, and condition where it is), but the "
-                f"transformer takes {channels}: they were encoded for another model"
-            )
         more: dict[str, Any] = {}
         if (image := conditions.get("image_embeds")) is not None:
             more["encoder_hidden_states_image"] = image
@@ -91,7 +97,7 @@ class Wan(Family):
 
     def _first_frame(self, latents: torch.Tensor) -> bool:
         """Whether the transformer has no channels for what is given beside the latents."""
-        return bool(latents.shape[1] == self.config.get("in_channels", 16))
+        return bool(latents.shape[1] == self._channels)
 
     def _after(self, timestep: torch.Tensor, latents: torch.Tensor, frames: int) -> torch.Tensor:
         """A timestep for each token, [batch, tokens]: 0 in the first ``frames``."""

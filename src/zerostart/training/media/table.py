@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from zerostart.errors import ConfigError
 from zerostart.training.media.files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from zerostart.training.parsing import parsed_json
 
 __all__ = ["TABLES", "Table", "read_table"]
 
@@ -107,7 +107,7 @@ def _check_header(header: Sequence[str], where: str) -> None:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    value = _parsed(path.read_text(encoding="utf-8-sig"), str(path))
+    value = parsed_json(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(value, list):
         raise ConfigError(f"{path}: a table is a list of objects, not a JSON {type(value).__name__}")
     for number, row in enumerate(value, start=1):
@@ -119,14 +119,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
-                yield _object(_parsed(line, where), where)
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits are a plain ValueError
-        raise ConfigError(f"{where}: not valid JSON: {error}") from error
+                yield _object(parsed_json(line, where), where)
 
 
 def _object(value: Any, where: str) -> tuple[str, Row]:

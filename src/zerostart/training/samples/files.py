@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,13 @@ from zerostart.errors import ConfigError, WriteError
 
 __all__ = ["check_writers", "read_pictures", "write_drawn"]
 
+#: What encodes videos, the best first, with its options: a build of FFmpeg need not have each.
+_ENCODERS: Mapping[str, dict[str, str]] = {
+    "libx264": {"crf": "18"},
+    "libopenh264": {"b": "8M"},
+    "mpeg4": {"b": "8M"},
+}
+
 
 def check_writers(videos: bool) -> None:
     """Raise :class:`ConfigError` where what writes pictures, or ``videos``, is not installed."""
@@ -19,12 +28,28 @@ def check_writers(videos: bool) -> None:
         import PIL.Image  # noqa: F401
 
         if videos:
-            import av  # noqa: F401
+            _encoder()
     except ImportError as error:
         raise ConfigError(
             f"samples are written by Pillow and PyAV, of which one cannot be imported ({error}); install "
             "them: pip install zerostart[media]"
         ) from error
+
+
+def _encoder() -> str:
+    """The first of ``_ENCODERS`` that this PyAV has. Raises :class:`ConfigError`."""
+    from av.codec import codecs_available
+    from av.codec.codec import Codec, UnknownCodecError
+
+    for name in _ENCODERS:
+        if name in codecs_available:
+            with contextlib.suppress(UnknownCodecError):  # it reads what it does not write
+                Codec(name, "w")
+                return name
+    raise ConfigError(
+        f"samples of several frames are written by PyAV, and this one has no encoder of "
+        f"{', '.join(_ENCODERS)}; install one that has (pip install zerostart[media]), or leave samples out"
+    )
 
 
 def write_drawn(path: Path, frames: torch.Tensor, fps: int) -> Path:
@@ -40,9 +65,18 @@ def write_drawn(path: Path, frames: torch.Tensor, fps: int) -> Path:
             _picture(found, rows[0])
         else:
             _video(found, rows, fps)
-    except OSError as error:
+    except _failures() as error:
         raise WriteError(f"{found}: the sample cannot be written: {error}") from error
     return found
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What writing fails with; PyAV's own errors, where it is installed, are of its own class."""
+    try:
+        from av.error import FFmpegError
+    except ImportError:
+        return (OSError,)
+    return (OSError, FFmpegError)
 
 
 def _picture(path: Path, rows: torch.Tensor) -> None:
@@ -57,7 +91,8 @@ def _video(path: Path, rows: torch.Tensor, fps: int) -> None:
     _, height, width, _ = rows.shape
     with av.open(str(path), "w") as container:
         # Every player knows yuv420p, whose colours are shared by 2 x 2 pixels.
-        stream = container.add_stream("libx264", rate=fps, options={"crf": "18"})
+        name = _encoder()
+        stream = container.add_stream(name, rate=fps, options=_ENCODERS[name])
         stream.width, stream.height, stream.pix_fmt = width + width % 2, height + height % 2, "yuv420p"
         for row in rows:
             frame = av.VideoFrame.from_ndarray(row.numpy(), format="rgb24")

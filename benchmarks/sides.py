@@ -1,0 +1,143 @@
+"""The same benchmarks in two checkouts, this one and one of another commit, whose cells alternate.
+
+    git worktree add ../before COMMIT
+    python benchmarks/sides.py ../before [--repeats 3] [--benchmarks load init forecast] [--out FILE]
+
+Each cell is the checkout's own script in a fresh process, with its own ``src`` before all else that is
+installed; both read the same checkpoints. Of each figure there are the median and the range on either side,
+the ratio of the medians, and whether the ranges overlap. See README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cells import ROOT, made_checkpoint
+
+#: Figures of a benchmark by name, out of its JSON.
+Figures = Callable[[dict[str, Any]], Iterator[tuple[str, float]]]
+SIDES = ("before", "after")
+
+
+def main() -> None:
+    options = arguments()
+    found: dict[str, dict[str, list[float]]] = {}
+    for repeat in range(options.repeats):
+        for name in options.benchmarks:
+            for side in SIDES if repeat % 2 == 0 else SIDES[::-1]:
+                for figure, value in one_cell(name, ROOT if side == "after" else options.before):
+                    sides = found.setdefault(f"{name}: {figure}", {side: [] for side in SIDES})
+                    sides[side].append(value)
+                print(f"repeat {repeat + 1}/{options.repeats}  {name:<9} {side}", flush=True)
+    rows = {figure: compared(**sides) for figure, sides in found.items()}
+    print("\n" + table(rows))
+    if options.out:
+        options.out.write_text(json.dumps({"figures": rows, "cells": found}, indent=1) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Benchmarks of two checkouts.")
+    parser.add_argument("before", type=Path, help="a checkout of another commit, such as a worktree")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--benchmarks", nargs="+", choices=list(BENCHMARKS), default=list(BENCHMARKS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    options.before = options.before.resolve()
+    if not (options.before / "src" / "zerostart").is_dir():
+        parser.error(f"{options.before} is no checkout of zerostart")
+    return options
+
+
+def one_cell(name: str, root: Path) -> list[tuple[str, float]]:
+    """Run one benchmark of the checkout ``root`` once."""
+    command, figures = BENCHMARKS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        subprocess.run(
+            [sys.executable, root / "benchmarks" / f"{name}.py", *command(), str(out)],
+            env=os.environ | {"PYTHONPATH": str(root / "src")},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        return list(figures(json.loads(out.read_text())))
+
+
+def load_command() -> list[str]:
+    arms = ["zerostart-deepspeed", "zerostart-fsdp2"]
+    return ["--repeats", "1", "--checkpoint", str(made_checkpoint()), "--arms", *arms, "--out"]
+
+
+def load_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Seconds of the slowest rank: in all, of the read, and of all else."""
+    for arm, (ranks,) in made["cells"].items():
+        slowest = max(ranks, key=lambda rank: rank["seconds"])
+        read = slowest["phases"]["read"]
+        yield f"{arm}, s", slowest["seconds"]
+        yield f"{arm}, read s", read
+        yield f"{arm}, all but the read, of the read", (slowest["seconds"] - read) / read
+
+
+def init_command() -> list[str]:
+    arms = ["zerostart", "zerostart-exchange"]
+    return ["--repeats", "1", "--checkpoint", str(made_checkpoint(4)), "--arms", *arms, "--out"]
+
+
+def init_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Seconds until the masters and in all, and the peak until then of the bytes of the model."""
+    for arm, figures in made["summary"].items():
+        yield f"{arm}, to masters s", figures["to_masters"]
+        yield f"{arm}, s", figures["seconds"]
+        yield f"{arm}, peak before masters, x model", figures["peak_masters_of_model"]
+
+
+def forecast_command() -> list[str]:
+    return ["--only", "z3-bf16-2", "z2-bf16-2", "fsdp2-bf16-2", "fsdp2-masters-2", "--json"]
+
+
+def forecast_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Measured peaks of the three phases, over those that were foretold."""
+    for cell in made["cells"]:
+        for phase, told in cell["forecast"].items():
+            yield f"{cell['cell']}, {phase}, of the forecast", cell["measured"][phase] / told
+
+
+BENCHMARKS: dict[str, tuple[Callable[[], list[str]], Figures]] = {
+    "load": (load_command, load_figures),
+    "init": (init_command, init_figures),
+    "forecast": (forecast_command, forecast_figures),
+}
+
+
+def compared(before: list[float], after: list[float]) -> dict[str, Any]:
+    """Medians and ranges of a figure, and whether the ranges have anything in common."""
+    medians = statistics.median(before), statistics.median(after)
+    return {
+        "before": [medians[0], min(before), max(before)],
+        "after": [medians[1], min(after), max(after)],
+        "ratio": medians[1] / medians[0],
+        "within": min(after) <= max(before) and min(before) <= max(after),
+    }
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """One line a figure, in markdown."""
+    lines = ["| figure | before (range) | after (range) | after / before | ranges overlap |"]
+    lines.append("|---|---:|---:|---:|---|")
+    for figure, row in rows.items():
+        sides = ["{:.3f} ({:.3f}-{:.3f})".format(*row[side]) for side in SIDES]
+        overlap = "yes" if row["within"] else "no"
+        lines.append(f"| {figure} | {' | '.join(sides)} | {row['ratio']:.3f} | {overlap} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The files of a pipeline's encoders by their contents, each read once for as long as it is not changed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerostart.checkpoint.durable import write_whole
+from zerostart.checkpoint.formats.pipeline import NAME, PIPELINE_INDEX
+from zerostart.checkpoint.source import resolve_source
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.distributed.world import World
+from zerostart.errors import CheckpointNotFoundError, ZerostartError
+
+__all__ = ["TRAINED", "EncoderFiles", "encoder_files"]
+
+#: What the names of models begin with that are trained and not asked for what is cached; schedulers neither.
+TRAINED = "transformer"
+_NOT_ENCODERS = (TRAINED, "scheduler")
+#: Of a pipeline's own settings, what is said of the transformers.
+_NOT_OF_ENCODERS = "boundary_ratio"
+#: In a cache: the digests of the encoders' files as they were found on this machine. No part of what it is.
+_KNOWN = ".encoders.json"
+
+
+@dataclass(frozen=True)
+class EncoderFiles:
+    """Where a pipeline is, its class and settings, and of each file of its encoders the state and the digest.
+
+    A state is the length, the time of modification in nanoseconds, and the inode.
+    """
+
+    root: str
+    kind: Any
+    settings: dict[str, Any]
+    states: dict[str, list[int]]
+    digests: dict[str, str] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, Any]:
+        """What a cache depends on, wherever the files are."""
+        files = {name: [state[0], self.digests[name]] for name, state in self.states.items()}
+        return {"class": self.kind, "settings": self.settings, "files": files}
+
+    def remember(self, cache: Path) -> None:
+        """Note in ``cache`` what is known, for ``encoder_files``; on one rank. Not where that cannot be."""
+        if _known(cache, self.root, self.states) == self.digests:
+            return
+        known = {name: [state, self.digests[name]] for name, state in self.states.items()}
+        data = json.dumps({self.root: known}).encode()
+        with contextlib.suppress(OSError):
+            write_whole(cache / _KNOWN, data, cache / f"{_KNOWN}.{os.getpid()}.part", durable=False)
+
+
+def encoder_files(source: str, cache: Path, world: World) -> EncoderFiles | None:
+    """What the encoders of the pipeline at ``source`` are; collective. None where there is no pipeline.
+
+    Files that are in the state that ``cache`` knows them in are not opened. Of the others each rank reads a
+    part. Raises ReadError and CheckpointError.
+    """
+    found: EncoderFiles | None = world.broadcast_object(
+        lambda: _found(source, cache), "looking for the encoders' files"
+    )
+    if found is None:
+        return None
+    unknown = [name for name in found.states if name not in found.digests]
+    if unknown:
+        with world.phase("reading the encoders' files"):
+            own = {name: _digest(Path(found.root) / name) for name in unknown[world.rank :: world.size]}
+        for others in world.all_gather_object(own, "comparing the encoders' files"):
+            found.digests.update(others)
+    return found
+
+
+def _found(source: str, cache: Path) -> EncoderFiles | None:
+    try:
+        root = resolve_source(source)
+    except CheckpointNotFoundError:
+        return None
+    if not (root / PIPELINE_INDEX).is_file():
+        return None
+    index = read_json(root / PIPELINE_INDEX, "pipeline index")
+    settings, states = {}, {}
+    for name, value in index.items():
+        if not isinstance(value, list):
+            if not name.startswith("_") and name != _NOT_OF_ENCODERS:
+                settings[name] = value
+        elif NAME.fullmatch(name) and not name.startswith(_NOT_ENCODERS):
+            for file in _files_below(root / name):
+                status = file.stat()
+                state = [status.st_size, status.st_mtime_ns, status.st_ino]
+                states[file.relative_to(root).as_posix()] = state
+    place = os.path.realpath(root)
+    return EncoderFiles(place, index.get("_class_name"), settings, states, _known(cache, place, states))
+
+
+def _known(cache: Path, place: str, states: Mapping[str, list[int]]) -> dict[str, str]:
+    """The digests of files that are in the states in which ``cache`` knows them."""
+    found: Any = None
+    with contextlib.suppress(ZerostartError):  # none, or damaged: what is not known is read
+        found = read_json(cache / _KNOWN, "digests of encoders").get(place)
+    entries = found if isinstance(found, dict) else {}
+    return {
+        name: entry[1]
+        for name, state in states.items()
+        if isinstance(entry := entries.get(name), list) and entry[:1] == [state] and len(entry) == 2
+    }
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            yield path
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "blake2b").hexdigest()[:32]

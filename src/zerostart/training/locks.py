@@ -1,0 +1,40 @@
+"""Locks of files between processes, which end with the process that has them, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from zerostart.errors import WriteError
+
+__all__ = ["hold"]
+
+
+def hold(stack: contextlib.ExitStack, path: Path, refusal: str, wait: bool = False) -> None:
+    """Until ``stack`` ends, or this process, no other process holds the lock ``path``, which is made.
+
+    Processes that are forked meanwhile do not hold it: workers that outlive a killed run keep nobody out.
+    Raises WriteError where it cannot be made, and with the text ``refusal`` where another process holds it,
+    unless its end is to be waited for.
+    """
+    while True:
+        try:
+            handle = path.open("ab")
+        except OSError as error:
+            raise WriteError(f"{path} cannot be made: {error.strerror}") from error
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                handle.close()
+                raise WriteError(refusal) from error
+            # A file system without locks: two at a time are not told of.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(handle.fileno())):
+                break
+        handle.close()  # the one before has removed it meanwhile
+    stack.enter_context(handle)
+    stack.callback(path.unlink, missing_ok=True)

@@ -1,0 +1,133 @@
+"""The output directory of a run: one run at a time has it, and what an earlier one has left there goes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zerostart.checkpoint.durable import sync_directory
+from zerostart.checkpoint.replacing import MARKER as MODEL_MARKER
+from zerostart.distributed.world import World
+from zerostart.errors import ConfigError, WriteError
+from zerostart.state.keeping import complete
+from zerostart.state.training_state import MARKER
+from zerostart.training.cached import is_of_cache
+from zerostart.training.config import TrainConfig
+from zerostart.training.export import AVERAGE
+from zerostart.training.exporting import EXPORTS
+from zerostart.training.locks import hold
+from zerostart.training.samples.sampler import FOLDER as SAMPLES
+
+__all__ = ["FOLDER", "METRICS", "claimed", "clear", "set_aside"]
+
+#: In the output directory: the checkpoints, and what a run writes first.
+FOLDER, METRICS = "checkpoints", "metrics.jsonl"
+_LOCK, _ASIDE = ".run.lock", re.compile(rf"\.{FOLDER}\.replaced\.\d+")
+_STEP = re.compile(r"step-\d{8}")
+
+
+@contextmanager
+def claimed(config: TrainConfig, world: World) -> Iterator[Path]:
+    """The output directory, made if need be, and inside no other run's; collective.
+
+    Raises, on every rank, ConfigError where something is in it that may not go, and WriteError where another
+    run is at work in it.
+    """
+    directory = Path(config.output.directory).expanduser().absolute()
+    stack = contextlib.ExitStack()
+
+    def claim() -> Path:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            occupied = not all(_is_free(entry.name) for entry in directory.iterdir())
+        except OSError as error:
+            raise ConfigError(f"output.directory {directory}: {error.strerror}") from error
+        if occupied and not (config.output.overwrite or _goes_on(config, directory)):
+            raise ConfigError(
+                f"output.directory {directory} is not empty; name another, go on with the run that is in it "
+                "with resume=auto, or allow it with output.overwrite=true"
+            )
+        refusal = f"another run is at work in output.directory {directory}: wait for its end, or name another"
+        hold(stack, directory / _LOCK, refusal)
+        return directory
+
+    with stack:
+        yield world.broadcast_object(claim, "claiming the output directory")
+
+
+def _is_free(name: str) -> bool:
+    """Whether a directory with an entry of this name in it is as good as empty."""
+    return name == _LOCK or bool(_ASIDE.fullmatch(name)) or is_of_cache(name)
+
+
+def _goes_on(config: TrainConfig, directory: Path) -> bool:
+    """Whether ``directory`` is that of a run which this one is to go on with."""
+    return config.resume == "auto" and (directory / METRICS).is_file()
+
+
+def set_aside(directory: Path, resumed: Path | None, world: World) -> None:
+    """Have nobody find the checkpoints of an earlier run any more, in one step and before anything else.
+
+    They are removed by ``clear``, and can be put back until then. Where the run goes on from one of them,
+    ``resumed``, all stay. Collective. Raises WriteError.
+    """
+    folder = directory / FOLDER
+
+    def rename() -> None:
+        if _is_own(resumed, folder) or not folder.is_dir() or not any(folder.iterdir()):
+            return
+        free = (directory / f".{FOLDER}.replaced.{number}" for number in itertools.count())
+        try:
+            folder.rename(next(path for path in free if not path.exists()))
+            sync_directory(directory)
+        except OSError as error:
+            raise WriteError(f"{folder} cannot be set aside: {error.strerror}") from error
+
+    world.broadcast_object(rename, "setting older checkpoints aside")
+
+
+def clear(directory: Path, resumed: Path | None) -> None:
+    """Remove what would be taken for a part of the run that begins now, or goes on from ``resumed``.
+
+    Of another run these are checkpoints, samples, exports and averages; of the same one, checkpoints after
+    ``resumed``. Whatever else lies there stays. On one rank. Raises WriteError.
+    """
+    folder = directory / FOLDER
+    try:
+        for aside in sorted(entry for entry in directory.iterdir() if _ASIDE.fullmatch(entry.name)):
+            _clear_aside(aside, folder)
+        if resumed is not None and _is_own(resumed, folder):
+            found = complete(folder)
+            for path in reversed(found[[one.name for one in found].index(resumed.name) + 1 :]):
+                (path / MARKER).unlink()
+                shutil.rmtree(path)
+            return
+        made = [entry for entry in (directory / SAMPLES).glob("step-*") if _STEP.fullmatch(entry.name)]
+        made += [path.parent for path in (directory / EXPORTS).glob(f"step-*/{MODEL_MARKER}")]
+        made += [path.parent for path in directory.glob(f"{AVERAGE}/{MODEL_MARKER}")]
+        for path in made:
+            shutil.rmtree(path)
+    except OSError as error:
+        raise WriteError(f"{directory}: what an earlier run left cannot be removed: {error}") from error
+
+
+def _clear_aside(aside: Path, folder: Path) -> None:
+    """Remove the checkpoints in ``aside``, and what saves have left there; give all else its place again."""
+    for entry in sorted(aside.iterdir()):
+        if (entry / MARKER).is_file() or (entry.is_dir() and entry.name.startswith(".")):
+            shutil.rmtree(entry)
+        elif not (place := folder / entry.name).exists():
+            folder.mkdir(exist_ok=True)
+            entry.rename(place)
+    with contextlib.suppress(OSError):  # what has a namesake by now
+        aside.rmdir()
+
+
+def _is_own(resumed: Path | None, folder: Path) -> bool:
+    return resumed is not None and os.path.realpath(resumed.parent) == os.path.realpath(folder)

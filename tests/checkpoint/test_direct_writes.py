@@ -1,0 +1,163 @@
+"""Writes round the page cache: whole pages alone go this way, and the bytes are the same."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from zerostart.checkpoint.shards import plan_shards
+from zerostart.checkpoint.storage import page_cache
+from zerostart.checkpoint.storage.direct import PAGE, open_direct
+from zerostart.checkpoint.writer import DIRECT, CheckpointWriter
+from zerostart.distributed.world import World
+from zerostart.engines import Shard
+from zerostart.errors import WriteError
+from zerostart.layout import Layout, dimension_shard, flat_partition
+from zerostart.state.writing import plain, planned, write_tensors
+from zerostart.transfer.writing import write_out
+
+Written = list[tuple[bool, int, int]]
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
+    """Every write: whether it goes round the page cache, where to, and how much."""
+    probe = tmp_path / "probe"
+    probe.touch()
+    handle = open_direct(probe, os.O_WRONLY)
+    if handle is None or not page_cache.direct_suits(page_cache.file_system(probe)):
+        pytest.skip(f"no direct writes on {page_cache.file_system(probe)}")
+    os.close(handle)
+    probe.unlink()
+    found: Written = []
+    pwrite = os.pwrite
+
+    def noted(handle: int, view: memoryview, offset: int) -> int:
+        found.append((bool(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT), offset, view.nbytes))
+        return pwrite(handle, view, offset)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    return found
+
+
+def stored() -> dict[str, torch.Tensor]:
+    """Tensors that begin anywhere in a page, small ones between large ones."""
+    torch.manual_seed(5)
+    sizes = {"a": (7, 3), "b": (640, 1001), "c": (129,), "d": (900, 1024), "e": (700, 999)}
+    return {name: torch.randn(shape).to(torch.bfloat16) for name, shape in sizes.items()}
+
+
+def entries(tensors: dict[str, torch.Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(name, "BF16", tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+
+def shard(name: str, whole: torch.Tensor, layout: Layout) -> Shard:
+    storage = torch.zeros(layout.numel, dtype=whole.dtype)
+    for first, count, place in layout.runs():
+        storage[place : place + count] = whole.reshape(-1)[first : first + count]
+    return Shard(name, layout, storage, lambda _: layout)
+
+
+Cut = Callable[[tuple[int, ...], int, int], Layout]
+CUTS: dict[str, Cut] = {
+    "flat": flat_partition,
+    "rows": lambda shape, rank, size: dimension_shard(shape, 0, rank, size),
+    "columns": lambda shape, rank, size: dimension_shard(shape, len(shape) - 1, rank, size),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("chunk", [5 * PAGE * 64, 8 << 20])
+def test_ranks_share_pages(cut: str, chunk: int, tmp_path: Path, written: Written) -> None:
+    """What three ranks write past the cache shares no page with what anybody writes into it."""
+    tensors = stored()
+    layout = plan_shards(entries(tensors))
+    with CheckpointWriter(tmp_path, layout) as writer:
+        for rank in range(3):
+            outgoing = [
+                plain(name, shard(name, t, CUTS[cut](tuple(t.shape), rank, 3))) for name, t in tensors.items()
+            ]
+            plan, storages = planned(layout, outgoing, chunk)
+            write_out(plan, storages, writer, 2)
+        assert writer.written == layout.total_size
+    found = load_file(tmp_path / "model.safetensors")
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
+    past = {page for direct, at, n in written if direct for page in range(at // PAGE, (at + n) // PAGE)}
+    beside = {
+        page for direct, at, n in written if not direct for page in range(at // PAGE, -(-(at + n) // PAGE))
+    }
+    assert all(at % PAGE == n % PAGE == 0 for direct, at, n in written if direct)
+    assert not past & beside
+    assert bool(past) == (cut != "columns")
+
+
+def test_most_of_a_large_tensor_goes_past_the_cache(tmp_path: Path, written: Written) -> None:
+    whole = torch.arange(3 << 20, dtype=torch.int32)
+    layout = flat_partition((3 << 20,), 0, 1)
+    done = write_tensors(
+        tmp_path, [("w", "I32", whole.shape)], [plain("w", shard("w", whole, layout))], World(0, 1, None)
+    )
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], whole)
+    assert sum(n for direct, _, n in written if direct) > whole.nbytes - 2 * PAGE
+    assert done.bytes == whole.nbytes
+    # Windows begin with a page: beside the header only the first and the last bytes go into the cache.
+    assert len([n for direct, _, n in written if not direct]) <= 3
+
+
+def test_what_need_not_be_on_the_disk_goes_into_the_cache(tmp_path: Path, written: Written) -> None:
+    data = torch.zeros(4 * DIRECT, dtype=torch.uint8)
+    with CheckpointWriter(tmp_path, plan_shards([("t", "U8", data.shape)]), durable=False) as writer:
+        writer.write("t", memoryview(data.numpy()))
+    assert not any(direct for direct, _, _ in written)
+
+
+@pytest.mark.parametrize("where", ["open", "write"])
+def test_a_device_that_has_no_such_writes(
+    where: str, tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told by the first one, and everything goes into the cache."""
+    name = "pwrite" if where == "write" else "open"
+    call = getattr(os, name)
+
+    def refusing(target: object, second: object, *rest: int) -> int:
+        flags = second if where == "open" else fcntl.fcntl(target, fcntl.F_GETFL)  # type: ignore[arg-type]
+        if int(flags) & os.O_DIRECT:  # type: ignore[call-overload]
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        done: int = call(target, second, *rest)
+        return done
+
+    monkeypatch.setattr(os, name, refusing)
+    tensors = stored()
+    layout = plan_shards(entries(tensors))
+    outgoing = [plain(n, shard(n, t, flat_partition(tuple(t.shape), 0, 1))) for n, t in tensors.items()]
+    write_tensors(tmp_path, entries(tensors), outgoing, World(0, 1, None))
+    found = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(found[n].view(torch.int16), t.view(torch.int16)) for n, t in tensors.items())
+    assert sum(n for _, _, n in written) == layout.total_size + sum(len(f.header) for f in layout.files)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_what_goes_wrong_past_the_cache_is_told(
+    error: int, tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = os.pwrite
+
+    def failing(handle: int, view: memoryview, offset: int) -> int:
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(error, os.strerror(error))
+        return pwrite(handle, view, offset)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    whole = torch.zeros(1 << 20)
+    outgoing = [plain("w", shard("w", whole, flat_partition((1 << 20,), 0, 1)))]
+    with pytest.raises(WriteError, match=f"writing failed: {os.strerror(error)}"):
+        write_tensors(tmp_path, [("w", "F32", whole.shape)], outgoing, World(0, 1, None))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,106 @@
+"""Files that people write by hand: what stands there twice, or is of another kind, is told by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from zerostart.errors import CheckpointError, ConfigError
+from zerostart.training.checkpoints import _extra
+from zerostart.training.config import load_config, parse_config
+from zerostart.training.engine_config import own_config
+from zerostart.training.generating import template_of
+from zerostart.training.lora_files import _parsed, _read
+from zerostart.training.parsing import parsed_yaml
+
+RUN = """
+model: {source: m}
+data: {source: d}
+task: {name: causal-lm}
+train:
+  steps: 5
+output: {directory: o}
+"""
+TWICE = [
+    (f"{RUN}train: {{steps: 6}}\n", r"run\.yaml, line 8: train is there twice, first in line 5; leave one"),
+    (
+        RUN.replace("  steps: 5", "  steps: 5\n  seed: 1\n  steps: 6"),
+        "line 8: steps is .* twice, .* line 6",
+    ),
+    (RUN.replace("{source: m}", "{source: m, source: n}"), "line 2: source is there twice, first in line 2"),
+    (f"{RUN}engine: {{config: {{a: {{b: 1, b: 1}}}}}}\n", "line 8: b is there twice"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), TWICE)
+def test_no_key_is_there_twice(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_overrides_have_no_key_twice_either(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    with pytest.raises(ConfigError, match=r"override 'engine=.*: name is there twice"):
+        load_config(tmp_path / "run.yaml", ["engine={name: fsdp2, name: deepspeed}"])
+
+
+def test_what_is_merged_is_no_second_value() -> None:
+    """Anchors and merge keys mean what they mean to PyYAML, wherever the anchor lies."""
+    text = """
+base: &base {x: 1, y: 2}
+inner: {deep: &deep {<<: *base, x: 3}}
+other: {<<: *deep, y: 4}
+same: [*base, *deep, {<<: [*deep, *base]}]
+1: {1: a, "1": b}
+"""
+    assert parsed_yaml(text, "here") == yaml.safe_load(text)
+
+
+def test_json_of_users(tmp_path: Path) -> None:
+    given = {"model": {"source": "m"}, "data": {"source": "d"}, "task": {"name": "causal-lm"}}
+    given |= {"train": {"steps": 1}, "output": {"directory": "o"}}
+    file = tmp_path / "ds.json"
+    config = parse_config(given | {"engine": {"config": str(file)}})
+    for text, message in (
+        ('{"zero_optimization": {"a": 1, "a": 2}}', r"ds\.json: the name 'a' is there twice"),
+        ("[]", r"ds\.json holds no JSON object"),
+        ("{", r"ds\.json: not valid JSON"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            own_config(config)
+    for name, text in (("model_index.json", '{"transformer": ["a", ["b"]]}'), ("config.json", "[1]")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises((ConfigError, CheckpointError), match=name):
+            template_of(str(tmp_path))
+        (tmp_path / name).unlink()
+
+
+def test_lora_files_that_say_something_else(tmp_path: Path) -> None:
+    """In the header and beside it: no object, no JSON, and a number that is none."""
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = {"a.lora_A.weight": torch.zeros(1, 2), "a.lora_B.weight": torch.zeros(2, 1)}
+    for text, message in (("[1]", "is a JSON list and not an object"), ("{", "not valid JSON")):
+        save_file(tensors, path, {"lora_adapter_metadata": text})
+        with pytest.raises(CheckpointError, match=rf"adapter_model\.safetensors: .*{message}"):
+            _read(path)
+        save_file(tensors, path)
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=rf"adapter_config\.json: .*{message}"):
+            _read(path)
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": [8]}')
+    with pytest.raises(CheckpointError, match=r"lora_alpha is \[8\], and no number"):
+        _parsed(*_read(path), path)
+
+
+def test_a_state_of_another_program_is_no_checkpoint_of_a_run(tmp_path: Path) -> None:
+    for document in ({"extra": None}, {"extra": [1]}, {}):
+        (tmp_path / "state.json").write_text(json.dumps(document))
+        with pytest.raises(ConfigError, match="was not saved by a run of zerostart train"):
+            _extra(tmp_path)

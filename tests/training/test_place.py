@@ -1,0 +1,102 @@
+"""The output directory of a run: what an earlier one has left there, and two runs at the same time."""
+
+import json
+from pathlib import Path
+
+import pytest
+from held_locks import lock_held
+from test_resumed_runs import going_on, interrupted, steps_in
+from test_run import losses, metrics, run, values
+
+from ranks import run_ranks
+from zerostart.distributed.world import World
+from zerostart.errors import WriteError
+from zerostart.training.config import parse_config
+from zerostart.training.place import claimed, clear, set_aside
+
+__all__ = ["values"]
+
+ALONE = World(0, 1, None)
+
+
+def overwritten(old, new, straight):
+    """A run that never stops; an old one; and one that overwrites that and dies before its checkpoint."""
+    result = run(straight)
+    run(old)
+    Path(old["output"]["directory"], "checkpoints", "notes.txt").write_text("the user's own")
+    interrupted({**new, "resume": None, "output": {**new["output"], "overwrite": True}}, 1)
+    return result
+
+
+def test_nothing_goes_on_from_what_was_overwritten(checkpoints, values):
+    """The old run's weights are other ones: whoever went on from them would have other losses."""
+    old = going_on(values(checkpoints("qwen3"), steps=2, learning_rate=0.3), every=2)
+    new = going_on(values(checkpoints("qwen3"), steps=3), every=3)
+    (straight,) = run_ranks(
+        overwritten, 1, old, new, values(checkpoints("qwen3"), output="straight", steps=3)
+    )
+    assert steps_in(old["output"]["directory"]) == ["notes.txt"]
+    (again,) = run_ranks(run, 1, new)
+    assert [entry["step"] for entry in metrics(again) if "loss" in entry] == [1, 2, 3]
+    assert losses(again) == losses(straight)
+    directory = Path(again.directory)
+    assert steps_in(directory) == ["notes.txt", "step-00000003"]
+    assert not [entry.name for entry in directory.iterdir() if entry.name.startswith(".")]
+
+
+def checkpoint(folder, name, saved_at):
+    (folder / name).mkdir(parents=True)
+    (folder / name / "state.json").write_text(json.dumps({"saved_at_ns": saved_at}))
+    return folder / name
+
+
+def test_what_another_run_made_goes_and_nothing_else(tmp_path):
+    """Killed before it begins, a run has removed nothing, and left nothing to go on from."""
+    folder = tmp_path / "checkpoints"
+    checkpoint(folder, "step-00000001", 1)
+    (folder / ".step-00000002.0123456789ab.saving").mkdir()
+    own = [tmp_path / "samples" / "mine", tmp_path / "exports" / "mine", tmp_path / "ema-notes"]
+    for path in (*own, tmp_path / "samples" / "step-00000000", tmp_path / "ema", folder / "mine"):
+        path.mkdir(parents=True)
+    for path in (tmp_path / "exports" / "step-1", tmp_path / "ema"):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "zerostart.json").write_text("{}")
+    set_aside(tmp_path, None, ALONE)
+    (aside,) = tmp_path.glob(".checkpoints.replaced.*")
+    assert not folder.exists()
+    assert (aside / "step-00000001" / "state.json").is_file()
+    checkpoint(folder, "step-00000009", 2)  # of an older zerostart, say
+    set_aside(tmp_path, None, ALONE)
+    assert not folder.exists()
+    clear(tmp_path, None)
+    assert [path.name for path in folder.iterdir()] == ["mine"]
+    assert all(path.is_dir() for path in own)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
+        ["checkpoints", "mine", "samples", "mine", "exports", "mine", "ema-notes"]
+    )
+
+
+def test_going_on_from_an_earlier_checkpoint_leaves_no_later_one(tmp_path):
+    folder = tmp_path / "checkpoints"
+    first, second, third = (checkpoint(folder, f"step-0000000{n}", n) for n in (1, 2, 3))
+    (tmp_path / "samples" / "step-00000000").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    given = tmp_path / "link" / second.name
+    set_aside(tmp_path, given, ALONE)
+    assert third.is_dir()
+    clear(tmp_path, given)
+    assert sorted(folder.iterdir()) == [first, second]
+    assert (tmp_path / "samples" / "step-00000000").is_dir()
+
+
+def test_two_runs_are_not_in_one_directory(values, tmp_path):
+    config = parse_config(values("nowhere"))
+    directory = Path(config.output.directory)
+    with claimed(config, ALONE):
+        pass
+    assert list(directory.iterdir()) == []
+    lock = directory / ".run.lock"
+    with lock_held(lock), pytest.raises(WriteError, match="another run is at work in"):
+        claimed(config, ALONE).__enter__()
+    with claimed(config, ALONE):  # what a killed run has left locks nobody out
+        assert lock.is_file()
