@@ -80,5 +80,15 @@ def name_classes(pipe: Any) -> None:
 
 
 def assembled(kind: Any, root: Path, models: Mapping[str, nn.Module | None]) -> Any:
-    """The pipeline in ``root`` with these models; everything else by diffusers itself, from its files."""
-    return kind.from_pretrained(str(root), local_files_only=True, **models)
+    """The pipeline in ``root`` with these models; everything else by diffusers itself, from its files.
+
+    Raises BuildError for what diffusers cannot make of them.
+    """
+    try:
+        return kind.from_pretrained(str(root), local_files_only=True, **models)
+    except Exception as error:  # of many types, for a tokenizer or a scheduler that is not there or damaged
+        told = " ".join(str(error).split())
+        raise BuildError(
+            f"{root}: diffusers makes no {kind.__name__} of what is there beside its models ({told}); put "
+            "back its tokenizers, schedulers and processors"
+        ) from error
