@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
+from zerostart.checkpoint.shards import parse_size
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import LoadArguments
 from zerostart.training.cache_config import CacheConfig
@@ -174,6 +175,15 @@ class OutputConfig(Section):
     remove_prefix: str = ""
     merge: bool = False
     every: Count = 0
+
+    @field_validator("max_shard_size")
+    @classmethod
+    def _bytes(cls, value: str) -> str:
+        try:
+            parse_size(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return value
 
 
 class CheckpointConfig(Section):
