@@ -44,6 +44,7 @@ def test_defaults_overrides_and_yaml_spellings(path):
         ("train.steps", "an override is KEY=VALUE"),
         ("train.steps.more=1", "train.steps.more=1.*steps is a value"),
         ("train.steps=[", "train.steps=.*not valid YAML"),
+        ("checkpoint.best=1", "checkpoint.best compares held-out losses: hold examples out"),
         ("model.dtype=bfloat16", "model.dtype bfloat16 contradicts train.mixed_precision no"),
     ],
 )
