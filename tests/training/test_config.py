@@ -50,6 +50,7 @@ def test_defaults_overrides_and_yaml_spellings(path):
         ("train.steps=yes", "train.steps: a number is wanted, not True"),
         ("train.learning_rate=.inf", "train.learning_rate: .*finite number, not inf"),
         ("ema.decay=.nan", "ema.decay: .*finite number|ema.decay: .*greater"),
+        ("checkpoint.best=1", "checkpoint.best compares held-out losses: hold examples out"),
         ("model.dtype=bfloat16", "model.dtype bfloat16 contradicts train.mixed_precision no"),
     ],
 )

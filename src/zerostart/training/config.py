@@ -189,12 +189,14 @@ class OutputConfig(Section):
 class CheckpointConfig(Section):
     """Training checkpoints, from which ``resume`` goes on: one ``every`` so many steps (0: none).
 
-    They are in ``checkpoints`` of the output directory, of which the last ``keep`` stay. ``background``
+    They are in ``checkpoints`` of the output directory, of which the last ``keep`` stay, and the ``best``
+    ones by held-out loss, which then has to be known of each (``train.evaluate_every``). ``background``
     writes them while training goes on, from copies in host memory.
     """
 
     every: Count = 0
     keep: Positive = 2
+    best: Count = 0
     background: bool = False
 
 
