@@ -126,6 +126,7 @@ def begin(
             saving._error = error
             logger.error("the checkpoint that was being written was not saved: %s", error)
         finally:
+            saving._copied.set()  # also where no copy was begun: a step must not wait for it for ever
             saving.seconds["written"] = time.perf_counter() - begun
 
     # No daemon: the interpreter waits for it at its end.

@@ -198,5 +198,7 @@ def _extra(path: Path) -> Any:
 def _how_good(extra: Any) -> float | None:
     """The held-out loss of a checkpoint's own step, less being more; None where it was not measured there."""
     known = decoded(extra, {})
+    if not isinstance(known, dict) or "held_out" not in known:
+        return None  # not saved by a run
     loss = dict(known["held_out"]).get(known["step"])
     return None if loss is None else -float(loss)
