@@ -2,7 +2,7 @@
 
 They are run from a checkout that the environment names (``ZEROSTART_DIFFSYNTH``), with its configurations, on
 small models of the five families; nothing of them is kept here. What they do without zerostart is what is
-expected, on ZeRO-2 and on ZeRO-3 to the bit, and of ZeRO-3 what they do on ZeRO-2, to 1e-4.
+expected, on ZeRO-2 to the bit, and of ZeRO-3 what they do on ZeRO-2, to 1e-4.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SAVED = ("step-3.safetensors", LAST)
 #: What is expected, where it is not the script without zerostart: there DeepSpeed fails to send a parameter
 #: without dimensions to the other ranks, which FLUX.2's autoencoder has.
 EXPECTED = {"flux2": "zero2"}
-#: At ZeRO-3 these have the first loss of stock ZeRO-3 to the bit, and not those after a step.
-IN_LISTS = ("z_image",)
+#: As stock ZeRO-3 to the bit, trained in full. Z-Image has the first loss so, and not those after a step.
+STOCK_ZERO3 = ("wanvideo", "flux")
 
 
 def lora(family: str) -> list[str]:
@@ -107,7 +107,7 @@ def same(found: Run, expected: Run) -> None:
 def test_a_script_trains_as_without_zerostart(
     family: str, kind: str, runs: Runs, adapted: Callable[[str], list[str]]
 ) -> None:
-    """To the bit; and ZeRO-3 as ZeRO-2 to 1e-4, where DeepSpeed calculates as torch does."""
+    """On ZeRO-2 to the bit; on ZeRO-3 to 1e-4, where DeepSpeed calculates as torch does."""
     arguments = FULL if kind == "full" else adapted(family)
     ours = runs(family, "zero2", arguments)
     if family in EXPECTED:
@@ -118,9 +118,8 @@ def test_a_script_trains_as_without_zerostart(
     alike(runs(family, "zero3 exact", arguments), ours)
     found = runs(family, "zero3", arguments)
     assert "loaded in shards" in found.output
-    if family in EXPECTED or family in IN_LISTS:
-        alike(found, ours, 0.1)
-    else:
+    alike(found, ours, 0.1)
+    if kind == "full" and family in STOCK_ZERO3:
         same(found, runs(family, "stock zero3", arguments))
 
 
