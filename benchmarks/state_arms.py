@@ -22,8 +22,8 @@ Told = dict[str, Any]
 Timed = Callable[[], Told | None]
 
 
-def trained(checkpoint: Path, engine: str) -> tuple[Any, Any]:
-    """A model, or engine, that has made one step with AdamW, and its optimizer where that is torch's."""
+def trained(checkpoint: Path, engine: str) -> tuple[Any, Any, Callable[[], None]]:
+    """A model, or engine, that has made a step with AdamW, its optimizer where that is torch's, and steps."""
     import torch
 
     model = loaded(checkpoint, engine)
@@ -34,22 +34,26 @@ def trained(checkpoint: Path, engine: str) -> tuple[Any, Any]:
         model, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config())
         optimizer = None
     tokens = torch.arange(16)[None]
-    loss = model(input_ids=tokens, labels=tokens).loss
-    if engine == "deepspeed":
-        model.backward(loss)
-        model.step()
-    else:
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
+
+    def step() -> None:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        if engine == "deepspeed":
+            model.backward(loss)
+            model.step()
+        else:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    return model, optimizer, step
 
 
 def prepare_state(engine: str) -> Callable[[Path, Path], Timed]:
     def prepare(checkpoint: Path, out: Path) -> Timed:
         import zerostart
 
-        model, optimizer = trained(checkpoint, engine)
+        model, optimizer, _ = trained(checkpoint, engine)
 
         def save() -> None:
             zerostart.save_state(out / "state", model, optimizer)
@@ -65,7 +69,7 @@ def prepare_background(engine: str) -> Callable[[Path, Path], Timed]:
     def prepare(checkpoint: Path, out: Path) -> Timed:
         import zerostart
 
-        model, optimizer = trained(checkpoint, engine)
+        model, optimizer, _ = trained(checkpoint, engine)
 
         def save() -> Told:
             told = []
@@ -80,9 +84,31 @@ def prepare_background(engine: str) -> Callable[[Path, Path], Timed]:
     return prepare
 
 
+def prepare_run(engine: str) -> Callable[[Path, Path], Timed]:
+    """The same as ``zerostart train`` has it: a step follows each call, and waits for the copies."""
+
+    def prepare(checkpoint: Path, out: Path) -> Timed:
+        from zerostart.state.checkpointing import save_state
+
+        model, optimizer, step = trained(checkpoint, engine)
+
+        def save() -> Told:
+            told = []
+            for _ in range(3):
+                handle = save_state(out / "state", model, optimizer, None, wait=False, copy_later=True)
+                step()
+                handle.wait()
+                told.append(dict(handle.seconds))
+            return {"saves": told, "seconds": told[-1]["written"]}
+
+        return save
+
+    return prepare
+
+
 def prepare_save_checkpoint(checkpoint: Path, out: Path) -> Timed:
     """DeepSpeed's own."""
-    engine, _ = trained(checkpoint, "deepspeed")
+    engine, _, _ = trained(checkpoint, "deepspeed")
 
     def save() -> None:
         engine.save_checkpoint(out / "state")
@@ -96,7 +122,7 @@ def prepare_dcp(checkpoint: Path, out: Path) -> Timed:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model, optimizer = trained(checkpoint, "fsdp2")
+    model, optimizer, _ = trained(checkpoint, "fsdp2")
 
     def save() -> None:
         weights, states = get_state_dict(model, optimizer)
@@ -110,7 +136,7 @@ def prepare_resume(engine: str) -> Callable[[Path, Path], Timed]:
     def prepare(checkpoint: Path, out: Path) -> Timed:
         import zerostart
 
-        model, optimizer = trained(checkpoint, engine)
+        model, optimizer, _ = trained(checkpoint, engine)
 
         def load() -> None:
             zerostart.load_state(out / "state", model, optimizer)
@@ -159,6 +185,8 @@ SAVES: dict[str, Callable[[Path, Path], Timed]] = {
     "save_state-fsdp2": prepare_state("fsdp2"),
     "background-deepspeed": prepare_background("deepspeed"),
     "background-fsdp2": prepare_background("fsdp2"),
+    "run-deepspeed": prepare_run("deepspeed"),
+    "run-fsdp2": prepare_run("fsdp2"),
     "save_checkpoint-deepspeed": prepare_save_checkpoint,
     "dcp-fsdp2": prepare_dcp,
 }

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from resuming import Case, Run, train
+from torch.optim import optimizer as optimizers
 
 import zerostart
 from parity import checkpoint
 from ranks import run_ranks
-from zerostart.state import checkpointing, host_copies
+from zerostart.state import background, checkpointing, host_copies
 
 FIRST, MORE = 2, 3
 CASES = {"FSDP2": Case("fsdp2"), "ZeRO-2": Case("deepspeed", 2, bf16=True), "ZeRO-3": Case("deepspeed")}
@@ -30,8 +33,65 @@ def meanwhile(path: Path, folder: Path) -> list[str]:
     return wrong
 
 
+def copied_later(path: Path, folder: Path) -> None:
+    """What a step alone changes is copied when that step has begun, which waits for it."""
+    copy_later, settle = host_copies._Own._copy_later, background.Saving.settle
+    going_on = threading.Event()
+
+    def waiting(self: Any, kept: torch.Tensor, samples: torch.Tensor) -> None:
+        assert going_on.wait(60)
+        copy_later(self, kept, samples)
+
+    def told(self: Any) -> None:
+        going_on.set()
+        settle(self)
+
+    host_copies.LATER, large = 0, host_copies.LATER
+    host_copies._Own._copy_later = waiting  # type: ignore[method-assign]
+    background.Saving.settle = told  # type: ignore[method-assign]
+    try:
+        for name, case in CASES.items():
+            run = Run(path, case)
+            run.step(0)
+            zerostart.save_state(folder / f"{name} at once", *run.state)
+            going_on.clear()
+            handle = checkpointing.save_state(
+                folder / f"{name} later", *run.state, None, wait=False, copy_later=True
+            )
+            called = handle.seconds["blocked"]
+            run.step(1)
+            assert handle.seconds["blocked"] > called
+            handle.wait()
+            if dist.get_rank() == 0:
+                found = zerostart.diff(folder / f"{name} at once", folder / f"{name} later")
+                assert found.same, (name, found)
+            if name == "FSDP2":
+                changed_otherwise(run, folder, going_on)
+            run.end()
+    finally:
+        host_copies.LATER = large
+        host_copies._Own._copy_later = copy_later  # type: ignore[method-assign]
+        background.Saving.settle = settle  # type: ignore[method-assign]
+    assert not optimizers._global_optimizer_pre_hooks
+
+
+def changed_otherwise(run: Run, folder: Path, going_on: threading.Event) -> None:
+    """By one rank, and by no step: there is no checkpoint, which all ranks are told."""
+    going_on.clear()
+    handle = checkpointing.save_state(folder / "changed", *run.state, None, wait=False, copy_later=True)
+    if dist.get_rank() == 1:
+        for state in run.optimizer.state.values():
+            state["exp_avg"].to_local().fill_(3)
+    going_on.set()
+    with pytest.raises(zerostart.errors.EngineError, match=r"exp_avg.* was changed before it was copied"):
+        handle.wait()
+    assert not (folder / "changed").exists()
+
+
 def test_the_checkpoint_is_of_the_moment_of_the_call(tmp_path: Path) -> None:
-    assert run_ranks(meanwhile, 2, checkpoint("qwen3", tmp_path), tmp_path / "states") == [[], []]
+    path = checkpoint("qwen3", tmp_path)
+    assert run_ranks(meanwhile, 2, path, tmp_path / "states") == [[], []]
+    run_ranks(copied_later, 2, path, tmp_path / "later")
 
 
 def failing(path: Path, folder: Path) -> None:
@@ -54,7 +114,10 @@ def failing(path: Path, folder: Path) -> None:
         with pytest.raises(zerostart.errors.WriteError, match="No space left"):
             handle.wait()
         handle.wait()
-        broken()
+        handle = broken()
+        if dist.get_rank() == 0:  # one rank alone asks
+            with pytest.raises(zerostart.errors.WriteError, match="No space left"):
+                handle.wait()
         with pytest.raises(zerostart.errors.WriteError, match="No space left"):
             zerostart.save_state(folder / "state", *run.state)
     finally:
@@ -69,7 +132,7 @@ def failing(path: Path, folder: Path) -> None:
     assert first.done()
     second.wait()
     assert second.done()
-    assert 0 < second.seconds["blocked"] < second.seconds["written"]
+    assert 0 < second.seconds["blocked"] < second.seconds["written"] == second.seconds.written
     copies_stay_with_the_model(run, folder)
 
 

@@ -2,6 +2,9 @@
 
 The ranks agree over a process group of their own, so that nothing of it meets what training exchanges. At
 most one save is under way; the next one, or the end of the program, waits for it.
+
+What the optimizer's step alone changes may be copied by that thread as well: the next step of any torch
+optimizer, those of DeepSpeed's among them, waits until that is done.
 """
 
 from __future__ import annotations
@@ -14,39 +17,67 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerostart.distributed.world import World
 
-__all__ = ["Saving", "begin", "finish_last"]
+__all__ = ["Saving", "begin", "finish_last", "settle_last"]
 
 logger = logging.getLogger("zerostart")
 
 
+class Seconds(dict[str, float]):
+    """Seconds by name, which can be asked for as attributes, too."""
+
+    @property
+    def blocked(self) -> float:
+        """How long the call held the training up."""
+        return self["blocked"]
+
+    @property
+    def written(self) -> float:
+        """How long it took from the call until the checkpoint was in its place; 0.0 until then."""
+        return self["written"]
+
+
 @dataclass
 class Saving:
-    """A save under way or done.
+    """A save under way or done, and how many ``seconds`` it took.
 
-    Of ``seconds``, ``blocked`` is how long the call held the training up, ``written`` how long it took from
-    the call until the checkpoint was in its place; 0.0 until then.
+    Of ``seconds``, ``blocked`` is how long the call held the training up, and the step that waited for the
+    copies, if any; ``written`` how long it took from the call until the checkpoint was in its place.
     """
 
-    seconds: dict[str, float] = field(default_factory=lambda: {"blocked": 0.0, "written": 0.0})
+    seconds: Seconds = field(default_factory=lambda: Seconds(blocked=0.0, written=0.0))
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
+    #: Set when nothing is read any more of what training changes.
+    _copied: threading.Event = field(default_factory=threading.Event)
+    _hook: Any = None
 
     @classmethod
     def finished(cls, seconds: float) -> Saving:
         """One that was over when its call returned."""
-        return cls({"blocked": seconds, "written": seconds})
+        return cls(Seconds(blocked=seconds, written=seconds))
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return self._thread is None or not self._thread.is_alive()
 
+    def settle(self) -> None:
+        """Return when training may change what is saved, which has held it up until then."""
+        if not self._copied.is_set():
+            begun = time.perf_counter()
+            self._copied.wait()
+            self.seconds["blocked"] += time.perf_counter() - begun
+
     def wait(self) -> None:
         """Return when the checkpoint is in its place; raises what the save failed with, once."""
         if self._thread is not None:
             self._thread.join()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -58,7 +89,7 @@ _groups: list[tuple[Any, Any]] = []
 
 
 def finish_last() -> None:
-    """Wait for the save that is under way, if any, and raise what it failed with, if nobody was told."""
+    """Wait for the save that is under way, if any, and raise what it failed with, if nobody was told here."""
     while _last:
         saving = _last.pop()
         if not saving.done():
@@ -66,23 +97,45 @@ def finish_last() -> None:
         saving.wait()
 
 
-def begin(write: Callable[[World], None], world: World, begun: float) -> Saving:
-    """Run ``write`` in a thread, over a process group of its own; collective. The program waits for it."""
+def settle_last() -> None:
+    """Wait until the save that is under way, if any, has its copies."""
+    for saving in _last:
+        saving.settle()
+
+
+def begin(
+    write: Callable[[World], None], world: World, begun: float, copy: Callable[[], None] | None = None
+) -> Saving:
+    """Run ``write`` in a thread, over a process group of its own; collective. The program waits for it.
+
+    ``copy``, if any, runs before, in the same thread; the next step of an optimizer waits for it.
+    """
     aside = _aside(world)
     saving = Saving()
 
     def run() -> None:
         try:
+            if copy is not None:
+                with aside.phase("copying the state while training goes on"):
+                    try:
+                        copy()
+                    finally:
+                        saving._copied.set()
             write(aside)
         except BaseException as error:  # told by ``wait``, or by the next save
             saving._error = error
             logger.error("the checkpoint that was being written was not saved: %s", error)
         finally:
+            saving._copied.set()  # also where no copy was begun: a step must not wait for it for ever
             saving.seconds["written"] = time.perf_counter() - begun
 
     # No daemon: the interpreter waits for it at its end.
     saving._thread = threading.Thread(target=run, name="zerostart-saving")
     _last.append(saving)
+    if copy is None:
+        saving._copied.set()
+    else:
+        saving._hook = register_optimizer_step_pre_hook(lambda *_: saving.settle())
     saving.seconds["blocked"] = time.perf_counter() - begun
     saving._thread.start()
     return saving

@@ -35,18 +35,23 @@ def save_state(
     budget: int | None = None,
     frozen: bool = True,
     beside: Sequence[Kept] = (),
+    copy_later: bool = False,
 ) -> Saving:
     """See ``zerostart.save_state``. ``budget``: most bytes of host memory for the copies; None: what is free.
 
     ``frozen=False`` leaves out parameters that are not trained, which ``load_state`` then leaves as they are.
     ``beside`` are further tensors that are kept for parameters, by a key that nothing else here has.
+    ``copy_later`` copies masters and states of the optimizer that lie on the host while training goes on:
+    nothing but the next step of the optimizer, which waits for it, may change them.
     Raises InsufficientMemoryError, on every rank, where they do not fit, and ConfigError where ranks save
     other things than each other.
     """
     begun = time.perf_counter()
-    finish_last()
     world = current_world()
     with world.phase("saving the training state"):
+        # A rank that was told by ``wait`` knows no error any more, and hears of it again with the others.
+        with world.phase("the save before this one"):
+            finish_last()
         with world.phase("looking at what is saved"):
             content = collected(model, optimizer, extra, world, frozen, beside)
         _check_alike(content, world)
@@ -54,8 +59,8 @@ def save_state(
         if wait:
             _write(place, content, world)
             return Saving.finished(time.perf_counter() - begun)
-        content = kept_on_host(content, world, budget)
-        return begin(_writer(place, content), world, begun)
+        content, copy = kept_on_host(content, world, budget, copy_later)
+        return begin(_writer(place, content), world, begun, copy)
 
 
 def _check_alike(content: Content, world: World) -> None:

@@ -2,22 +2,26 @@
 
 The memory stays for as long as the model lives: the next copies go into pages that are there, which takes a
 fraction of the time that fresh ones do. Copies off an accelerator are page-locked; torch keeps those itself.
+
+What lies in host memory and only a step of the optimizer changes may be copied later, until that step.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import torch
 from torch import nn
 
+from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.distributed.machine import available_memory, local_ranks
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
-from zerostart.errors import InsufficientMemoryError
+from zerostart.errors import EngineError, InsufficientMemoryError
 from zerostart.layout import Layout
 from zerostart.layout.layout import Placed
 from zerostart.planning.writes import GRAIN, own_part
@@ -27,16 +31,24 @@ from zerostart.transfer.memory import Arena
 
 __all__ = ["kept_on_host"]
 
+#: Bytes of a tensor from which on it may be copied later; and integers as wide as its elements.
+LATER = 16 * PAGE
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: For each model the memory of its last copies. At most one save is under way, so nobody reads from it still.
 _buffers: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
 
 
-def kept_on_host(content: Content, world: World, budget: int | None) -> Content:
+def kept_on_host(
+    content: Content, world: World, budget: int | None, later: bool = False
+) -> tuple[Content, Callable[[], None] | None]:
     """``content`` with copies in host memory of what this rank is to write, as it is at this moment.
 
-    No save of the same model may be under way. Raises InsufficientMemoryError, on every rank, if they are
-    more than ``budget`` bytes.
+    With ``later``, what is ``content.stepped`` and on the host is copied by the function that is also given,
+    which has to be called once, and to return, before the optimizer makes a step; it raises EngineError if
+    anything else has changed it. No save of the same model may be under way. Raises InsufficientMemoryError,
+    on every rank, if the copies are more than ``budget`` bytes.
     """
+    left: list[Callable[[], None]] = []
     own = [_own(outgoing) for outgoing in (content.model[1], content.state[1])]
     needed = sum(piece.nbytes for part in own for piece in part)
     with world.phase("copying the state to host memory"):
@@ -50,12 +62,21 @@ def kept_on_host(content: Content, world: World, budget: int | None) -> Content:
         arena = Arena(torch.device("cpu"), lambda nbytes: _buffer(content.module, nbytes))
         places = [[piece.reserved(arena) for piece in part] for part in own]
         model, state = (
-            [piece.copied(arena, place) for piece, place in zip(part, at, strict=True)]
+            [
+                piece.copied(arena, place, left if later and piece.name in content.stepped else None)
+                for piece, place in zip(part, at, strict=True)
+            ]
             for part, at in zip(own, places, strict=True)
         )
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-    return replace(content, model=(content.model[0], model), state=(content.state[0], state))
+    found = replace(content, model=(content.model[0], model), state=(content.state[0], state))
+    return found, partial(_all, left) if later else None
+
+
+def _all(copies: Sequence[Callable[[], None]]) -> None:
+    for copy in copies:
+        copy()
 
 
 def _buffer(module: nn.Module, nbytes: int) -> torch.Tensor:
@@ -86,16 +107,38 @@ class _Own:
         storage = self._storage
         return arena.reserve(storage.numel(), storage.dtype) if storage.device.type == "cpu" else -1
 
-    def copied(self, arena: Arena, place: int) -> Outgoing:
+    @property
+    def name(self) -> str:
+        return self._item.shard.name
+
+    def copied(self, arena: Arena, place: int, later: list[Callable[[], None]] | None) -> Outgoing:
+        """The part in host memory; copied by what is added to ``later``, where it is given and serves."""
         storage, low = self._storage, self._low
         if place < 0:
             kept = storage.to("cpu", copy=True, non_blocking=True)
         else:
-            kept = arena.take(place, storage.numel(), storage.dtype).copy_(storage)
+            kept = arena.take(place, storage.numel(), storage.dtype)
+            if later is None or storage.nbytes < LATER or storage.itemsize not in _BITS:
+                kept.copy_(storage)
+            else:
+                later.append(partial(self._copy_later, kept, _samples(storage).clone()))
         shard = self._item.shard
         boxes = tuple(replace(placed, to=placed.to - low) for placed in self._boxes)
         layout = Layout(shard.layout.shape, kept.numel(), kept.numel(), boxes)
         return replace(self._item, shard=Shard(shard.name, layout, kept, lambda _: layout))
+
+    def _copy_later(self, kept: torch.Tensor, samples: torch.Tensor) -> None:
+        kept.copy_(self._storage)
+        if not torch.equal(_samples(kept), samples):
+            raise EngineError(
+                f"{self.name} was changed before it was copied for the checkpoint, by something that is no "
+                "step of an optimizer; save in the foreground (checkpoint.background: false)"
+            )
+
+
+def _samples(storage: torch.Tensor) -> torch.Tensor:
+    """The bits of one element of each page of memory."""
+    return storage.view(_BITS[storage.itemsize])[:: PAGE // storage.itemsize]
 
 
 def _own(outgoing: Sequence[Outgoing]) -> list[_Own]:

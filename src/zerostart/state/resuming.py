@@ -25,6 +25,7 @@ from zerostart.layout import Layout, dimension_shard, replicated
 from zerostart.loading.source import open_source
 from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, Target
+from zerostart.state.background import settle_last
 from zerostart.state.finding import state_in
 from zerostart.state.foreign import foreign_state
 from zerostart.state.optimizing import Kept, gradient_of, masters_of, restore_groups, restored_moments
@@ -81,6 +82,7 @@ def load_state(
     ``beside`` are tensors that were kept for parameters, to be filled; raises CheckpointError where one was
     not saved.
     """
+    settle_last()
     world = current_world()
     with world.phase("restoring the training state"):
         saved = _opened(agreed_place(path, world, "restoring from"), world)

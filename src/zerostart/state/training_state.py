@@ -112,6 +112,8 @@ class Content:
     module: nn.Module
     #: Where the model was loaded from, empty for one that zerostart has not loaded.
     root: str
+    #: Names of what nothing but a step of the optimizer changes: masters, and states of the optimizer.
+    stepped: frozenset[str]
 
     @property
     def outgoing(self) -> Iterator[Outgoing]:
@@ -145,6 +147,7 @@ def collected(
     shares += [
         replace(k.shard, name=f"optimizer/{k.key}/{k.name}") for k in moments_of(training.steps, places)
     ]
+    stepped = frozenset(share.name for share in shares)
     shares += [replace(k.shard, name=f"gradient/{k.name}") for k in gradients_of(training)]
     shares += [replace(k.shard, name=f"{k.key}/{k.name}") for k in beside]
     shares += _random(world)
@@ -165,7 +168,9 @@ def collected(
     document["modules"] = module_states(places.module, of_modules)
     shares += [first_rank_shard(name, tensor, world) for name, tensor in of_modules.items()]
     shares += [whole_shard(name, tensor, world) for name, tensor in tensors.items()]
-    return Content(_entries(shards), _entries(shares), document, tensors, places.module, _root(model))
+    return Content(
+        _entries(shards), _entries(shares), document, tensors, places.module, _root(model), stepped
+    )
 
 
 def check_restorable(places: Places) -> None:
