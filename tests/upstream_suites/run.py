@@ -2,9 +2,9 @@
 
     python tests/upstream_suites/run.py PATH-OF-A-DEEPSPEED-CHECKOUT [SUITE ...] [-k EXPRESSION] [--out FILE]
 
-Those of ZeRO stages 1 and 2; where they are named, also files of ``AXES``: on tensors and sequences that ranks
-share, and on leaf modules. Of the checkout only ``tests`` is used: the engine is the installed one, so the two
-should be of one version.
+Those of ZeRO stages 1 and 2; where they are named, also files of ``AXES``: on tensors and sequences that
+ranks share, and on leaf modules. Of the checkout only ``tests`` is used: the engine is the installed one, so
+the two should be of one version.
 Both runs are compared test by test. Exits 1 where one that passes with stock does not pass with zerostart.
 """
 
