@@ -2,8 +2,9 @@
 
     python tests/upstream_suites/run.py PATH-OF-A-DEEPSPEED-CHECKOUT [SUITE ...] [-k EXPRESSION] [--out FILE]
 
-Those of ZeRO stages 1 and 2, of tensors and sequences that ranks share, and of leaf modules. Of the checkout
-only ``tests`` is used: the engine is the installed one, so the two should be of one version.
+Those of ZeRO stages 1 and 2; where they are named, also files of ``AXES``: on tensors and sequences that
+ranks share, and on leaf modules. Of the checkout only ``tests`` is used: the engine is the installed one, so
+the two should be of one version.
 Both runs are compared test by test. Exits 1 where one that passes with stock does not pass with zerostart.
 """
 
@@ -52,7 +53,7 @@ LIMIT, LONGEST = 300, 3600
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a checkout of DeepSpeed, at the installed version")
-    parser.add_argument("suites", nargs="*", default=[*SUITES, *AXES], help="files under tests/unit")
+    parser.add_argument("suites", nargs="*", default=list(SUITES), help="files under tests/unit")
     parser.add_argument("-k", default="", help="pytest's expression, in the place of the suite's own")
     parser.add_argument("--out", type=Path, help="takes the outcomes of each suite, as JSON")
     arguments = parser.parse_args()

@@ -196,14 +196,14 @@ class Override(Held):
 
 def _keeps_parameters(original: Any) -> Any:
     def prepare_fsdp2(accelerator: Any, *args: Any) -> Any:
-        optimizers = [item for item in args if hasattr(item, "param_groups")]
-        before = [(group, list(group["params"])) for item in optimizers for group in item.param_groups]
+        before = [[list(group["params"]) for group in getattr(item, "param_groups", ())] for item in args]
         result = original(accelerator, *args)
         models = [item for item in result if isinstance(item, nn.Module)]
         stays = {id(parameter) for model in models for parameter in model.parameters()}
-        for group, parameters in before:
-            pairs = zip(parameters, group["params"], strict=True)
-            group["params"] = [old if id(old) in stays else new for old, new in pairs]
+        for item, groups in zip(result, before, strict=True):
+            for group, parameters in zip(item.param_groups if groups else (), groups, strict=True):
+                pairs = zip(parameters, group["params"], strict=True)
+                group["params"] = [old if id(old) in stays else new for old, new in pairs]
         return result
 
     return prepare_fsdp2
