@@ -191,7 +191,9 @@ def test_nothing_is_left_of_a_model_and_its_engine(stage: int, checkpoints: Tiny
 def through_a_block(path: Path) -> tuple[list[set[str]], bool, int]:
     """What is replaced inside ``enabled``, after it with a model and without, and what waits for imports."""
     from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    get_checkpoint_conversion_mapping("qwen3")  # transformers makes its own table once, and keeps it
     waiting = len(sys.meta_path)
     before = originals()
     found = []
