@@ -88,6 +88,17 @@ def test_shards_are_those_of_the_hub(sizes: Sequence[int]) -> None:
         assert layout.index["metadata"] == {**expected.metadata, "total_parameters": sum(sizes)}
 
 
+@pytest.mark.parametrize(("limit", "expected"), [(100, "abc de f"), (99, "abde c f"), (130, "abdec f")])
+def test_files_are_divided_as_they_were(limit: int, expected: str) -> None:
+    """Where the limit could have divided them so, in an order that the files no longer tell."""
+    sizes = {"a": 50, "b": 40, "d": 5, "e": 1, "c": 10, "f": 160}
+    before = {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1, "f": 2}
+    described = [(name, "U8", (size,)) for name, size in sizes.items()]
+    layout = plan_shards(described, limit, before=before)
+    groups = ["".join(n for n in sizes if layout.tensors[n].file == f) for f in range(len(layout.files))]
+    assert sorted(map(sorted, groups)) == sorted(map(sorted, expected.split()))
+
+
 def test_another_stem(tmp_path: Path) -> None:
     write_all(tmp_path, plan_shards(THREE, 20, stem="diffusion_pytorch_model"))
     assert names(tmp_path) == [

@@ -194,6 +194,8 @@ def test_what_cannot_be_is_told(encoder: tuple[Path, nn.Module], tmp_path: Path)
         weight.sum()
     with pytest.raises(EngineError, match="offloaded and not there now"):
         model.to(torch.bfloat16)
+    with pytest.raises(EngineError, match="offloaded and not there now"):
+        model.save_pretrained(tmp_path / "saved")
     assert model.to("cpu") is model
     with pytest.raises(IndexError, match=r"120 rows; asked for 5 to 120"), torch.no_grad():
         model(torch.tensor([[5, 120]]))

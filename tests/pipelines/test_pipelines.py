@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 import zerostart
 from ranks import run_ranks
-from zerostart.errors import CheckpointError, ConfigError
+from zerostart.errors import BuildError, CheckpointError, ConfigError
 
 #: By name: the engine, its stage, whether the transformer is offloaded, too, and the share of the text
 #: encoder that may be resident.
@@ -82,6 +83,24 @@ def compare(path: Path, key: str, ways: list[str], dtype: torch.dtype | None = N
             if not torch.equal(picture(pipe, key), expected):
                 wrong.append(f"{way}, the {time} time")
     return wrong
+
+
+def saved(path: Path, out: Path) -> None:
+    """The pipeline, loaded in shards, by the method of diffusers."""
+    for engine in ("deepspeed", "fsdp2"):
+        pipe = zerostart.load_pipeline(path, engine=engine, progress=False)
+        pipe.save_pretrained(out / engine)
+
+
+def test_a_sharded_pipeline_is_saved_as_any_other(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(saved, 2, paths["wan"], tmp_path)
+    index = diffusers.WanPipeline.load_config(paths["wan"])
+    for engine in ("deepspeed", "fsdp2"):
+        written = diffusers.WanPipeline.load_config(tmp_path / engine)
+        assert {n: v for n, v in written.items() if n != "_name_or_path"} == index
+        for name in ("transformer", "vae", "text_encoder"):
+            difference = zerostart.diff(paths["wan"] / name, tmp_path / engine / name)
+            assert difference.equal, (engine, name, str(difference))
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +213,13 @@ def test_what_cannot_be_is_refused_by_name(
         zerostart.load_pipeline(paths["wan"], **{"engine": "fsdp2", **options}, progress=False)
 
 
-def test_a_single_model_is_no_pipeline(paths: dict[str, Path]) -> None:
+def test_what_is_no_whole_pipeline_is_told(paths: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"zerostart\.load takes a single model"):
         zerostart.load_pipeline(paths["wan"] / "vae", progress=False)
+    torn = shutil.copytree(paths["wan"], tmp_path / "torn")
+    shutil.rmtree(torn / "scheduler")
+    with pytest.raises(BuildError, match=r"torn: diffusers makes no WanPipeline.*put back its tokenizers"):
+        zerostart.load_pipeline(torn, engine="fsdp2", progress=False)
     with pytest.raises(ConfigError, match="source is a dict; a pipeline is loaded from a directory"):
         zerostart.load_pipeline({}, progress=False)
 

@@ -185,12 +185,14 @@ def test_dtype_and_trainable_only(options: Options, checkpoints: TinyCheckpoints
         ({"adapters_only": True}, "has no adapters"),
         ({"merge_adapters": True}, "has no adapters"),
         ({"memory_limit": 3}, "memory_limit"),
+        ({"path": ""}, "give the path of a directory"),
+        ({"path": None}, "give the path of a directory"),
     ],
 )
 def test_refused(arguments: Options, message: str, tmp_path: Path) -> None:
     """Arguments that no save can serve are an error, and leave nothing."""
     with pytest.raises(zerostart.errors.ConfigError, match=message):
-        zerostart.save(torch.nn.Linear(2, 2), tmp_path / "out", **arguments)
+        zerostart.save(torch.nn.Linear(2, 2), **{"path": tmp_path / "out"} | arguments)
     assert not list(tmp_path.iterdir())
 
 

@@ -37,6 +37,14 @@ def _adapted(model: torch.nn.Module, kind: str) -> Any:
     return adapted
 
 
+def _engine(model: torch.nn.Module) -> torch.nn.Module:
+    import deepspeed
+
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
+
+
 def _save_adapted(path: Path, out: Path, options: Options, kinds: list[str]) -> str:
     """On one rank: adapters on a loaded model, saved both ways; an error's traceback, or nothing."""
     try:
@@ -47,6 +55,9 @@ def _save_adapted(path: Path, out: Path, options: Options, kinds: list[str]) -> 
                 zerostart.save(adapted, out / "neither")
             zerostart.save(adapted, out / kind / "adapter", adapters_only=True)
             zerostart.save(adapted, out / kind / "merged", merge_adapters=True)
+        if options == DEEPSPEED3:  # whose engine has every attribute of what is inside
+            model = zerostart.load(path, dtype=torch.float32, progress=False, **options)
+            zerostart.save(_engine(_adapted(model, "plain")), out / "plain" / "engine", adapters_only=True)
     except Exception:
         return traceback.format_exc()
     return ""
@@ -63,6 +74,8 @@ def test_adapters(options: Options, checkpoints: TinyCheckpoints, tmp_path: Path
         reference.save_pretrained(tmp_path / "reference")
         got = tmp_path / "out" / kind
         assert_same_tensors(got / "adapter", tmp_path / "reference")
+        if (got / "engine").exists():
+            assert_same_tensors(got / "engine", tmp_path / "reference")
         again = PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained(path, dtype="auto"), got / "adapter"
         )

@@ -46,9 +46,11 @@ def test_defaults_overrides_and_yaml_spellings(path):
         ("train.steps=[", "train.steps=.*not valid YAML"),
         ("train={steps: 1, steps: 2}", "train=.*line 1: steps is there twice"),
         ("tracking.project=2026-02-30", "tracking.project=.*not valid YAML: day"),
+        ("output.max_shard_size=5 apples", "output.max_shard_size: '5 apples' is not a size"),
         ("train.steps=yes", "train.steps: a number is wanted, not True"),
         ("train.learning_rate=.inf", "train.learning_rate: .*finite number, not inf"),
         ("ema.decay=.nan", "ema.decay: .*finite number|ema.decay: .*greater"),
+        ("checkpoint.best=1", "checkpoint.best compares held-out losses: hold examples out"),
         ("model.dtype=bfloat16", "model.dtype bfloat16 contradicts train.mixed_precision no"),
     ],
 )

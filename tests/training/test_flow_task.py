@@ -307,6 +307,9 @@ def test_what_is_no_transformer_is_named(tmp_path):
         task_class(config.task.name)(config).open()
     with pytest.raises(ConfigError, match="UNet2DConditionModel is of no family"):
         family_of("UNet2DConditionModel")
+    assert family_of("MyTransformer", "wan").name == "wan"
+    with pytest.raises(ConfigError, match=r"task.family wan: FluxTransformer2DModel is of the family flux;"):
+        family_of("FluxTransformer2DModel", "wan")
 
 
 def test_the_experts_of_a_pipeline_have_their_own_times(tmp_path):

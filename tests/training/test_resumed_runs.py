@@ -59,6 +59,16 @@ def test_the_losses_go_on_exactly(engine, checkpoints, values):
     assert steps_in(directory) == ["step-00000003", "step-00000006"]
 
 
+@pytest.mark.slow
+def test_the_checkpoints_of_the_lowest_held_out_loss_stay(checkpoints, values):
+    given = values(checkpoints("qwen3"), steps=STEPS, evaluate_every=1, learning_rate=0.5)
+    kept = {"every": 1, "keep": 1, "best": 2}
+    result = run_ranks(run, 2, given | {"checkpoint": kept})[0]
+    told = {entry["held_out_loss"]: entry["step"] for entry in metrics(result) if "held_out_loss" in entry}
+    best = [step for _, step in sorted(told.items()) if step][:2]
+    assert steps_in(result.directory) == sorted({f"step-{step:08d}" for step in [*best, STEPS]})
+
+
 def refused(given):
     with pytest.raises(ConfigError) as caught:
         run(given)

@@ -187,6 +187,7 @@ def test_batches_have_prompts_of_one_shape() -> None:
         ),
         ({"_class_name": "FluxPipeline"}, {"num_frames": 5}, "num_frames: FluxPipeline draws pictures"),
         ({"_class_name": "FluxPipeline", "vae": [None, None]}, {}, "has no vae to draw with"),
+        ({"_class_name": "FluxPipeline"}, {}, "has no scheduler to draw with"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(

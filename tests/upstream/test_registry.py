@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import itertools
 import tomllib
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.upstream import table
 
 from zerostart import upstream
 from zerostart.errors import UnsupportedVersionError
+from zerostart.upstream import shapes
 from zerostart.upstream.deepspeed import import_deepspeed
 from zerostart.upstream.registry import (
     Lasts,
@@ -156,6 +158,18 @@ HERE = f"{__name__}:sample"
 def test_shapes(shape: Shape, wrong: str) -> None:
     assert shape.misfit().endswith(wrong)
     assert bool(shape.misfit()) == bool(wrong)
+
+
+@pytest.mark.parametrize("module", ["argparse", "dataclasses", "subprocess", "unittest.mock"])
+def test_a_function_is_read_as_inspect_reads_it(module: str) -> None:
+    found = [*vars(importlib.import_module(module)).values()]
+    found += [value for kind in found if inspect.isclass(kind) for value in vars(kind).values()]
+    functions = [f for f in found if inspect.isfunction(f) and f.__module__ == module]
+    functions = [f for f in functions if f.__code__.co_filename.endswith(".py") and f.__name__ != "<lambda>"]
+    assert len(functions) > 20
+    for function in map(shapes._unwrapped, functions):
+        expected = ast.parse(shapes._whole(inspect.getsource(function)))
+        assert ast.dump(shapes._parsed(function)) == ast.dump(expected), function.__qualname__
 
 
 class Sample:

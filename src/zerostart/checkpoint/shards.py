@@ -84,6 +84,7 @@ def plan_shards(
     stem: str = DEFAULT_STEM,
     metadata: Mapping[str, str] | None = None,
     total_parameters: int | None = None,
+    before: Mapping[str, int] | None = None,
 ) -> SaveLayout:
     """Distribute (name, dtype in safetensors' spelling, shape) over files as save_pretrained does.
 
@@ -91,30 +92,19 @@ def plan_shards(
     tensor gets a file of its own. One file is called ``model.safetensors``, several
     ``model-00001-of-0000N.safetensors`` with an index (``stem`` replaces "model"). ``metadata`` goes
     into each header, {"format": "pt"} by default; ``total_parameters`` into the index, if given.
+    ``before`` has the number of the file that each tensor was read from: where files of that size could have
+    been filled so in some order, which tensors do not tell, they are divided so again.
     Raises CheckpointError on a name that occurs twice, and on a dtype or a shape that cannot be stored.
     """
     limit = parse_size(max_shard_size)
-    groups: list[list[TensorEntry]] = []
-    current: list[TensorEntry] = []
-    filled = 0
-    seen = {"__metadata__"}
+    entries: dict[str, TensorEntry] = {}
     for name, dtype, shape in tensors:
-        entry = _unplaced(name, dtype, shape)
-        if name in seen:
+        if name in entries or name == "__metadata__":
             raise CheckpointError(
                 f"tensor {name!r} cannot be saved: the name is taken; rename one of the two"
             )
-        seen.add(name)
-        if entry.nbytes > limit:
-            groups.append([entry])
-            continue
-        if filled + entry.nbytes > limit:
-            groups.append(current)
-            current, filled = [], 0
-        current.append(entry)
-        filled += entry.nbytes
-    if current or not groups:
-        groups.append(current)
+        entries[name] = _unplaced(name, dtype, shape)
+    groups = _as_before(entries, before or {}, limit) or _filled(entries.values(), limit)
     files, placed = _place(groups, stem, {"format": "pt"} if metadata is None else metadata)
     total = sum(entry.nbytes for entry in placed)
     index: dict[str, Any] | None = None
@@ -131,6 +121,45 @@ def _unplaced(name: str, dtype: str, shape: Sequence[int]) -> TensorEntry:
     if dtype not in DTYPE_BITS or bits % 8 or any(size < 0 for size in shape):
         raise CheckpointError(f"tensor {name!r}: {dtype} {list(shape)} cannot be stored in safetensors")
     return TensorEntry(name, dtype, tuple(shape), 0, 0, bits // 8)
+
+
+def _filled(entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntry]]:
+    groups: list[list[TensorEntry]] = []
+    current: list[TensorEntry] = []
+    filled = 0
+    for entry in entries:
+        if entry.nbytes > limit:
+            groups.append([entry])
+            continue
+        if filled + entry.nbytes > limit:
+            groups.append(current)
+            current, filled = [], 0
+        current.append(entry)
+        filled += entry.nbytes
+    if current or not groups:
+        groups.append(current)
+    return groups
+
+
+def _as_before(
+    entries: Mapping[str, TensorEntry], before: Mapping[str, int], limit: int
+) -> list[list[TensorEntry]] | None:
+    """The files that ``entries`` come from; None where files of ``limit`` bytes are filled otherwise."""
+    if not entries or not entries.keys() <= before.keys():
+        return None
+    groups: dict[int, list[TensorEntry]] = {}
+    for entry in entries.values():
+        groups.setdefault(before[entry.name], []).append(entry)
+    found = [groups[number] for number in sorted(groups)]
+    filled = 0
+    for group in found:
+        sizes = [entry.nbytes for entry in group]
+        if len(group) == 1 and sizes[0] > limit:  # has a file of its own, and ends no other
+            continue
+        if sum(sizes) > limit or 0 < filled <= limit - max(sizes):
+            return None
+        filled = sum(sizes)
+    return found
 
 
 def _place(

@@ -17,6 +17,7 @@ from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import default_device, joined_world
 from zerostart.errors import CheckpointError, ConfigError
+from zerostart.integrations.adoption import serve_saving
 from zerostart.loading.offload import load_offloaded, release
 from zerostart.loading.placement import Placement
 from zerostart.loading.record import record_of
@@ -175,6 +176,7 @@ def _placed(
     }
     how = shared if placement.kind == "shard" else WHOLE
     model = run(_own_request(request, component, kinds, placement, how))
+    serve_saving(model)
     if component.name not in request.trainable:
         model.requires_grad_(False)
         record_of(model).engine.make_callable(model)

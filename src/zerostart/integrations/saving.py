@@ -1,4 +1,4 @@
-"""``save_pretrained`` of transformers and PEFT, and accelerate's ``save_model``, of a sharded model."""
+"""``save_pretrained`` of a sharded model, of transformers, diffusers or PEFT; accelerate's ``save_model``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,17 @@ from zerostart.loading.record import bare_model, kept_record, loaded_models
 from zerostart.state.adapters import adapted_model, has_adapters
 from zerostart.state.own_names import save_own_names
 from zerostart.state.saving import SaveRequest, save
+from zerostart.upstream.diffusers_pipelines import name_classes
 
-__all__ = ["already_saved", "in_shards", "save_adapters", "save_model", "save_pretrained", "save_weights"]
+__all__ = [
+    "already_saved",
+    "in_shards",
+    "save_adapters",
+    "save_model",
+    "save_pipeline",
+    "save_pretrained",
+    "save_weights",
+]
 
 Original = Callable[[], Any]
 #: Arguments that a sharded save cannot honour: what they are unless they are given, and the way out.
@@ -34,6 +43,7 @@ _REFUSED: Mapping[str, tuple[Any, str]] = {
     "safe_serialization": (True, "leave it out: what is saved is safetensors"),
     "path_initial_model_for_weight_conversion": (None, "gather the model and use PEFT's save_pretrained"),
     "save_embedding_layers": ("auto", "leave it out"),
+    "use_flashpack": (False, "leave it out: what is saved is safetensors"),
 }
 #: Models whose weights are in the directory already, while a Trainer writes what belongs beside them.
 _saved: list[tuple[nn.Module, Path]] = []
@@ -51,19 +61,25 @@ def in_shards(model: nn.Module) -> bool:
 
 
 def save_pretrained(original: Original, **call: Any) -> Any:
-    """``PreTrainedModel.save_pretrained``; raises ConfigError for what cannot be honoured."""
+    """``save_pretrained`` of transformers and diffusers; raises ConfigError for what cannot be honoured."""
     model, directory = call["self"], call["save_directory"]
     if _is_saved(model, directory):
         return None
     if call.get("distributed_checkpoint") or not in_shards(model):
         return original()
-    if call["state_dict"] is not None:
+    if call.get("state_dict") is not None:
         given(directory)
         return original()
     _refuse(call)
     if together(directory):
         save_weights(model, directory, call["max_shard_size"])
     return None
+
+
+def save_pipeline(original: Original, **call: Any) -> Any:
+    """``DiffusionPipeline.save_pretrained``, which saves the models one by one."""
+    name_classes(call["self"])
+    return original()
 
 
 def save_adapters(original: Original, **call: Any) -> Any:
@@ -135,5 +151,7 @@ def _is_saved(model: nn.Module, directory: str | os.PathLike[str]) -> bool:
 def _refuse(call: Mapping[str, Any]) -> None:
     for name, (usual, remedy) in _REFUSED.items():
         value = call.get(name, usual)
+        if name == "save_peft_format" and not has_adapters(call["self"]):
+            continue  # diffusers' pipelines have it so
         if value != usual:
             raise ConfigError(f"{name}={value!r} of save_pretrained is not available here: {remedy}")

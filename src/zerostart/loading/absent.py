@@ -25,11 +25,18 @@ class _Absent(torch.Tensor):
         own = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, cls))
         if func is torch.ops.aten.detach.default:
             return _made(own, own._name, own.device)
-        raise EngineError(
-            f"{own._name} is offloaded and not there now: its values are there during the forward of its "
-            f"module alone, and {func} asked for them outside of that. Place the component "
+        raise own._asked_for_by(func)
+
+    def _asked_for_by(self, what: object) -> EngineError:
+        return EngineError(
+            f"{self._name} is offloaded and not there now: its values are there during the forward of its "
+            f"module alone, and {what} asked for them outside of that. Place the component "
             "'replicate' or 'shard'"
         )
+
+    def storage(self) -> Any:
+        """Where files are written from; there is none. Raises EngineError."""
+        raise self._asked_for_by("storage")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"

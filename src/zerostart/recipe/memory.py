@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -40,9 +41,12 @@ class Memory:
 
         It begins after ``offset`` elements, as the memory of a tensor that is a view may.
         """
-        strides = row_major_strides(value.shape) if strides is None else tuple(strides)
-        made = cls(Layout(value.shape, strides, offset), value.dtype)
-        made._value = value.lying(strides)
+        if strides is None and not offset:  # of most tensors of a checkpoint, of which there are many
+            made = cls(_row_major(value.shape), value.dtype)
+        else:
+            steps = row_major_strides(value.shape) if strides is None else tuple(strides)
+            made = cls(Layout(value.shape, steps, offset), value.dtype)
+        made._value = value.lying(made.layout.strides)
         return made
 
     @classmethod
@@ -106,3 +110,9 @@ class Memory:
         made._fill = self._fill
         made.version, made.overlaps = self.version, self.overlaps
         return made
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_major(shape: tuple[int, ...]) -> Layout:
+    """That of a tensor by itself; a checkpoint has thousands of tensors of a few shapes."""
+    return Layout(shape, row_major_strides(shape), 0)

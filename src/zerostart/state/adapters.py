@@ -99,7 +99,9 @@ def adapted_model(model: nn.Module) -> Adapted | None:
     """
     inner: nn.Module | None = model
     while inner is not None:
-        if getattr(inner, "peft_config", None):
+        # DeepSpeed's engine, and what torch.compile makes, have every attribute of what is inside.
+        own = "peft_config" in vars(inner) or hasattr(type(inner), "peft_config")
+        if own and inner.peft_config:
             return Adapted(inner, "" if hasattr(inner, "get_base_model") else "base_model.model.")
         inner = wrapped(inner)
     return None

@@ -26,16 +26,29 @@ __all__ = ["Saving", "begin", "finish_last", "settle_last"]
 logger = logging.getLogger("zerostart")
 
 
+class Seconds(dict[str, float]):
+    """Seconds by name, which can be asked for as attributes, too."""
+
+    @property
+    def blocked(self) -> float:
+        """How long the call held the training up."""
+        return self["blocked"]
+
+    @property
+    def written(self) -> float:
+        """How long it took from the call until the checkpoint was in its place; 0.0 until then."""
+        return self["written"]
+
+
 @dataclass
 class Saving:
-    """A save under way or done.
+    """A save under way or done, and how many ``seconds`` it took.
 
     Of ``seconds``, ``blocked`` is how long the call held the training up, and the step that waited for the
-    copies, if any; ``written`` how long it took from the call until the checkpoint was in its place; 0.0
-    until then.
+    copies, if any; ``written`` how long it took from the call until the checkpoint was in its place.
     """
 
-    seconds: dict[str, float] = field(default_factory=lambda: {"blocked": 0.0, "written": 0.0})
+    seconds: Seconds = field(default_factory=lambda: Seconds(blocked=0.0, written=0.0))
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
     #: Set when nothing is read any more of what training changes.
@@ -45,7 +58,7 @@ class Saving:
     @classmethod
     def finished(cls, seconds: float) -> Saving:
         """One that was over when its call returned."""
-        return cls({"blocked": seconds, "written": seconds})
+        return cls(Seconds(blocked=seconds, written=seconds))
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -76,7 +89,7 @@ _groups: list[tuple[Any, Any]] = []
 
 
 def finish_last() -> None:
-    """Wait for the save that is under way, if any, and raise what it failed with, if nobody was told."""
+    """Wait for the save that is under way, if any, and raise what it failed with, if nobody was told here."""
     while _last:
         saving = _last.pop()
         if not saving.done():
@@ -113,6 +126,7 @@ def begin(
             saving._error = error
             logger.error("the checkpoint that was being written was not saved: %s", error)
         finally:
+            saving._copied.set()  # also where no copy was begun: a step must not wait for it for ever
             saving.seconds["written"] = time.perf_counter() - begun
 
     # No daemon: the interpreter waits for it at its end.

@@ -47,9 +47,11 @@ def save_state(
     other things than each other.
     """
     begun = time.perf_counter()
-    finish_last()
     world = current_world()
     with world.phase("saving the training state"):
+        # A rank that was told by ``wait`` knows no error any more, and hears of it again with the others.
+        with world.phase("the save before this one"):
+            finish_last()
         with world.phase("looking at what is saved"):
             content = collected(model, optimizer, extra, world, frozen, beside)
         _check_alike(content, world)

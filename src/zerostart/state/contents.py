@@ -49,13 +49,14 @@ class Contents:
     """The tensors of a checkpoint, and what this rank writes of them.
 
     ``own_names`` are the tensors that are saved under the model's own names, and why; ``tied`` the names that
-    are not saved, since another has the same tensor.
+    are not saved, since another has the same tensor; ``before`` the number of the file that a tensor was in.
     """
 
     entries: list[Entry] = field(default_factory=list)
     outgoing: list[Outgoing] = field(default_factory=list)
     own_names: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    before: dict[str, int] = field(default_factory=dict)
 
 
 def held_tensors(
@@ -165,6 +166,7 @@ def _as_loaded(
     for name in catalog.tensors:
         if name in kinds:
             contents.entries.append((name, spelling(kinds[name], name), catalog.tensors[name].shape))
+            contents.before[name] = catalog.tensors[name].file
     for name in empty:
         item = wanted[name]
         kind = _out(item.shard.storage.dtype, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,14 @@ def _saved_at(marker: Path) -> int:
 
 
 def prune(
-    directory: Path, keep: int | None, best: int = 0, score: Callable[[Any], float] | None = None
+    directory: Path, keep: int | None, best: int = 0, score: Callable[[Any], float | None] | None = None
 ) -> list[Path]:
     """Remove training checkpoints in ``directory`` but the last ``keep`` and the ``best`` ones; gives them.
 
     One rank calls it, after a save. ``score`` says how good a checkpoint is, from its ``extra`` as it is in
-    the document (more is better). ``keep=None`` keeps all. What is incomplete, or no training checkpoint, is
-    left alone. A checkpoint is gone in one step; what a kill has left of one goes with the next.
+    the document (more is better; None and nan are none of the best). ``keep=None`` keeps all. What is
+    incomplete, or no training checkpoint, is left alone. A checkpoint is gone in one step; what a kill has
+    left of one goes with the next.
     Raises ConfigError for numbers that keep nothing, WriteError where removing fails.
     """
     if keep is None:
@@ -49,7 +51,8 @@ def prune(
     kept = set(found[-keep:])
     if score is not None:
         told = {path: score(read_json(path / MARKER, "training state").get("extra")) for path in found}
-        kept |= set(sorted(found, key=lambda path: told[path])[len(found) - min(best, len(found)) :])
+        known = {path: value for path, value in told.items() if value is not None and not math.isnan(value)}
+        kept |= set(sorted(known, key=lambda path: known[path], reverse=True)[:best])
     removed = [path for path in found if path not in kept]
     for path in removed:
         try:

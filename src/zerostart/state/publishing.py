@@ -12,7 +12,7 @@ from typing import Any
 from zerostart.checkpoint.publishing import Staging, told
 from zerostart.checkpoint.replacing import MARKER
 from zerostart.distributed.world import World
-from zerostart.errors import WriteError
+from zerostart.errors import ConfigError, WriteError
 
 __all__ = ["Publication", "agreed_place", "publishing"]
 
@@ -39,7 +39,9 @@ def agreed_place(path: str | os.PathLike[str], world: World, doing: str = "savin
     anything is made.
     """
     with world.phase(f"looking at the place ({doing})"):
-        given = os.fspath(path)
+        given = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+        if not given:
+            raise ConfigError(f"{doing} {path!r}: give the path of a directory")
     world.raise_together(None, f"{doing} {given}")
     return world.broadcast_object(
         lambda: Path(given).expanduser().absolute(), f"looking up the place ({doing})"

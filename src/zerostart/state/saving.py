@@ -176,6 +176,7 @@ def _model(
         max_shard_size=request.max_shard_size,
         parameters=_parameters(held),
         memory_limit=request.memory_limit,
+        before=contents.before,
     )
     with world.phase("saving the settings"):
         if world.rank == 0:

@@ -82,23 +82,24 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     parameters: int | None = None,
     memory_limit: int | None = None,
+    before: Mapping[str, int] | None = None,
 ) -> Written:
     """Write the tensors ``entries`` into safetensors files in ``directory``; collective.
 
     ``entries``, and the targets of ``outgoing``, are in one order on all ranks, which together have each
-    element of each entry once (``Shard.held`` tells replicas). ``stem``, ``max_shard_size``, ``metadata`` and
-    ``parameters`` are as in ``plan_shards``. Beside the shards a rank takes at most ``memory_limit`` bytes;
-    None: 40 MiB. Raises WriteError, ConfigError and, where an element is on no rank or counted by two,
-    CheckpointError, on every rank; then no file is left.
+    element of each entry once (``Shard.held`` tells replicas). ``stem``, ``max_shard_size``, ``metadata``,
+    ``parameters`` and ``before`` are as in ``plan_shards``. Beside the shards a rank takes at most
+    ``memory_limit`` bytes; None: 40 MiB. Raises WriteError, ConfigError and, where an element is on no rank
+    or counted by two, CheckpointError, on every rank; then no file is left.
     """
     begun = time.perf_counter()
     with world.phase("planning what is written"):
         listed = list(entries)
-        layout = plan_shards(listed, max_shard_size, stem, metadata, parameters)
+        layout = plan_shards(listed, max_shard_size, stem, metadata, parameters, before)
         digests = Digests(listed)
         chunk, threads = _tuned(memory_limit)
         plan, storages = planned(layout, outgoing, chunk)
-    described = repr((listed, parse_size(max_shard_size), metadata, parameters)).encode()
+    described = repr((listed, parse_size(max_shard_size), metadata, parameters, before)).encode()
     # With other tensors, or other files, a rank would write to places that are another's: it is told here.
     world.raise_together(None, f"writing {stem} files with the checksum {zlib.crc32(described):08x}")
     token = world.broadcast_object(lambda: uuid.uuid4().hex[:12], "naming the files")

@@ -127,7 +127,7 @@ class Checkpoints:
         world = current_world()
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
-                prune(self._folder, self._config.keep)
+                prune(self._folder, self._config.keep, self._config.best, _how_good)
 
     def resume(self, path: Path) -> tuple[Past, Iterator[dict[str, torch.Tensor]]]:
         """Restore ``path``; gives what its run had seen, and the batches that come after; collective.
@@ -193,3 +193,12 @@ def _extra(path: Path) -> Any:
     if not isinstance(extra, dict) or not {"step", "schedule"} <= extra.keys():
         raise ConfigError(f"resume: {path} was not saved by a run of zerostart train; name one that was")
     return extra
+
+
+def _how_good(extra: Any) -> float | None:
+    """The held-out loss of a checkpoint's own step, less being more; None where it was not measured there."""
+    known = decoded(extra, {})
+    if not isinstance(known, dict) or "held_out" not in known:
+        return None  # not saved by a run
+    loss = dict(known["held_out"]).get(known["step"])
+    return None if loss is None else -float(loss)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
+from zerostart.checkpoint.shards import parse_size
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import LoadArguments
 from zerostart.training.cache_config import CacheConfig
@@ -175,16 +176,27 @@ class OutputConfig(Section):
     merge: bool = False
     every: Count = 0
 
+    @field_validator("max_shard_size")
+    @classmethod
+    def _bytes(cls, value: str) -> str:
+        try:
+            parse_size(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return value
+
 
 class CheckpointConfig(Section):
     """Training checkpoints, from which ``resume`` goes on: one ``every`` so many steps (0: none).
 
-    They are in ``checkpoints`` of the output directory, of which the last ``keep`` stay. ``background``
+    They are in ``checkpoints`` of the output directory, of which the last ``keep`` stay, and the ``best``
+    ones by held-out loss, which then has to be known of each (``train.evaluate_every``). ``background``
     writes them while training goes on, from copies in host memory.
     """
 
     every: Count = 0
     keep: Positive = 2
+    best: Count = 0
     background: bool = False
 
 

@@ -171,6 +171,7 @@ COMMENTS: Mapping[str, str] = {
     "engine.config": "the engine's own configuration, merged over ours",
     "checkpoint.every": "steps; 0: none",
     "checkpoint.keep": "how many stay",
+    "checkpoint.best": "and of the lowest held-out loss",
     "checkpoint.background": "true: written while training goes on",
     "resume": "auto: from the newest checkpoint, if there is one; a path; null",
     "tracking.trackers": "tensorboard, wandb, ...",

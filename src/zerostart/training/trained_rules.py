@@ -13,6 +13,7 @@ __all__ = ["check_trained"]
 def check_trained(config: TrainConfig) -> None:
     """Raise ValueError for sections that contradict each other in what is trained, averaged and saved."""
     output, lora = config.output, config.lora
+    _check_best(config)
     if lora is not None and config.train.trainable:
         raise ValueError("train.trainable and lora both say what is trained; leave one of them out")
     if lora is not None and config.engine.expert_parallel > 1:
@@ -35,4 +36,15 @@ def check_trained(config: TrainConfig) -> None:
         raise ValueError(
             "output.remove_prefix is for files of what was trained: set output.trainable_only or "
             "output.format diffsynth"
+        )
+
+
+def _check_best(config: TrainConfig) -> None:
+    """Raise ValueError where checkpoints are to be compared by a loss that is not measured at each."""
+    best, saved, measured = config.checkpoint.best, config.checkpoint.every, config.train.evaluate_every
+    held_out = getattr(config.data, "held_out", 0.0) or getattr(config.task, "held_out", 0.0)
+    if best and not (saved and measured and held_out and saved % measured == 0):
+        raise ValueError(
+            "checkpoint.best compares held-out losses: hold examples out (held_out of data or task), and "
+            "make checkpoint.every a multiple of train.evaluate_every"
         )

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from torch import nn
+
 from zerostart.upstream.accelerate import SHARDED, is_set, remember, remember_parallelism, require
 from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
@@ -38,6 +40,14 @@ _PREPARE_FSDP2 = PatchPoint(
             has=("self.state.fsdp_plugin.set_auto_wrap_policy(M)", "fsdp2_prepare_model(self, M)"),
         ),
     ),
+)
+_OPTIMIZERS = PatchPoint(
+    library=ACCELERATE,
+    owner=_ACCELERATOR,
+    names=("_prepare_fsdp2",),
+    why="the optimizer keeps parameters that stay: it goes by addresses, and an empty shard has none",
+    lasts=Lasts.MODEL,
+    shapes=(Shape(f"{_ACCELERATOR}._prepare_fsdp2", has=("fsdp2_switch_optimizer_parameters(O, M)",)),),
 )
 _PREPARE_DEEPSPEED = PatchPoint(
     library=ACCELERATE,
@@ -109,6 +119,7 @@ _ARGUMENTS = PatchPoint(
 )
 TOUCHED = (
     _PREPARE_FSDP2,
+    _OPTIMIZERS,
     _PREPARE_DEEPSPEED,
     _STATE_DICT,
     _WRAPPING,
@@ -143,6 +154,7 @@ class Override(Held):
         demand(TOUCHED)
         functions = {
             _PREPARE_FSDP2: self._fsdp2_prepare_model,
+            _OPTIMIZERS: _keeps_parameters,
             _PREPARE_DEEPSPEED: self._prepare_deepspeed,
             _STATE_DICT: self._get_state_dict,
             _WRAPPING: _finds_sharded_classes,
@@ -165,8 +177,6 @@ class Override(Held):
 
     def _prepare_deepspeed(self, original: Any) -> Any:
         def prepare_deepspeed(accelerator: Any, *args: Any) -> Any:
-            from torch import nn
-
             for item in args:
                 if isinstance(item, nn.Module):
                     self._partitioned(accelerator, item)
@@ -182,6 +192,21 @@ class Override(Held):
             return original(accelerator, model, unwrap) if found is NotImplemented else found
 
         return get_state_dict
+
+
+def _keeps_parameters(original: Any) -> Any:
+    def prepare_fsdp2(accelerator: Any, *args: Any) -> Any:
+        optimizers = [item for item in args if hasattr(item, "param_groups")]
+        before = [(group, list(group["params"])) for item in optimizers for group in item.param_groups]
+        result = original(accelerator, *args)
+        models = [item for item in result if isinstance(item, nn.Module)]
+        stays = {id(parameter) for model in models for parameter in model.parameters()}
+        for group, parameters in before:
+            pairs = zip(parameters, group["params"], strict=True)
+            group["params"] = [old if id(old) in stays else new for old, new in pairs]
+        return result
+
+    return prepare_fsdp2
 
 
 def _finds_sharded_classes(original: Any) -> Any:

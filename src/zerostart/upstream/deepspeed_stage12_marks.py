@@ -18,7 +18,6 @@ __all__ = ["Keeper", "Mark", "RunReader", "expert_of", "mark_expert_of", "marked
 RunReader = Callable[[Sequence[tuple[str, int, torch.Tensor]]], None]
 
 _ATTRIBUTE = "_zerostart_flat"
-_EXPERT = "_zerostart_flat_expert"
 
 
 class Keeper(Protocol):
@@ -79,9 +78,9 @@ def marked(parameter: torch.Tensor) -> Mark | None:
 
 def mark_expert_of(parameter: Any, ticket: Ticket) -> None:
     """Mark an expert that ranks share, whose ``group_name`` is that of its process groups."""
-    setattr(parameter, _EXPERT, ticket)
+    parameter._zerostart_flat_expert = ticket
 
 
 def expert_of(parameter: Any) -> str | None:
     """The name of the process groups of an expert of ours; None for other parameters."""
-    return parameter.group_name if hasattr(parameter, _EXPERT) else None
+    return parameter.group_name if hasattr(parameter, "_zerostart_flat_expert") else None

@@ -9,20 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from zerostart.errors import BuildError
 from zerostart.upstream.diffusers import require
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.versions import DIFFUSERS
 
-__all__ = ["TOUCHED", "assembled", "component_class", "pipeline_class"]
+__all__ = ["TOUCHED", "assembled", "component_class", "name_classes", "pipeline_class"]
 
 TOUCHED = (
     Use(
         library=DIFFUSERS,
         owner="diffusers.pipelines.pipeline_utils:DiffusionPipeline",
-        names=("from_pretrained", "register_modules", "components"),
+        names=("from_pretrained", "register_modules", "components", "register_to_config"),
         why="a pipeline is made of models that are loaded already, and of the rest by diffusers",
+    ),
+    Use(
+        library=DIFFUSERS,
+        owner="diffusers.pipelines.pipeline_loading_utils",
+        names=("_fetch_class_library_tuple",),
+        why="what a pipeline's index calls the class of a model",
     ),
 )
 
@@ -61,6 +68,27 @@ def component_class(library: str, kind: str, where: str) -> type[nn.Module]:
     return found
 
 
+def name_classes(pipe: Any) -> None:
+    """Have the index of a pipeline name the classes that FSDP2 has put its own in front of."""
+    demand(TOUCHED)
+    from diffusers.pipelines.pipeline_loading_utils import _fetch_class_library_tuple
+
+    for name, model in pipe.components.items():
+        plain = next((k for k in type(model).__mro__ if not issubclass(k, FSDPModule)), None)
+        if isinstance(model, FSDPModule) and plain is not None:
+            pipe.register_to_config(**{name: _fetch_class_library_tuple(plain)})
+
+
 def assembled(kind: Any, root: Path, models: Mapping[str, nn.Module | None]) -> Any:
-    """The pipeline in ``root`` with these models; everything else by diffusers itself, from its files."""
-    return kind.from_pretrained(str(root), local_files_only=True, **models)
+    """The pipeline in ``root`` with these models; everything else by diffusers itself, from its files.
+
+    Raises BuildError for what diffusers cannot make of them.
+    """
+    try:
+        return kind.from_pretrained(str(root), local_files_only=True, **models)
+    except Exception as error:  # of many types, for a tokenizer or a scheduler that is not there or damaged
+        told = " ".join(str(error).split())
+        raise BuildError(
+            f"{root}: diffusers makes no {kind.__name__} of what is there beside its models ({told}); put "
+            "back its tokenizers, schedulers and processors"
+        ) from error

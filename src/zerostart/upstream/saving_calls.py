@@ -1,4 +1,4 @@
-"""The calls by which scripts save and resume: of transformers, PEFT, accelerate, DeepSpeed and DiffSynth.
+"""The calls by which scripts save and resume: of the libraries of models, PEFT, accelerate and DeepSpeed.
 
 While a :class:`SavingCalls` is open, each goes to a function that is given the original and the call's
 arguments by name. What is imported late is replaced as soon as it is.
@@ -17,11 +17,13 @@ from zerostart.upstream.on_import import when_imported
 from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
 from zerostart.upstream.shapes import found
-from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, DIFFSYNTH, PEFT, TRANSFORMERS
+from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, DIFFSYNTH, DIFFUSERS, PEFT, TRANSFORMERS
 
 __all__ = ["TOUCHED", "Replacement", "SavingCalls"]
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
+_MIXIN = "diffusers.models.modeling_utils:ModelMixin"
+_DIFFUSERS_PIPELINE = "diffusers.pipelines.pipeline_utils:DiffusionPipeline"
 _PEFT_MODEL = "peft.peft_model:PeftModel"
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -40,6 +42,34 @@ _SAVE_PRETRAINED = PatchPoint(
             f"{_MODEL}.save_pretrained",
             leads=("save_directory", "is_main_process", "state_dict"),
             takes=("max_shard_size", "push_to_hub", "variant", "save_original_format", "save_peft_format"),
+        ),
+    ),
+)
+_SAVE_MIXIN = PatchPoint(
+    library=DIFFUSERS,
+    owner=_MIXIN,
+    names=("save_pretrained",),
+    why="a sharded model is saved by all ranks, each its own bytes, where diffusers would save shards",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_MIXIN}.save_pretrained",
+            leads=("save_directory", "is_main_process"),
+            takes=("safe_serialization", "variant", "max_shard_size", "push_to_hub"),
+        ),
+    ),
+)
+_SAVE_PIPELINE = PatchPoint(
+    library=DIFFUSERS,
+    owner=_DIFFUSERS_PIPELINE,
+    names=("save_pretrained",),
+    why="the index names the classes of models as the library has them, not as FSDP2 makes them",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_DIFFUSERS_PIPELINE}.save_pretrained",
+            leads=("save_directory",),
+            has=("model_index_dict = dict(self.config)", "self.save_config(save_directory)"),
         ),
     ),
 )
@@ -235,6 +265,8 @@ _LOAD_LORA = PatchPoint(
 )
 TOUCHED = (
     _SAVE_PRETRAINED,
+    _SAVE_MIXIN,
+    _SAVE_PIPELINE,
     _SAVE_ADAPTERS,
     _SAVE_MODEL,
     _FSDP,
@@ -255,7 +287,7 @@ Replacement = Callable[..., Any]
 
 
 class SavingCalls(Held):
-    """Sends the calls to ``replacements``, by names as in "PreTrainedModel.save_pretrained"."""
+    """Sends calls to ``replacements``, by names as in "PreTrainedModel.save_pretrained"."""
 
     def __init__(self, replacements: Mapping[str, Replacement]) -> None:
         super().__init__(self._enter)
@@ -265,6 +297,8 @@ class SavingCalls(Held):
         later = stack.enter_context(ExitStack())
         by_module: dict[str, list[PatchPoint]] = {}
         for point in TOUCHED:
+            if not any(called in self._replacements for called in _called(point)):
+                continue
             by_module.setdefault(point.owner.partition(":")[0], []).append(point)
         for module, points in by_module.items():
             stack.callback(when_imported(module, functools.partial(self._imported, later, points)))
@@ -273,10 +307,14 @@ class SavingCalls(Held):
         demand(points, "zerostart.enable() cannot take over saving; use zerostart.save and save_state")
         for point in points:
             owner = found(point.owner)
-            before = point.owner.rpartition(":")[2] if ":" in point.owner else module.__name__
-            for name in point.names:
-                new = _sent(vars(owner)[name], self._replacements[f"{before}.{name}"])
+            for name, called in zip(point.names, _called(point), strict=True):
+                new = _sent(vars(owner)[name], self._replacements[called])
                 stack.enter_context(replaced(point, owner, name, new))
+
+
+def _called(point: PatchPoint) -> list[str]:
+    """What the calls of a point are called: by their class, or by their module."""
+    return [f"{point.owner.rpartition(':')[2]}.{name}" for name in point.names]
 
 
 def _sent(original: Any, replacement: Replacement) -> Any:

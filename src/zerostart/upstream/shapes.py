@@ -11,10 +11,12 @@ matter. In such a line
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
 import functools
 import importlib
 import inspect
+import linecache
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,12 +95,13 @@ def _unwrapped(function: Any) -> Any:
 
 def assigns(kind: type, name: str) -> bool:
     """Whether a method of a class, or of one that it derives from, sets an attribute ``name``."""
-    return any(
-        step.opname == "STORE_ATTR" and step.argval == name
-        for code in _codes(kind)
-        if name in code.co_names
-        for step in dis.get_instructions(code)
-    )
+    return any(name in code.co_names and name in _assigned(code) for code in _codes(kind))
+
+
+@functools.lru_cache(maxsize=256)
+def _assigned(code: types.CodeType) -> frozenset[str]:
+    """The attributes that are set."""
+    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
 
 
 @functools.lru_cache(maxsize=32)
@@ -119,11 +122,39 @@ _Place = tuple[int, int]
 def _nodes(function: Any) -> Mapping[type, Sequence[tuple[_Place, ast.AST]]]:
     """Statements and expressions of the function's source by their kind, from its beginning to its end."""
     found: dict[type, list[tuple[_Place, ast.AST]]] = {}
-    for node in ast.walk(ast.parse(_whole(inspect.getsource(function)))):
+    for node in ast.walk(_parsed(function)):
         if isinstance(node, ast.stmt | ast.expr):
             plain = _unannotated(node)
             found.setdefault(type(plain), []).append(((node.lineno, node.col_offset), plain))
     return {kind: sorted(nodes, key=lambda pair: pair[0]) for kind, nodes in found.items()}
+
+
+def _parsed(function: Any) -> ast.AST:
+    """The syntax tree of the function, whose last line is told by its code and the indentation.
+
+    ``inspect.getsource`` finds it by tokens, which takes longer than all else here; what cannot be parsed so,
+    such as a string that begins further left at the end, is left to it.
+    """
+    code = getattr(function, "__code__", None)
+    lines = [] if code is None else linecache.getlines(code.co_filename)
+    if code is not None and lines:
+        first, end = code.co_firstlineno - 1, _last_line(code)
+        margin = _margin(lines[first])
+        while end < len(lines) and (not lines[end].strip() or _margin(lines[end]) > margin):
+            end += 1
+        with contextlib.suppress(SyntaxError):
+            return ast.parse(_whole("".join(lines[first:end])))
+    return ast.parse(_whole(inspect.getsource(function)))
+
+
+def _last_line(code: types.CodeType) -> int:
+    """The last line on which an instruction of the code begins, or of the functions in it."""
+    inner = [_last_line(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    return max([line for *_, line in code.co_lines() if line is not None] + inner)
+
+
+def _margin(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _places(line: str, nodes: Mapping[type, Sequence[tuple[_Place, ast.AST]]]) -> Iterator[_Place]:
@@ -143,11 +174,11 @@ def _pattern(line: str) -> ast.AST:
     return statement.value if isinstance(statement, ast.Expr) else statement
 
 
-def _same(pattern: Any, node: Any, letters: dict[str, str]) -> bool:
+def _same(pattern: Any, node: Any, letters: dict[str, ast.expr]) -> bool:
     if _is_any(pattern):
         return True
     if isinstance(pattern, ast.Name) and len(pattern.id) == 1 and pattern.id.isupper():
-        return isinstance(node, ast.expr) and letters.setdefault(pattern.id, _text(node)) == _text(node)
+        return isinstance(node, ast.expr) and _alike(letters.setdefault(pattern.id, node), node)
     if type(pattern) is not type(node):
         return False
     if isinstance(pattern, list):
@@ -161,7 +192,7 @@ def _same(pattern: Any, node: Any, letters: dict[str, str]) -> bool:
     return all(_same(p, getattr(node, field, None), letters) for field, p in _fields(pattern))
 
 
-def _same_call(pattern: ast.Call, node: ast.Call, letters: dict[str, str]) -> bool:
+def _same_call(pattern: ast.Call, node: ast.Call, letters: dict[str, ast.expr]) -> bool:
     rest = any(map(_is_any, pattern.args))
     given = {keyword.arg: keyword.value for keyword in node.keywords}
     wanted = {keyword.arg: keyword.value for keyword in pattern.keywords}
@@ -187,8 +218,8 @@ def _is_any(pattern: Any) -> bool:
     return isinstance(pattern, ast.Constant) and pattern.value is ...
 
 
-def _text(node: ast.AST) -> str:
-    return ast.unparse(node)
+def _alike(first: ast.expr, node: ast.expr) -> bool:
+    return first is node or ast.unparse(first) == ast.unparse(node)
 
 
 def _unannotated(node: ast.stmt | ast.expr) -> ast.stmt | ast.expr:

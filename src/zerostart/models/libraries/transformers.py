@@ -45,7 +45,13 @@ class Transformers(ModelLibrary):
 
     def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
         """Import transformers and the class. Raises BuildError for a configuration that names none."""
-        _configured(root, kind)
+        import transformers
+
+        named = _read_config(root).get("architectures") if kind is None else None
+        names = named if isinstance(named, list) else ()
+        found = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
+        if kind is None and not any(isinstance(one, type) for one in found):
+            _configured(root, kind)
 
     def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
         """In the dtype that was asked for, else the configuration's, else that of the checkpoint.

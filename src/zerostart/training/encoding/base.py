@@ -61,12 +61,13 @@ class Encoder(ABC):
     """Makes of an example what the transformer of its pipeline takes.
 
     ``takes`` are the columns of media that it has a use for, ``needs`` those that every example must have: of
-    each entry (names with ``or`` between them) one. ``texts_alone`` says whether a text means something
-    without the pictures of its example.
+    each entry (names with ``or`` between them) one. ``single`` are those of which it takes one picture.
+    ``texts_alone`` says whether a text means something without the pictures of its example.
     """
 
     takes: ClassVar[frozenset[str]] = frozenset({"image"})
     needs: ClassVar[tuple[str, ...]] = ("image",)
+    single: ClassVar[frozenset[str]] = frozenset()
     texts_alone: ClassVar[bool] = True
 
     def __init__(self, pipe: Any, settings: CacheConfig) -> None:
@@ -105,6 +106,9 @@ class Encoder(ABC):
         for entry in self.needs:
             if not given & set(entry.split(" or ")):
                 raise ConfigError(f"{self.kind} needs the column {entry}, which is empty or not there")
+        for name in sorted(given & self.single):
+            if len(example[name]) > 1:
+                raise ConfigError(f"{name} lists {len(example[name])} pictures; {self.kind} takes one")
         for name in sorted(given):
             values = example[name] if isinstance(example[name], list) else [example[name]]
             for value in values:

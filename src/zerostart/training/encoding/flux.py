@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import torch
 
-from zerostart.errors import ConfigError
 from zerostart.training.encoding.base import Encoded, Encoder, Example
 
 __all__ = ["Flux", "FluxKontext"]
@@ -37,14 +36,7 @@ class FluxKontext(Flux):
 
     takes: ClassVar[frozenset[str]] = frozenset({"image", "edit_image"})
     needs: ClassVar[tuple[str, ...]] = ("image", "edit_image")
-
-    def check(self, example: Example) -> None:
-        """See ``Encoder``; raises ConfigError for several pictures to edit, too."""
-        super().check(example)
-        if len(example["edit_image"]) > 1:
-            raise ConfigError(
-                f"edit_image lists {len(example['edit_image'])} pictures; {self.kind} takes one"
-            )
+    single: ClassVar[frozenset[str]] = frozenset({"edit_image"})
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         """See ``Encoder``."""

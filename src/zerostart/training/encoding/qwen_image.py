@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from zerostart.errors import ConfigError
 from zerostart.training.encoding.base import Encoded, Encoder, Example
 from zerostart.training.media.items import as_picture
 
@@ -52,15 +51,8 @@ class QwenImageEdit(QwenImage):
 
     takes: ClassVar[frozenset[str]] = frozenset({"image", "edit_image"})
     needs: ClassVar[tuple[str, ...]] = ("image", "edit_image")
+    single: ClassVar[frozenset[str]] = frozenset({"edit_image"})
     texts_alone: ClassVar[bool] = False
-
-    def check(self, example: Example) -> None:
-        """See ``Encoder``; raises ConfigError for several pictures to edit, too."""
-        super().check(example)
-        if len(example["edit_image"]) > 1:
-            raise ConfigError(
-                f"edit_image lists {len(example['edit_image'])} pictures; {self.kind} takes one"
-            )
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         """See ``Encoder``."""
@@ -85,9 +77,7 @@ class QwenImageEdit(QwenImage):
 class QwenImageEditPlus(QwenImageEdit):
     """The same with any number of pictures: ``image_latents.0``, ``image_latents.1`` and so on."""
 
-    def check(self, example: Example) -> None:
-        """See ``Encoder``."""
-        super(QwenImageEdit, self).check(example)
+    single: ClassVar[frozenset[str]] = frozenset()
 
     def shown(self, pictures: Sequence[torch.Tensor]) -> Any:
         """What the text encoder sees: each of them, scaled down to the area that the pipeline shows it."""

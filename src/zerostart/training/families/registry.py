@@ -15,10 +15,19 @@ __all__ = ["FAMILIES", "family_of"]
 FAMILIES: dict[str, type[Family]] = {kind.name: kind for kind in (Wan, QwenImage, Flux, Flux2, ZImage)}
 
 
-def family_of(transformer: str) -> type[Family]:
-    """The family of the class ``transformer`` of diffusers. Raises ConfigError where it is of none."""
+def family_of(transformer: str, chosen: str | None = None) -> type[Family]:
+    """The family of the class ``transformer`` of diffusers, or, where it is of none, the ``chosen`` one.
+
+    Raises ConfigError where it is of none, or of another one.
+    """
     for family in FAMILIES.values():
         if transformer in family.classes:
+            if chosen not in (None, family.name):
+                raise ConfigError(
+                    f"task.family {chosen}: {transformer} is of the family {family.name}; leave it out"
+                )
             return family
+    if chosen is not None:
+        return FAMILIES[chosen]
     known = ", ".join(sorted(name for family in FAMILIES.values() for name in family.classes))
     raise ConfigError(f"{transformer} is of no family that flow-matching knows; it knows {known}")

@@ -76,6 +76,8 @@ class Drawing:
             )
         if "num_frames" not in self._takes and self._settings.num_frames is not None:
             raise ConfigError(f"samples.num_frames: {name} draws pictures; leave it out")
+        if not (self._root / "scheduler").is_dir():
+            raise ConfigError(f"samples: {self._root} has no scheduler to draw with; leave samples out")
 
     def _guided(self, embedded: bool) -> tuple[dict[str, float], bool]:
         """What the pipeline calls its guidance, and whether it calls the model a second time for it."""

@@ -92,8 +92,7 @@ class FlowMatching(Task):
         self.where = where = read_source(self.config.model)
         if self.config.output.pipeline and where.root is None:
             raise ConfigError(f"output.pipeline: {where.directory} is one model, and no pipeline")
-        chosen = self.settings.family
-        family = family_of(where.config["_class_name"]) if chosen is None else FAMILIES[chosen]
+        family = family_of(where.config["_class_name"], self.settings.family)
         self.family = family(where.config, where.index)
         self.times = Times(self.settings, self.family, self.settings.boundaries or where.boundaries)
 
