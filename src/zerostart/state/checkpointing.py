@@ -49,8 +49,8 @@ def save_state(
     begun = time.perf_counter()
     world = current_world()
     with world.phase("saving the training state"):
-        # A rank that was told by ``wait`` knows no error any more, and hears of it again with the others. No
-        # phase: the background's group has agreed on the error, maybe since it would have begun; this one not.
+        # A rank that was told by ``wait`` knows no error any more, and hears of it again with the others. Not
+        # in a phase: it would take an error on which the background's group agrees meanwhile for its own.
         before: Exception | None = None
         try:
             finish_last()
