@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -34,24 +35,33 @@ def loaded(checkpoint: Path, engine: str) -> Any:
     return zerostart.load(checkpoint, engine=engine, progress=False)
 
 
-def prepare_ceiling(checkpoint: Path, out: Path) -> Prepared:
-    """Write this rank's share of the bytes from memory that is there, in a file of its own, and sync it."""
-    start_gloo()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    total = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-    return raw_write(out, total // ranks, rank)
+def prepare_ceiling(direct: bool) -> Callable[[Path, Path], Prepared]:
+    """Write this rank's share of the bytes from memory that is there, in a file of its own, and sync it.
+
+    ``direct``: round the page cache.
+    """
+
+    def prepare(checkpoint: Path, out: Path) -> Prepared:
+        start_gloo()
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        total = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+        return raw_write(out, total // ranks, rank, direct)
+
+    return prepare
 
 
-def raw_write(out: Path, count: int, rank: int) -> Prepared:
+def raw_write(out: Path, count: int, rank: int, direct: bool = False) -> Prepared:
     """Write ``count`` bytes of memory that is there into a file of this rank's own, and sync it."""
     import torch
 
-    data = torch.randint(0, 255, (count,), dtype=torch.uint8)
+    count = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
+    data = torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8).random_(0, 255)
     view = memoryview(data.numpy())
     out.mkdir(parents=True, exist_ok=True)
 
     def write() -> None:
-        handle = os.open(out / f"{rank}.bin", os.O_WRONLY | os.O_CREAT)
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_DIRECT if direct else 0)
+        handle = os.open(out / f"{rank}.bin", flags)
         for start in range(0, len(view), CHUNK):
             part = view[start : start + CHUNK]
             assert os.pwrite(handle, part, start) == len(part)
@@ -133,7 +143,8 @@ def prepare_dcp(consolidated: bool) -> Callable[[Path, Path], Prepared]:
 
 
 ARMS: dict[str, Callable[[Path, Path], Prepared]] = {
-    "ceiling": prepare_ceiling,
+    "ceiling": prepare_ceiling(direct=False),
+    "ceiling-direct": prepare_ceiling(direct=True),
     "zerostart-deepspeed": prepare_zerostart("deepspeed"),
     "zerostart-fsdp2": prepare_zerostart("fsdp2"),
     "save_pretrained-zero3": prepare_pretrained_zero3,

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 __all__ = ["Point", "points_in", "traced", "tracing_works"]
@@ -56,7 +56,10 @@ def traced(log: Path, point: Point | None = None, error: str | None = None) -> I
         what = f"error={error}" if error else "signal=KILL"
         command += ["-e", f"inject={point[0]}:{what}:when={point[1]}"]
     # Opened before: the calls that are counted are the body's alone.
-    statuses = [os.open(thread / "status", os.O_RDONLY) for thread in Path("/proc/self/task").iterdir()]
+    statuses = []
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            statuses.append(os.open(thread / "status", os.O_RDONLY))
     tracer = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         _wait_for(tracer, statuses)
@@ -71,11 +74,17 @@ def traced(log: Path, point: Point | None = None, error: str | None = None) -> I
 def _wait_for(tracer: subprocess.Popen[bytes], statuses: list[int]) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and tracer.poll() is None:
-        told = [os.pread(status, 1 << 14, 0) for status in statuses]
-        if all(f"TracerPid:\t{tracer.pid}\n".encode() in status for status in told):
+        if all(_is_traced(status, tracer) for status in statuses):
             return
         time.sleep(0.01)
     raise RuntimeError(f"strace does not trace: {tracer.stderr and tracer.stderr.read().decode()}")
+
+
+def _is_traced(status: int, tracer: subprocess.Popen[bytes]) -> bool:
+    try:
+        return f"TracerPid:\t{tracer.pid}\n".encode() in os.pread(status, 1 << 14, 0)
+    except ProcessLookupError:  # a thread that has ended since
+        return True
 
 
 def points_in(log: Path, folder: Path) -> list[Point]:

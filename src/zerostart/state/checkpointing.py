@@ -41,8 +41,8 @@ def save_state(
 
     ``frozen=False`` leaves out parameters that are not trained, which ``load_state`` then leaves as they are.
     ``beside`` are further tensors that are kept for parameters, by a key that nothing else here has.
-    ``copy_later`` copies masters and states of the optimizer that lie on the host while training goes on:
-    nothing but the next step of the optimizer, which waits for it, may change them.
+    ``copy_later`` copies parameters, masters and states of the optimizer that lie on the host while training
+    goes on: nothing but the next step of the optimizer, which waits for it, may change them.
     Raises InsufficientMemoryError, on every rank, where they do not fit, and ConfigError where ranks save
     other things than each other.
     """
@@ -50,9 +50,14 @@ def save_state(
     await_last()
     world = current_world()
     with world.phase("saving the training state"):
-        # A rank that was told by ``wait`` knows no error any more, and hears of it again with the others.
-        with world.phase("the save before this one"):
+        # A rank that was told by ``wait`` knows no error any more, and hears of it again with the others. Not
+        # in a phase: it would take an error on which the background's group agrees meanwhile for its own.
+        before: Exception | None = None
+        try:
             finish_last()
+        except Exception as error:
+            before = error
+        world.raise_together(before, "the save before this one")
         with world.phase("looking at what is saved"):
             content = collected(model, optimizer, extra, world, frozen, beside)
         _check_alike(content, world)

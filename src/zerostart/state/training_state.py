@@ -112,7 +112,7 @@ class Content:
     module: nn.Module
     #: Where the model was loaded from, empty for one that zerostart has not loaded.
     root: str
-    #: Names of what nothing but a step of the optimizer changes: masters, and states of the optimizer.
+    #: Names of what a training loop changes by a step alone: parameters, masters, states of the optimizer.
     stepped: frozenset[str]
 
     @property
@@ -147,7 +147,7 @@ def collected(
     shares += [
         replace(k.shard, name=f"optimizer/{k.key}/{k.name}") for k in moments_of(training.steps, places)
     ]
-    stepped = frozenset(share.name for share in shares)
+    stepped = frozenset([*kept, *(share.name for share in shares)])
     shares += [replace(k.shard, name=f"gradient/{k.name}") for k in gradients_of(training)]
     shares += [replace(k.shard, name=f"{k.key}/{k.name}") for k in beside]
     shares += _random(world)
