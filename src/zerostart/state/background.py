@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerostart.distributed.world import World
 
-__all__ = ["Saving", "await_last", "begin", "finish_last", "settle_last"]
+__all__ = ["Saving", "begin", "finish_last", "settle_last"]
 
 logger = logging.getLogger("zerostart")
 
@@ -88,21 +88,13 @@ _last: list[Saving] = []
 _groups: list[tuple[Any, Any]] = []
 
 
-def await_last() -> None:
-    """Return when no save is under way."""
-    for saving in _last:
-        if saving._thread is not None and not saving.done():
-            logger.info("waiting for the checkpoint before this one, which is still being written")
-            saving._thread.join()
-
-
 def finish_last() -> None:
-    """Raise what the last save failed with, if any and if nobody was told here; after ``await_last``.
-
-    The ranks have agreed on that error, but in the threads: it is older than the phase that tells it now.
-    """
+    """Wait for the save that is under way, if any, and raise what it failed with, if nobody was told here."""
     while _last:
-        _last.pop().wait()
+        saving = _last.pop()
+        if not saving.done():
+            logger.info("waiting for the checkpoint before this one, which is still being written")
+        saving.wait()
 
 
 def settle_last() -> None:

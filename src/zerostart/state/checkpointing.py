@@ -15,7 +15,7 @@ from torch import nn
 
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError
-from zerostart.state.background import Saving, await_last, begin, finish_last
+from zerostart.state.background import Saving, begin, finish_last
 from zerostart.state.host_copies import kept_on_host
 from zerostart.state.optimizing import Kept
 from zerostart.state.publishing import agreed_place, publishing
@@ -47,7 +47,6 @@ def save_state(
     other things than each other.
     """
     begun = time.perf_counter()
-    await_last()
     world = current_world()
     with world.phase("saving the training state"):
         # A rank that was told by ``wait`` knows no error any more, and hears of it again with the others. Not
