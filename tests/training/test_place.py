@@ -1,6 +1,7 @@
 """The output directory of a run: what an earlier one has left there, and two runs at the same time."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from test_run import losses, metrics, run, values
 from ranks import run_ranks
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError
+from zerostart.state.keeping import complete
 from zerostart.training.config import parse_config
 from zerostart.training.place import claimed, clear, set_aside
 
@@ -61,14 +63,14 @@ def test_what_another_run_made_goes_and_nothing_else(tmp_path):
     for path in (tmp_path / "exports" / "step-1", tmp_path / "ema"):
         path.mkdir(parents=True, exist_ok=True)
         (path / "zerostart.json").write_text("{}")
-    set_aside(tmp_path, None, ALONE)
-    (aside,) = tmp_path.glob(".checkpoints.replaced.*")
-    assert not folder.exists()
-    assert (aside / "step-00000001" / "state.json").is_file()
+    with set_aside(tmp_path, None, ALONE):
+        (aside,) = tmp_path.glob(".checkpoints.replaced.*")
+        assert not folder.exists()
+        assert (aside / "step-00000001" / "state.json").is_file()
     checkpoint(folder, "step-00000009", 2)  # of an older zerostart, say
-    set_aside(tmp_path, None, ALONE)
-    assert not folder.exists()
-    clear(tmp_path, None)
+    with set_aside(tmp_path, None, ALONE):
+        assert not folder.exists()
+        clear(tmp_path, None)
     assert [path.name for path in folder.iterdir()] == ["mine"]
     assert all(path.is_dir() for path in own)
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
@@ -82,11 +84,34 @@ def test_going_on_from_an_earlier_checkpoint_leaves_no_later_one(tmp_path):
     (tmp_path / "samples" / "step-00000000").mkdir(parents=True)
     (tmp_path / "link").symlink_to(folder)
     given = tmp_path / "link" / second.name
-    set_aside(tmp_path, given, ALONE)
-    assert third.is_dir()
-    clear(tmp_path, given)
+    with set_aside(tmp_path, given, ALONE):
+        assert third.is_dir()
+        clear(tmp_path, given)
     assert sorted(folder.iterdir()) == [first, second]
     assert (tmp_path / "samples" / "step-00000000").is_dir()
+
+
+def test_a_run_that_fails_before_it_begins_puts_checkpoints_back(tmp_path):
+    """Else the next one with resume=auto would find none, begin anew, and remove those that are aside."""
+    folder = tmp_path / "checkpoints"
+    first = checkpoint(folder, "step-00000001", 1)
+    with pytest.raises(FileNotFoundError), set_aside(tmp_path, None, ALONE):
+        first.stat()  # set aside, and here a mistake in the configuration
+    assert list(tmp_path.iterdir()) == [folder]
+    assert list(folder.iterdir()) == [first]
+
+
+def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    checkpoint(folder, "step-00000001", 1)
+
+    def fails(path):
+        raise PermissionError(13, "not allowed", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", fails)
+    with pytest.raises(WriteError, match="cannot be removed"), set_aside(tmp_path, None, ALONE):
+        clear(tmp_path, None)
+    assert complete(folder) == []
 
 
 def test_two_runs_are_not_in_one_directory(values, tmp_path):

@@ -71,25 +71,34 @@ def _goes_on(config: TrainConfig, directory: Path) -> bool:
     return config.resume == "auto" and (directory / METRICS).is_file()
 
 
-def set_aside(directory: Path, resumed: Path | None, world: World) -> None:
+@contextmanager
+def set_aside(directory: Path, resumed: Path | None, world: World) -> Iterator[None]:
     """Have nobody find the checkpoints of an earlier run any more, in one step and before anything else.
 
-    They are removed by ``clear``, and can be put back until then. Where the run goes on from one of them,
-    ``resumed``, all stay. Collective. Raises WriteError.
+    They are removed by ``clear``; a run that fails before that puts them back. Where the run goes on from one
+    of them, ``resumed``, all stay. Collective. Raises WriteError.
     """
     folder = directory / FOLDER
 
-    def rename() -> None:
+    def rename() -> Path | None:
         if _is_own(resumed, folder) or not folder.is_dir() or not any(folder.iterdir()):
-            return
+            return None
         free = (directory / f".{FOLDER}.replaced.{number}" for number in itertools.count())
         try:
-            folder.rename(next(path for path in free if not path.exists()))
+            aside = folder.rename(next(path for path in free if not path.exists()))
             sync_directory(directory)
         except OSError as error:
             raise WriteError(f"{folder} cannot be set aside: {error.strerror}") from error
+        return aside
 
-    world.broadcast_object(rename, "setting older checkpoints aside")
+    aside = world.broadcast_object(rename, "setting older checkpoints aside")
+    try:
+        yield
+    except BaseException:
+        if aside is not None and world.rank == 0:
+            with contextlib.suppress(OSError):  # not there any more, or the run has some of its own
+                aside.rename(folder)
+        raise
 
 
 def clear(directory: Path, resumed: Path | None) -> None:
@@ -121,6 +130,7 @@ def _clear_aside(aside: Path, folder: Path) -> None:
     """Remove the checkpoints in ``aside``, and what saves have left there; give all else its place again."""
     for entry in sorted(aside.iterdir()):
         if (entry / MARKER).is_file() or (entry.is_dir() and entry.name.startswith(".")):
+            (entry / MARKER).unlink(missing_ok=True)  # first: what is left by a kill looks like no checkpoint
             shutil.rmtree(entry)
         elif not (place := folder / entry.name).exists():
             folder.mkdir(exist_ok=True)

@@ -77,12 +77,12 @@ def train(config: TrainConfig) -> TrainResult:
         check_surroundings(config)
         config = with_launched(config)
     with claimed(config, world) as directory:
-        return _train(config, directory, world)
+        resumed = newest(config, directory, world)
+        with set_aside(directory, resumed, world):
+            return _train(config, directory, resumed, world)
 
 
-def _train(config: TrainConfig, directory: Path, world: World) -> TrainResult:
-    resumed = newest(config, directory, world)
-    set_aside(directory, resumed, world)
+def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: World) -> TrainResult:
     inputs = read_inputs(config, world)
     task = inputs.task
     with world.phase("looking at the samples"):
