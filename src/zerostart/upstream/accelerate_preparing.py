@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.accelerate import SHARDED, is_set, remember, remember_parallelism, require
 from zerostart.upstream.patches import Held, replaced
@@ -197,13 +198,18 @@ class Override(Held):
 def _keeps_parameters(original: Any) -> Any:
     def prepare_fsdp2(accelerator: Any, *args: Any) -> Any:
         optimizers = [item for item in args if hasattr(item, "param_groups")]
-        before = [(group, list(group["params"])) for item in optimizers for group in item.param_groups]
+        # Whole ones are replaced, and are not to be held meanwhile.
+        before = [
+            (group, [p if isinstance(p, DTensor) else None for p in group["params"]])
+            for item in optimizers
+            for group in item.param_groups
+        ]
         result = original(accelerator, *args)
         models = [item for item in result if isinstance(item, nn.Module)]
         stays = {id(parameter) for model in models for parameter in model.parameters()}
-        for group, parameters in before:
-            pairs = zip(parameters, group["params"], strict=True)
-            group["params"] = [old if id(old) in stays else new for old, new in pairs]
+        for group, sharded in before:
+            pairs = zip(sharded, group["params"], strict=True)
+            group["params"] = [new if old is None or id(old) not in stays else old for old, new in pairs]
         return result
 
     return prepare_fsdp2
