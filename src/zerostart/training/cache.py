@@ -46,12 +46,12 @@ def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
         if document is None:
             assert media is not None, "it was checked"
             _make(place, media, facts, source, texts, world)
+        if files is not None and world.rank == 0:
+            files.remember(place)
         if document is not None:
             _check_fits(place, document["cache"], facts)
             if missing := [text for text in texts if text not in document["cache"]["prompts"]]:
                 _add_texts(place, missing, settings, source, world)
-        if files is not None and world.rank == 0:
-            files.remember(place)  # last: what adds texts puts another directory in its place
         return CachedItems(place, repeats)
 
 
