@@ -73,7 +73,7 @@ def test_nothing_heavy_is_imported(arguments: tuple[str, ...]) -> None:
         assert len(lines) <= 55
         text = " ".join(done.stdout.split())
         assert f"torch {importlib.metadata.version('torch')} >=2.11,<2.14" in text
-        assert "transformers zerostart.enabled() 6 of DistributedConfig, PreTrainedModel" in text
+        assert "transformers zerostart.enabled() 7 of DistributedConfig, PreTrainedModel" in text
         assert "torch the load 1 of init" in text
 
 

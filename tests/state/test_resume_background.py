@@ -16,6 +16,7 @@ from torch.optim import optimizer as optimizers
 import zerostart
 from parity import checkpoint
 from ranks import run_ranks
+from zerostart.distributed.world import World
 from zerostart.state import background, checkpointing, host_copies
 
 FIRST, MORE = 2, 3
@@ -154,6 +155,20 @@ def test_an_error_is_told_by_wait_or_by_the_next_save(tmp_path: Path) -> None:
     states = tmp_path / "states"
     states.mkdir()
     run_ranks(failing, 2, checkpoint("qwen3", tmp_path), states)
+
+
+def test_a_thread_that_cannot_be_started_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = dict(optimizers._global_optimizer_pre_hooks)
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        background.begin(lambda world: None, World(0, 1, None), 0.0, lambda: None)
+    assert background._last == []
+    assert dict(optimizers._global_optimizer_pre_hooks) == hooks
+    background.finish_last()
 
 
 def ending(path: Path, folder: Path) -> None:

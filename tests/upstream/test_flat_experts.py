@@ -95,6 +95,22 @@ def test_groups_of_several_loads_are_split_by_load() -> None:
     assert [group["lr"] for group in twin.param_groups] == [0.5] * 4
 
 
+def test_what_is_frozen_makes_no_group() -> None:
+    """DeepSpeed asks the first trained parameter of each group for its dtype."""
+    parameters: list[Any] = [torch.nn.Parameter(torch.full((2,), float(n))) for n in range(6)]
+    for parameter, home in zip(parameters, (7, 7, 8, 8, None, 7), strict=True):
+        parameter.home = home
+    parameters[1].group_name = "ep_size_2"
+    for parameter in (*parameters[:2], parameters[3], parameters[5]):
+        parameter.requires_grad_(False)
+    (other,) = torch.optim.SGD(parameters, lr=0.1).param_groups
+    made = split_groups([other], kind_of)
+    assert [[int(p[0]) for p in group["params"]] for group in made] == [[0, 1, 2, 3, 5], [4]]
+    assert not any(group.get("moe") for group in made)
+    alone = torch.optim.SGD(parameters[:2], lr=0.1)
+    assert [len(group["params"]) for group in split_optimizer(alone, kind_of).param_groups] == [1, 1]
+
+
 def test_schedulers_made_before_and_after_reach_both_halves() -> None:
     dense, expert, client = mixed()
     early = torch.optim.lr_scheduler.LambdaLR(client, lambda step: 1 / (1 + step))

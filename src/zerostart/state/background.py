@@ -137,7 +137,12 @@ def begin(
     else:
         saving._hook = register_optimizer_step_pre_hook(lambda *_: saving.settle())
     saving.seconds["blocked"] = time.perf_counter() - begun
-    saving._thread.start()
+    try:
+        saving._thread.start()
+    except RuntimeError:  # no room for a thread: neither a step nor the next save is to wait for it
+        saving._thread = None
+        finish_last()
+        raise
     return saving
 
 

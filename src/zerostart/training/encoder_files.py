@@ -33,7 +33,7 @@ _KNOWN = ".encoders.json"
 class EncoderFiles:
     """Where a pipeline is, its class and settings, and of each file of its encoders the state and the digest.
 
-    A state is the length, the time of modification in nanoseconds, and the inode.
+    A state is the length, the times of modification and of change in nanoseconds, and the inode.
     """
 
     root: str
@@ -93,7 +93,7 @@ def _found(source: str, cache: Path) -> EncoderFiles | None:
         elif NAME.fullmatch(name) and not name.startswith(_NOT_ENCODERS):
             for file in _files_below(root / name):
                 status = file.stat()
-                state = [status.st_size, status.st_mtime_ns, status.st_ino]
+                state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
                 states[file.relative_to(root).as_posix()] = state
     place = os.path.realpath(root)
     return EncoderFiles(place, index.get("_class_name"), settings, states, _known(cache, place, states))

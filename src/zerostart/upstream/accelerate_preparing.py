@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.accelerate import SHARDED, is_set, remember, remember_parallelism, require
 from zerostart.upstream.patches import Held, replaced
@@ -196,14 +197,21 @@ class Override(Held):
 
 def _keeps_parameters(original: Any) -> Any:
     def prepare_fsdp2(accelerator: Any, *args: Any) -> Any:
-        before = [[list(group["params"]) for group in getattr(item, "param_groups", ())] for item in args]
+        # Whole ones are replaced, and are not to be held meanwhile.
+        before = [
+            [
+                [parameter if isinstance(parameter, DTensor) else None for parameter in group["params"]]
+                for group in getattr(item, "param_groups", ())
+            ]
+            for item in args
+        ]
         result = original(accelerator, *args)
         models = [item for item in result if isinstance(item, nn.Module)]
         stays = {id(parameter) for model in models for parameter in model.parameters()}
         for item, groups in zip(result, before, strict=True):
-            for group, parameters in zip(item.param_groups if groups else (), groups, strict=True):
-                pairs = zip(parameters, group["params"], strict=True)
-                group["params"] = [old if id(old) in stays else new for old, new in pairs]
+            for group, sharded in zip(item.param_groups if groups else (), groups, strict=True):
+                pairs = zip(sharded, group["params"], strict=True)
+                group["params"] = [new if old is None or id(old) not in stays else old for old, new in pairs]
         return result
 
     return prepare_fsdp2

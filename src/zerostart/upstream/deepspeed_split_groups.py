@@ -116,14 +116,25 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
 
 
 def _parts(group: dict[str, Any], kind_of: KindOf) -> list[dict[str, Any]]:
-    """What each part of a group has of its own, in the order of their first parameters; experts last."""
+    """What each part of a group has of its own, in the order of their first parameters; experts last.
+
+    Where no parameter of a kind is trained, they stay with others: DeepSpeed fails on a group without any.
+    """
     kinds = [kind_of(parameter) for parameter in group["params"]]
+    trained = {kind for kind, p in zip(kinds, group["params"], strict=True) if p.requires_grad and p.numel()}
+    if trained:
+        usual = min((kind for kind in kinds if kind in trained), key=_is_of_experts)
+        kinds = [kind if kind in trained else usual for kind in kinds]
     listed = [key for key in _LISTS if key in group]
     parts = []
-    for kind in sorted(dict.fromkeys(kinds), key=lambda kind: kind.expert is not None):
+    for kind in sorted(dict.fromkeys(kinds), key=_is_of_experts):
         own = {key: [x for x, k in zip(group[key], kinds, strict=True) if k == kind] for key in listed}
         parts.append(own if kind.expert is None else {**own, "moe": True, "name": kind.expert})
     return parts
+
+
+def _is_of_experts(kind: Kind) -> bool:
+    return kind.expert is not None
 
 
 def _twin(
