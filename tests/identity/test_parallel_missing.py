@@ -37,10 +37,19 @@ AXES: Mapping[str, dict[str, Any]] = {
     "tensors on fsdp2": {"engine": "fsdp2", **TENSORS},
     "both on fsdp2": {"engine": "fsdp2", **EXPERTS, **TENSORS},
 }
+#: DeepSpeed shares no tensors of a model with experts.
+DENSE = "qwen3"
+MODELS_OF_DEEPSPEED = {
+    DENSE: ({}, r"layers\.0\.(self_attn\.[qo]_proj|mlp\.down_proj|input_layernorm)\.weight|^lm_head")
+}
+AXES_OF_DEEPSPEED: Mapping[str, dict[str, Any]] = {
+    "tensors at 2": {"engine": "deepspeed", "zero_stage": 2, **TENSORS},
+    "tensors at 3": {"engine": "deepspeed", **TENSORS},
+}
 
 
 def lacking(kind: str, folder: Path) -> Path:
-    options, lost = MODELS[kind]
+    options, lost = {**MODELS, **MODELS_OF_DEEPSPEED}[kind]
     path = checkpoint(kind, folder, **options)
 
     def delete(tensors: dict[str, torch.Tensor]) -> None:
@@ -64,7 +73,9 @@ def compared(path: Path, cases: list[str]) -> list[str]:
     lines = []
     for case in cases:
         torch.manual_seed(SEED)
-        model = zerostart.load(path, type(stock), strict=False, progress=False, **AXES[case])
+        model = zerostart.load(
+            path, type(stock), strict=False, progress=False, **{**AXES, **AXES_OF_DEEPSPEED}[case]
+        )
         found = {name: t for name, t in zerostart.full_tensors(model, rank=None) if t is not None}
         lines += [f"{case}: names" for _ in [0] if found.keys() != expected.keys()]
         lines += [f"{case}: {n}" for n in expected if n in found and not torch.equal(found[n], expected[n])]
@@ -80,6 +91,7 @@ def compared(path: Path, cases: list[str]) -> list[str]:
     ("kind", "cases"),
     [
         ("qwen3_moe", ["experts at 3", "tensors on fsdp2"]),
+        (DENSE, list(AXES_OF_DEEPSPEED)),
         *(pytest.param(kind, list(AXES), marks=pytest.mark.slow) for kind in MODELS),
     ],
 )

@@ -131,6 +131,8 @@ def test_what_starts_with_experts_and_tensors_over_ranks() -> None:
     cases = [
         ("deepspeed", 3, "qwen3_moe", {"expert_parallel": 2}),
         ("deepspeed", 2, "qwen3_moe", {"expert_parallel": 2}),
+        ("deepspeed", 2, "qwen3_even", {"tensor_parallel": 2}),
+        ("deepspeed", 3, "qwen3_even", {"tensor_parallel": 2}),
         ("fsdp2", 3, "qwen3_moe", {"expert_parallel": 2}),
         ("fsdp2", 3, "qwen3_even", {"tensor_parallel": 2}),
     ]

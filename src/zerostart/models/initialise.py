@@ -13,6 +13,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -63,11 +64,14 @@ _FACTORIES: dict[object, Callable[[torch.Tensor], object]] = {
 class Program:
     """How a missing tensor gets its values.
 
+    ``meta`` is the parameter or buffer, whose dtype it is made in; ``made`` another look at it as it was
+    built, since an engine may cut the parameter itself down to a slice before it gets its values.
     ``steps`` is None where the calls are not element by element: then the whole tensor is made, once, and
     ``whole`` says so in the report. ``draws`` are the places of its random calls in the log.
     """
 
     meta: torch.Tensor
+    made: torch.Tensor
     log: OperatorLog
     steps: tuple[Op, ...] | None
     draws: tuple[int, ...] = ()
@@ -82,6 +86,7 @@ class Program:
 
         ``states`` are those of the generator before each of ``draws``; None: it is there for the first one.
         """
+        assert prod(layout.shape) == self.made.numel(), "a share of the whole tensor"
         if layout.owned < layout.numel:
             storage[layout.owned :].zero_()
         for start, values in self._chunks(states):
@@ -90,10 +95,10 @@ class Program:
     def _chunks(self, states: States | None) -> Iterator[tuple[int, torch.Tensor]]:
         """Consecutive runs of the row-major order, as ``(first element, values on the CPU)``."""
         if self.steps is None or states is not None:
-            (value,) = self.log.values([self.meta], torch.device("cpu"), states)
+            (value,) = self.log.values([self.made], torch.device("cpu"), states)
             yield 0, value.detach().contiguous().reshape(-1)
             return
-        total = self.meta.numel()
+        total = self.made.numel()
         buffer = torch.empty(min(total, CHUNK + _BLOCK), dtype=self.meta.dtype, device="cpu")
         start = 0
         for count in _counts(total):
@@ -166,8 +171,8 @@ def program_of(meta: torch.Tensor, log: OperatorLog) -> Program | None:
         return None
     draws = tuple(at for at, op in steps if op.random)
     if chunked and len(draws) <= 1:
-        return Program(meta, log, tuple(op for _, op in steps), draws)
-    return Program(meta, log, None, tuple(log.draws(meta)))
+        return Program(meta, meta.detach(), log, tuple(op for _, op in steps), draws)
+    return Program(meta, meta.detach(), log, None, tuple(log.draws(meta)))
 
 
 def _discard(op: Op) -> None:

@@ -199,7 +199,7 @@ def _aliases_aside(built: Built) -> Iterator[None]:
 def program_for(built: Built, name: str, parameter: nn.Parameter) -> Program:
     """How a parameter without a recipe gets its values. Raises BuildError, with the name, if nothing says."""
     if not parameter.numel():
-        return Program(parameter, built.log, ())
+        return Program(parameter, parameter.detach(), built.log, ())
     program = program_of(parameter, built.log)
     if program is None:
         owner = type(owner_of(built.model, name)[0]).__name__
