@@ -1,8 +1,9 @@
 """The same benchmarks in two checkouts, this one and one of another commit, whose cells alternate.
 
     git worktree add ../before COMMIT
-    python benchmarks/sides.py ../before [--repeats 3] [--benchmarks load init forecast] [--out FILE]
+    python benchmarks/sides.py ../before [--repeats 3] [--only NAME ...] [--out FILE]
 
+``--only`` names arms and cells of ``load.py``, ``init.py`` and ``forecast.py`` (default: all of ``CELLS``).
 Each cell is the checkout's own script in a fresh process, with its own ``src`` before all else that is
 installed; both read the same checkpoints. Of each figure there are the median and the range on either side,
 the ratio of the medians, and whether the ranges overlap. See README.md.
@@ -26,15 +27,21 @@ from cells import ROOT, made_checkpoint
 #: Figures of a benchmark by name, out of its JSON.
 Figures = Callable[[dict[str, Any]], Iterator[tuple[str, float]]]
 SIDES = ("before", "after")
+#: What both checkouts have, by benchmark.
+CELLS = {
+    "load": ["zerostart-deepspeed", "zerostart-fsdp2"],
+    "init": ["zerostart", "zerostart-exchange"],
+    "forecast": ["z3-bf16-2", "z2-bf16-2", "fsdp2-bf16-2", "fsdp2-masters-2"],
+}
 
 
 def main() -> None:
     options = arguments()
     found: dict[str, dict[str, list[float]]] = {}
     for repeat in range(options.repeats):
-        for name in options.benchmarks:
+        for name, cells in options.chosen.items():
             for side in SIDES if repeat % 2 == 0 else SIDES[::-1]:
-                for figure, value in one_cell(name, ROOT if side == "after" else options.before):
+                for figure, value in one_cell(name, cells, ROOT if side == "after" else options.before):
                     sides = found.setdefault(f"{name}: {figure}", {side: [] for side in SIDES})
                     sides[side].append(value)
                 print(f"repeat {repeat + 1}/{options.repeats}  {name:<9} {side}", flush=True)
@@ -48,22 +55,25 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Benchmarks of two checkouts.")
     parser.add_argument("before", type=Path, help="a checkout of another commit, such as a worktree")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--benchmarks", nargs="+", choices=list(BENCHMARKS), default=list(BENCHMARKS))
+    every = [cell for cells in CELLS.values() for cell in cells]
+    parser.add_argument("--only", nargs="+", choices=every, default=every, metavar="NAME")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.before = options.before.resolve()
     if not (options.before / "src" / "zerostart").is_dir():
         parser.error(f"{options.before} is no checkout of zerostart")
+    kept = {name: [cell for cell in cells if cell in options.only] for name, cells in CELLS.items()}
+    options.chosen = {name: cells for name, cells in kept.items() if cells}
     return options
 
 
-def one_cell(name: str, root: Path) -> list[tuple[str, float]]:
-    """Run one benchmark of the checkout ``root`` once."""
+def one_cell(name: str, cells: list[str], root: Path) -> list[tuple[str, float]]:
+    """Run these cells of one benchmark of the checkout ``root`` once."""
     command, figures = BENCHMARKS[name]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         subprocess.run(
-            [sys.executable, root / "benchmarks" / f"{name}.py", *command(), str(out)],
+            [sys.executable, root / "benchmarks" / f"{name}.py", *command(cells), str(out)],
             env=os.environ | {"PYTHONPATH": str(root / "src")},
             stdout=subprocess.DEVNULL,
             check=True,
@@ -71,9 +81,8 @@ def one_cell(name: str, root: Path) -> list[tuple[str, float]]:
         return list(figures(json.loads(out.read_text())))
 
 
-def load_command() -> list[str]:
-    arms = ["zerostart-deepspeed", "zerostart-fsdp2"]
-    return ["--repeats", "1", "--checkpoint", str(made_checkpoint()), "--arms", *arms, "--out"]
+def load_command(cells: list[str]) -> list[str]:
+    return ["--repeats", "1", "--checkpoint", str(made_checkpoint()), "--arms", *cells, "--out"]
 
 
 def load_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -86,9 +95,8 @@ def load_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
         yield f"{arm}, all but the read, of the read", (slowest["seconds"] - read) / read
 
 
-def init_command() -> list[str]:
-    arms = ["zerostart", "zerostart-exchange"]
-    return ["--repeats", "1", "--checkpoint", str(made_checkpoint(4)), "--arms", *arms, "--out"]
+def init_command(cells: list[str]) -> list[str]:
+    return ["--repeats", "1", "--checkpoint", str(made_checkpoint(4)), "--arms", *cells, "--out"]
 
 
 def init_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -99,8 +107,8 @@ def init_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
         yield f"{arm}, peak before masters, x model", figures["peak_masters_of_model"]
 
 
-def forecast_command() -> list[str]:
-    return ["--only", "z3-bf16-2", "z2-bf16-2", "fsdp2-bf16-2", "fsdp2-masters-2", "--json"]
+def forecast_command(cells: list[str]) -> list[str]:
+    return ["--only", *cells, "--json"]
 
 
 def forecast_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -110,7 +118,7 @@ def forecast_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield f"{cell['cell']}, {phase}, of the forecast", cell["measured"][phase] / told
 
 
-BENCHMARKS: dict[str, tuple[Callable[[], list[str]], Figures]] = {
+BENCHMARKS: dict[str, tuple[Callable[[list[str]], list[str]], Figures]] = {
     "load": (load_command, load_figures),
     "init": (init_command, init_figures),
     "forecast": (forecast_command, forecast_figures),
