@@ -107,3 +107,25 @@ def test_its_experts_do_not_start_with_this_transformers() -> None:
         pytest.skip("transformers keeps recorded outputs as AutoEP expects")
     for text in run_ranks(refusal_of_experts, 4, timeout=200):
         assert "_CanRecordRegistry.get() takes 2 positional arguments" in text
+
+
+def refusal_of_sequences() -> str:
+    import deepspeed
+    import torch.distributed as dist
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    deepspeed.init_distributed()
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, attn_implementation="sdpa"))
+    given = {"sequence_parallel_size": 2, "micro_batch_size": 2}
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", **given)
+    engine, *_ = deepspeed.initialize(model=model, config=zero(2, sequence_parallel_size=2), mpu=mpu)
+    batch = BATCHES[dist.get_rank() // 2].chunk(2, dim=1)[dist.get_rank() % 2]
+    with pytest.raises(AssertionError) as raised:
+        engine(input_ids=batch, labels=batch, position_ids=batch)
+    return str(raised.value)
+
+
+def test_ranks_that_share_tensors_have_one_part_of_a_sequence() -> None:
+    for text in run_ranks(refusal_of_sequences, 4, timeout=200):
+        assert text.startswith("Data inconsistency within the TP group")
