@@ -29,6 +29,8 @@ CHANGED: Mapping[str, str] = {
     # Two jobs of one machine do not meet at a launcher's own port.
     "torchrun --nproc": "torchrun --standalone --nproc",
     "accelerate launch --config_file": "accelerate launch --main_process_port 0 --config_file",
+    # The tiny mixture has five experts, of which two a rank leave a fourth rank none.
+    "--expert-parallel 4": "--expert-parallel 2",
     # The tiny models know sequences of 64 tokens.
     "sequence_length: 128": "sequence_length: 32",
     "sequence_length: 512": "sequence_length: 32",
