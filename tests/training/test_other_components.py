@@ -1,0 +1,50 @@
+"""The parts of a pipeline that a run does not train: copied beside what it trained, or left as they are."""
+
+import json
+
+import pytest
+
+from zerostart.training.tasks.flow_source import copy_others
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    """A pipeline of two models, with a run's folder beside them."""
+    root = tmp_path / "pipeline"
+    for name in ("transformer", "vae", "out"):
+        (root / name).mkdir(parents=True)
+        (root / name / "config.json").write_text(name)
+    kinds = {"transformer": ["diffusers", "A"], "vae": ["diffusers", "B"]}
+    (root / "model_index.json").write_text(json.dumps({"_class_name": "P", **kinds}))
+    return root
+
+
+def test_a_pipeline_that_is_trained_in_its_place_keeps_its_parts(pipeline):
+    copy_others(pipeline, "transformer", pipeline)
+    assert (pipeline / "vae" / "config.json").read_text() == "vae"
+    copy_others(pipeline, "transformer", pipeline / "out")
+    assert sorted(one.name for one in (pipeline / "out").iterdir()) == [
+        "config.json",
+        "model_index.json",
+        "vae",
+    ]
+
+
+def test_what_runs_left_beside_a_pipeline_is_none_of_it(pipeline, tmp_path):
+    """The output of one run is the source of the next, whose own checkpoints are to stay."""
+    made = tmp_path / "made"
+    for folder, text in ((pipeline, "the first"), (made, "the second")):
+        (folder / "ema").mkdir(parents=True)
+        (folder / "ema" / "config.json").write_text(text)
+    copy_others(pipeline, "transformer", made)
+    assert (made / "ema" / "config.json").read_text() == "the second"
+
+
+def test_files_that_cannot_be_linked_are_copied(pipeline, tmp_path, monkeypatch):
+    def refused(source, target):
+        raise PermissionError(1, "Operation not permitted")  # what a system says of another user's file
+
+    monkeypatch.setattr("os.link", refused)
+    (tmp_path / "made").mkdir()
+    copy_others(pipeline, "transformer", tmp_path / "made")
+    assert (tmp_path / "made" / "vae" / "config.json").read_text() == "vae"
