@@ -3,8 +3,9 @@
     python tests/upstream_suites/run.py PATH-OF-A-DEEPSPEED-CHECKOUT [SUITE ...] [-k EXPRESSION] [--out FILE]
 
 Those of ZeRO stages 1 and 2; where they are named, also files of ``AXES``: on tensors and sequences that
-ranks share, and on leaf modules. Of the checkout only ``tests`` is used: the engine is the installed one, so
-the two should be of one version.
+ranks share, and on leaf modules; and of ``CHECKPOINT``: on saving and resuming, by the engine itself or, with
+``--saving``, by what ``zerostart.enable()`` puts in its place. Of the checkout only ``tests`` is used: the
+engine is the installed one, so the two should be of one version.
 Both runs are compared test by test. Exits 1 where one that passes with stock does not pass with zerostart.
 """
 
@@ -43,6 +44,17 @@ AXES = {
     "sequence_parallelism/test_ulysses.py": "",
     "ulysses_alst/test_ulysses_sp_hf.py": "",
 }
+#: Files on saving and resuming.
+CHECKPOINT = {
+    "checkpoint/test_latest_checkpoint.py": "",
+    "checkpoint/test_lr_scheduler.py": "",
+    "checkpoint/test_other_optimizer.py": "",
+    "checkpoint/test_shared_weights.py": "",
+    "checkpoint/test_sparse.py": "",
+    "checkpoint/test_tag_validation.py": "",
+    "checkpoint/test_universal_checkpoint.py": "",
+    "checkpoint/test_zero_optimizer.py": "",
+}
 #: The model that some of them ask the hub for.
 HUB_MODEL = "hf-internal-testing/tiny-random-LlamaForCausalLM"
 HERE = Path(__file__).resolve().parent
@@ -55,6 +67,7 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="a checkout of DeepSpeed, at the installed version")
     parser.add_argument("suites", nargs="*", default=list(SUITES), help="files under tests/unit")
     parser.add_argument("-k", default="", help="pytest's expression, in the place of the suite's own")
+    parser.add_argument("--saving", action="store_true", help="checkpoints are zerostart's as well")
     parser.add_argument("--out", type=Path, help="takes the outcomes of each suite, as JSON")
     arguments = parser.parse_args()
     if not (arguments.checkout / "tests" / "unit" / "common.py").is_file():
@@ -67,7 +80,7 @@ def main() -> int:
         for suite in arguments.suites:
             expression = arguments.k or SUITES.get(suite, "")
             stock, _ = outcomes(Path(scratch), suite, expression, ours=False)
-            ours, made = outcomes(Path(scratch), suite, expression, ours=True)
+            ours, made = outcomes(Path(scratch), suite, expression, ours=True, saving=arguments.saving)
             bad += told(suite, stock, ours, made)
             tests = {name: [stock[name], ours.get(name)] for name in stock}
             outcomes_of[suite] = {"constructions": made, "stock, zerostart": tests}
@@ -90,7 +103,9 @@ def make_hub_model(hub: Path) -> None:
     (made / "refs" / "main").write_text("0")
 
 
-def outcomes(scratch: Path, suite: str, expression: str, ours: bool) -> tuple[dict[str, str], int]:
+def outcomes(
+    scratch: Path, suite: str, expression: str, ours: bool, saving: bool = False
+) -> tuple[dict[str, str], int]:
     """What became of each test, by its name, and how many engines zerostart made."""
     found, log = scratch / "found.xml", scratch / "constructions"
     found.unlink(missing_ok=True)
@@ -104,7 +119,8 @@ def outcomes(scratch: Path, suite: str, expression: str, ours: bool) -> tuple[di
         "DS_DISABLE_REUSE_DIST_ENV": "1",
         "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "torch_extensions")),
         "ZEROSTART_CONSTRUCTIONS": str(log) if ours else "",
-        "ZEROSTART_STAGES": "0123" if suite in AXES else "12",
+        "ZEROSTART_STAGES": "0123" if suite in {*AXES, *CHECKPOINT} else "12",
+        "ZEROSTART_SAVING": "1" if saving else "",
         "HF_HUB_CACHE": str(scratch / "hub"),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(
