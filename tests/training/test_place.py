@@ -13,7 +13,7 @@ from ranks import run_ranks
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError
 from zerostart.state.keeping import complete
-from zerostart.training.config import parse_config
+from zerostart.training.configuring import parse_config
 from zerostart.training.place import claimed, clear, set_aside
 
 __all__ = ["values"]
