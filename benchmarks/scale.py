@@ -20,7 +20,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,8 +29,8 @@ from cells import ROOT
 
 FOLDER = ROOT / "build" / "benchmark"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-#: Bytes that each rank tells the others at a meeting, and of each tensor that a reduction of digests has.
-HEAD, DIGEST = 40, 40
+#: Bytes that a rank gets at a meeting (a reduction goes round twice), and of each tensor in one of digests.
+HEAD, DIGEST = 2 * 72, 40
 
 
 def main() -> None:
@@ -63,12 +62,15 @@ def one(ranks: int, engine: str) -> dict[str, Any]:
     """What the rank in the middle of ``ranks`` takes, and how much all of it says to the others."""
     import torch
 
+    from zerostart.distributed.machine import machine_name
     from zerostart.distributed.world import World
     from zerostart.engines import Shard
     from zerostart.loading.preparation import prepare
     from zerostart.loading.report import Clock
     from zerostart.loading.request import Request
     from zerostart.models import state_names
+    from zerostart.planning.strategy import Rates
+    from zerostart.transfer.strategy import ReadDemand
 
     rank = ranks // 2
     request = Request(source=str(checkpoint()), engine=engine)
@@ -93,10 +95,12 @@ def one(ranks: int, engine: str) -> dict[str, Any]:
     found["save_state"] = saved_state(weights, state)
     with sparse(weights, state) as folder:
         found["load_state"] = resumed(folder, weights, state)
-    for name, (meetings, gathered) in spoken().items():
-        cell = found[name]
-        cell["meetings"] = meetings
-        cell["wire_bytes"] += ranks * (meetings * HEAD + gathered)
+    for name, meetings in spoken().items():
+        found[name]["meetings"] = meetings
+        found[name]["wire_bytes"] += meetings * HEAD
+    # What each wants of either folder, by which they choose how to read.
+    wants = ReadDemand(1 << 40, 1 << 40, 1 << 20, 1 << 20, Rates(), machine_name(), None)
+    found["load_state"]["wire_bytes"] += 2 * ranks * len(pickle.dumps(wants))
     found["process_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return found
 
@@ -206,26 +210,25 @@ def resumed(folder: Path, weights: list[Any], state: list[Any]) -> dict[str, Any
     }
 
 
-def spoken() -> dict[str, tuple[int, int]]:
-    """How often the ranks meet, and the bytes that each then tells all others, in a run of a tiny model."""
+def spoken() -> dict[str, int]:
+    """How often the ranks meet in a run of a tiny model."""
     import torch
 
     import zerostart
     from zerostart.distributed.world import World
 
-    count: Counter[str] = Counter()
-    meet, gather = World._meet, World.all_gather_object
+    met = 0
+    kept = World._meet, World.all_gather_object
 
-    def met(self: Any, *given: Any, **named: Any) -> Any:
-        count["met"] += 1
-        return meet(self, *given, **named)
+    def counted(method: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            nonlocal met
+            met += 1  # in all_gather_object by itself: a process that is alone meets nobody there
+            return method(*given, **named)
 
-    def gathered(self: Any, value: Any, during: str) -> Any:
-        count["met"] += 1  # a process that is alone meets nobody there
-        count["bytes"] += len(pickle.dumps(value))
-        return gather(self, value, during)
+        return call
 
-    World._meet, World.all_gather_object = met, gathered  # type: ignore[method-assign]
+    World._meet, World.all_gather_object = map(counted, kept)  # type: ignore[method-assign]
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         model = torch.nn.Linear(4, 4)
@@ -237,10 +240,10 @@ def spoken() -> dict[str, tuple[int, int]]:
             "save_state": lambda: zerostart.save_state(f"{folder}/state", model, optimizer),
             "load_state": lambda: zerostart.load_state(f"{folder}/state", model, optimizer),
         }.items():
-            count.clear()
+            met = 0
             call()
-            found[name] = (count["met"], count["bytes"])
-    World._meet, World.all_gather_object = meet, gather  # type: ignore[method-assign]
+            found[name] = met
+    World._meet, World.all_gather_object = kept  # type: ignore[method-assign]
     return found
 
 

@@ -85,17 +85,17 @@ def prepare_background(engine: str) -> Callable[[Path, Path], Timed]:
 
 
 def prepare_run(engine: str) -> Callable[[Path, Path], Timed]:
-    """The same as ``zerostart train`` has it: a step follows each call, and waits for the copies."""
+    """The same with ``copy_later``, as ``zerostart train`` has it: a step waits for the copies."""
 
     def prepare(checkpoint: Path, out: Path) -> Timed:
-        from zerostart.state.checkpointing import save_state
+        import zerostart
 
         model, optimizer, step = trained(checkpoint, engine)
 
         def save() -> Told:
             told = []
             for _ in range(3):
-                handle = save_state(out / "state", model, optimizer, None, wait=False, copy_later=True)
+                handle = zerostart.save_state(out / "state", model, optimizer, wait=False, copy_later=True)
                 step()
                 handle.wait()
                 told.append(dict(handle.seconds))

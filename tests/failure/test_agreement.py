@@ -329,3 +329,42 @@ def load_interrupted(path: Path) -> tuple[list[str], int]:
         if not told[victim].startswith("KeyboardInterrupt") or not fine:
             wrong.append(f"turn {turn}: {told}")
     return wrong, stopped
+
+
+def what_is_told() -> list[tuple[str, int]]:
+    """The raw collectives of meetings, and the bytes of each: of ranks that say the same, and that do not."""
+    told: list[tuple[str, int]] = []
+    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_gather", "broadcast")}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(first: Any, *rest: Any, **named: Any) -> Any:
+            own = first if isinstance(first, torch.Tensor) else rest[0]
+            told.append((name, own.nbytes))
+            return kept[name](first, *rest, **named)
+
+        return call
+
+    world = current_world()
+    for name in kept:
+        setattr(dist, name, counted(name))
+    try:
+        assert (
+            world.all_gather_object({"all": "alike" * 999}, "telling the same")
+            == [{"all": "alike" * 999}] * 2
+        )
+        world.raise_together(None, "nothing")
+        assert world.all_gather_object("x" * world.rank, "telling more") == ["", "x"]
+        with pytest.raises(errors.ReadError, match="rank 1: lost"):
+            world.raise_together(errors.ReadError("lost") if world.rank else None, "failing")
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+    return told
+
+
+def test_ranks_that_agree_tell_each_other_a_few_bytes() -> None:
+    """Of one size whatever they agree on: what grows with the ranks is what differs, and errors do not."""
+    first, second = run_ranks(what_is_told, 2)
+    assert first == second
+    assert first[:2] == [("all_reduce", 72)] * 2
+    assert [name for name, _ in first[2:]] == ["all_reduce", "all_gather", "all_reduce", "broadcast"]

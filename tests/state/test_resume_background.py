@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from torch.optim import optimizer as optimizers
 import zerostart
 from parity import checkpoint
 from ranks import run_ranks
-from zerostart.distributed.world import World
 from zerostart.state import background, checkpointing, host_copies
 
 FIRST, MORE = 2, 3
@@ -56,9 +56,7 @@ def copied_later(path: Path, folder: Path) -> None:
             run.step(0)
             zerostart.save_state(folder / f"{name} at once", *run.state)
             going_on.clear()
-            handle = checkpointing.save_state(
-                folder / f"{name} later", *run.state, None, wait=False, copy_later=True
-            )
+            handle = zerostart.save_state(folder / f"{name} later", *run.state, wait=False, copy_later=True)
             called = handle.seconds["blocked"]
             run.step(1)
             assert handle.seconds["blocked"] > called
@@ -79,7 +77,7 @@ def copied_later(path: Path, folder: Path) -> None:
 def changed_otherwise(run: Run, folder: Path, going_on: threading.Event) -> None:
     """By one rank, and by no step: there is no checkpoint, which all ranks are told."""
     going_on.clear()
-    handle = checkpointing.save_state(folder / "changed", *run.state, None, wait=False, copy_later=True)
+    handle = zerostart.save_state(folder / "changed", *run.state, wait=False, copy_later=True)
     if dist.get_rank() == 1:
         for state in run.optimizer.state.values():
             state["exp_avg"].to_local().fill_(3)
@@ -134,6 +132,8 @@ def failing(path: Path, folder: Path) -> None:
     second.wait()
     assert second.done()
     assert 0 < second.seconds["blocked"] < second.seconds["written"] == second.seconds.written
+    without_a_thread(run, folder)
+    weights_are_written_once(run, folder)
     copies_stay_with_the_model(run, folder)
 
 
@@ -157,18 +157,52 @@ def test_an_error_is_told_by_wait_or_by_the_next_save(tmp_path: Path) -> None:
     run_ranks(failing, 2, checkpoint("qwen3", tmp_path), states)
 
 
-def test_a_thread_that_cannot_be_started_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    hooks = dict(optimizers._global_optimizer_pre_hooks)
+def without_a_thread(run: Run, folder: Path) -> None:
+    """One rank cannot start any: all hear of it at once, and neither a step nor the next save waits."""
+    hooks, start = dict(optimizers._global_optimizer_pre_hooks), threading.Thread.start
 
-    def start(self: threading.Thread) -> None:
+    def none(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        background.begin(lambda world: None, World(0, 1, None), 0.0, lambda: None)
+    if dist.get_rank() == 1:
+        threading.Thread.start = none  # type: ignore[method-assign]
+    try:
+        with pytest.raises(zerostart.errors.WriteError, match=r"rank 1: .*can't start new thread.*wait=True"):
+            zerostart.save_state(folder / "threadless", *run.state, wait=False, copy_later=True)
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
     assert background._last == []
     assert dict(optimizers._global_optimizer_pre_hooks) == hooks
-    background.finish_last()
+    assert not (folder / "threadless").exists()
+
+
+def weights_are_written_once(run: Run, folder: Path) -> None:
+    """A state beside a saved model has that one's files where they hold the same bits, and no others."""
+    run.step(2)
+    model, state = folder / "model", folder / "model" / "state"
+    zerostart.save(run.model, model, max_shard_size="8KB")
+    checkpointing.save_state(state, *run.state, None, wait=False, saved=model).wait()
+    zerostart.save_state(folder / "written", *run.state)
+    if dist.get_rank() == 0:
+        files = sorted(model.glob("model*.safetensors*"))
+        assert len(files) > 2
+        assert all(file.samefile(state / "model" / file.name) for file in files)
+        assert zerostart.diff(state / "model", folder / "written" / "model").same
+        shutil.copytree(model, folder / "copied")
+        shutil.rmtree(model)
+        zerostart.verify(folder / "copied")
+        zerostart.verify(folder / "copied" / "state")
+        (folder / "copied").rename(model)
+    dist.barrier()
+    before = zerostart.digest(run.model)
+    run.step(3)
+    checkpointing.save_state(folder / "changed", *run.state, None, wait=True, saved=model)
+    zerostart.load_state(state, *run.state)
+    assert zerostart.digest(run.model) == before
+    if dist.get_rank() == 0:
+        assert not (folder / "changed" / "model" / files[0].name).exists()
+        zerostart.verify(folder / "changed")
+    dist.barrier()
 
 
 def ending(path: Path, folder: Path) -> None:

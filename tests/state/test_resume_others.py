@@ -13,6 +13,8 @@ from resuming import Case, Run
 import zerostart
 from parity import checkpoint
 from ranks import run_ranks
+from zerostart.checkpoint.source import open_catalog
+from zerostart.errors import CheckpointError
 
 FIRST, MORE = 2, 3
 
@@ -38,6 +40,29 @@ def _save_by_accelerate(run: Run, out: Path) -> None:
     dcp.save({"optimizer": states}, checkpoint_id=out / "optimizer_0")
 
 
+def _save_by_ranks(run: Run, out: Path) -> None:
+    """The form of accelerate's ``save_state`` with ``use_dcp=False``: each rank's in files of its own."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    weights, states = get_state_dict(run.model, run.optimizer)
+    out.mkdir(parents=True, exist_ok=True)
+    torch.save(weights, out / f"pytorch_model_fsdp_0_rank{dist.get_rank()}.bin")
+    torch.save(states, out / f"optimizer_0_rank{dist.get_rank()}.bin")
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()))
+    twice = distribute_tensor(torch.ones(4, 2), mesh, [Replicate(), Shard(0)])
+    (out / "hybrid").mkdir(exist_ok=True)
+    torch.save({"weight": twice}, out / "hybrid" / f"pytorch_model_fsdp_0_rank{dist.get_rank()}.bin")
+    dist.barrier()
+
+
+SLOW = ("torch", "accelerate")
+HOW = {"accelerate": _save_by_accelerate, "ranks": _save_by_ranks}
+
+
 def uninterrupted(path: Path, cases: dict[str, Case], folder: Path, how: str) -> dict[str, list[float]]:
     """The losses of runs that others save in the middle."""
     out = {}
@@ -45,7 +70,7 @@ def uninterrupted(path: Path, cases: dict[str, Case], folder: Path, how: str) ->
         run = Run(path, case)
         for number in range(FIRST):
             run.step(number)
-        (_save_by_accelerate if how == "accelerate" else _save_as_they_do)(run, folder / name)
+        HOW.get(how, _save_as_they_do)(run, folder / name)
         out[name] = [loss for number in range(FIRST, FIRST + MORE) for loss in run.step(number)]
         run.end()
     return out
@@ -94,7 +119,7 @@ def test_stage_3_goes_on(path: Path, tmp_path: Path) -> None:
     assert run_ranks(resumed, 2, path, case, tmp_path / "runs" / "zero3")[0] == wanted
 
 
-@pytest.mark.parametrize("how", [pytest.param("torch", marks=pytest.mark.slow), "accelerate"])
+@pytest.mark.parametrize("how", [*(pytest.param(how, marks=pytest.mark.slow) for how in SLOW), "ranks"])
 def test_torchs_and_accelerates_own_checkpoints_go_on(path: Path, tmp_path: Path, how: str) -> None:
     case = Case("fsdp2", groups="two", stock=True)
     wanted = run_ranks(uninterrupted, 2, path, {"run": case}, tmp_path / "runs", how)[0]["run"]
@@ -103,6 +128,12 @@ def test_torchs_and_accelerates_own_checkpoints_go_on(path: Path, tmp_path: Path
     other = Case("deepspeed", 2, groups="turned", top=UNCLIPPED)
     found = run_ranks(resumed, 3, path, other, tmp_path / "runs" / "run")[0]
     assert found == pytest.approx(wanted, rel=1e-5)
+    if how == "ranks":
+        with pytest.raises(CheckpointError, match=r"'weight' is cut as Replicate, Shard.*use_dcp=True"):
+            open_catalog(tmp_path / "runs" / "run" / "hybrid")
+        (tmp_path / "runs" / "run" / "pytorch_model_fsdp_0_rank1.bin").rename(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointError, match="one is missing"):
+            open_catalog(tmp_path / "runs" / "run")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import zerostart
-from zerostart.errors import ConfigError
+from zerostart.errors import CheckpointNotFoundError, ConfigError
 
 
 class Orders(nn.Module):
@@ -168,3 +168,9 @@ def test_what_modules_keep_beside_tensors_comes_back(tmp_path: Path) -> None:
     model[1].seen = {1, 2}
     with pytest.raises(ConfigError, match=r"modules\.1 is a set"):
         zerostart.save_state(tmp_path / "state", model)
+
+
+def test_an_optimizer_that_one_rank_has_gathered_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "optimizer.bin").touch()
+    with pytest.raises(CheckpointNotFoundError, match="SHARDED_STATE_DICT"):
+        zerostart.load_state(tmp_path, Orders())

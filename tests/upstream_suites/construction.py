@@ -30,6 +30,8 @@ __all__ = ["LOG", "Passenger", "born_again", "install"]
 LOG = "ZEROSTART_CONSTRUCTIONS"
 #: Environment variable with the digits of the stages.
 STAGES = "ZEROSTART_STAGES"
+#: Environment variable that says whether ``save_checkpoint`` and ``load_checkpoint`` are zerostart's as well.
+SAVING = "ZEROSTART_SAVING"
 #: Modules of DeepSpeed's test tree, which import ``deepspeed.initialize`` by its module.
 _COMMON = "unit.common"
 
@@ -86,6 +88,10 @@ def install() -> None:
         return engine
 
     deepspeed.initialize = initialize
+    if os.environ.get(SAVING):
+        import zerostart
+
+        zerostart.enable()
 
 
 def _stage(config: object) -> int:

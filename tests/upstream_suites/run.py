@@ -3,8 +3,9 @@
     python tests/upstream_suites/run.py PATH-OF-A-DEEPSPEED-CHECKOUT [SUITE ...] [-k EXPRESSION] [--out FILE]
 
 Those of ZeRO stages 1 and 2; where they are named, also files of ``AXES``: on tensors and sequences that
-ranks share, and on leaf modules. Of the checkout only ``tests`` is used: the engine is the installed one, so
-the two should be of one version.
+ranks share, and on leaf modules; and of ``CHECKPOINT``: on saving and resuming, by the engine itself or, with
+``--saving``, by what ``zerostart.enable()`` puts in its place. Of the checkout only ``tests`` is used: the
+engine is the installed one, so the two should be of one version.
 Both runs are compared test by test. Exits 1 where one that passes with stock does not pass with zerostart.
 """
 
@@ -45,6 +46,17 @@ AXES = {
     "sequence_parallelism/test_ulysses.py": "",
     "ulysses_alst/test_ulysses_sp_hf.py": "",
 }
+#: Files on saving and resuming.
+CHECKPOINT = {
+    "checkpoint/test_latest_checkpoint.py": "",
+    "checkpoint/test_lr_scheduler.py": "",
+    "checkpoint/test_other_optimizer.py": "",
+    "checkpoint/test_shared_weights.py": "",
+    "checkpoint/test_sparse.py": "",
+    "checkpoint/test_tag_validation.py": "",
+    "checkpoint/test_universal_checkpoint.py": "",
+    "checkpoint/test_zero_optimizer.py": "",
+}
 #: The model that some of them ask the hub for.
 HUB_MODEL = "hf-internal-testing/tiny-random-LlamaForCausalLM"
 HERE = Path(__file__).resolve().parent
@@ -59,6 +71,7 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="a checkout of DeepSpeed, at the installed version")
     parser.add_argument("suites", nargs="*", default=list(SUITES), help="files under tests/unit")
     parser.add_argument("-k", default="", help="pytest's expression, in the place of the suite's own")
+    parser.add_argument("--saving", action="store_true", help="checkpoints are zerostart's as well")
     parser.add_argument("--out", type=Path, help="takes the outcomes, as JSON, beside those of other tests")
     arguments = parser.parse_args()
     if not (arguments.checkout / "tests" / "unit" / "common.py").is_file():
@@ -76,7 +89,7 @@ def main() -> int:
         for suite in arguments.suites:
             expression = arguments.k or SUITES.get(suite, "")
             stock, _ = outcomes(Path(scratch), suite, expression, ours=False)
-            ours, made = outcomes(Path(scratch), suite, expression, ours=True)
+            ours, made = outcomes(Path(scratch), suite, expression, ours=True, saving=arguments.saving)
             bad += told(suite, stock, ours, made)
             known = outcomes_of.setdefault(suite, {"constructions": 0, "stock, zerostart": {}})
             known["constructions"] += made
@@ -100,7 +113,9 @@ def make_hub_model(hub: Path) -> None:
     (made / "refs" / "main").write_text("0")
 
 
-def outcomes(scratch: Path, suite: str, expression: str, ours: bool) -> tuple[dict[str, str], int]:
+def outcomes(
+    scratch: Path, suite: str, expression: str, ours: bool, saving: bool = False
+) -> tuple[dict[str, str], int]:
     """What became of each test, by its name, and how many engines zerostart made."""
     found, log = scratch / "found.xml", scratch / "constructions"
     found.unlink(missing_ok=True)
@@ -112,7 +127,8 @@ def outcomes(scratch: Path, suite: str, expression: str, ours: bool) -> tuple[di
         "DS_UNITTEST_TIMEOUT": str(LIMIT),
         "DS_DISABLE_REUSE_DIST_ENV": "1",
         "ZEROSTART_CONSTRUCTIONS": str(log) if ours else "",
-        "ZEROSTART_STAGES": "0123" if suite in AXES else "12",
+        "ZEROSTART_STAGES": "0123" if suite in {*AXES, *CHECKPOINT} else "12",
+        "ZEROSTART_SAVING": "1" if saving else "",
         "HF_HUB_CACHE": str(scratch / "hub"),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(

@@ -44,8 +44,11 @@ STANDARD_NAMES = tuple(
     )
     for index in ("", INDEX_SUFFIX)
 )
-#: What training leaves beside weights, by the names of transformers' Trainer.
-NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+#: What training leaves beside weights, by the names of transformers' Trainer and of accelerate.
+NO_WEIGHTS = (
+    *("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"),
+    *("optimizer.bin", "scheduler.bin", "sampler.bin"),
+)
 CONFIG_NAME = "config.json"
 #: Headers are small and parsing holds the interpreter lock: threads hide the latency of opening only.
 HEADER_THREADS = 8

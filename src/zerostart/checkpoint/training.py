@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zerostart.checkpoint.catalog import Assembled, Catalog
-from zerostart.checkpoint.formats import dcp, universal, zero
+from zerostart.checkpoint.formats import dcp, rank_files, universal, zero
 from zerostart.checkpoint.formats.found import STATE, Found
 from zerostart.checkpoint.formats.parts import PartFiles
 from zerostart.checkpoint.storage.local import LocalFiles
@@ -65,6 +65,8 @@ def _read(place: Path, files: PartFiles) -> Found:
         return dcp.read_dcp(place, files)
     if universal.is_universal(place):
         return universal.read_universal(place, files)
+    if rank_files.has_rank_files(place):
+        return rank_files.read_rank_files(place, files)
     return zero.read_zero(place, files)
 
 
@@ -78,7 +80,8 @@ def _catalog(found: Found, files: PartFiles, tensors: dict[str, Assembled], root
 
 def _found(directory: Path) -> Path | None:
     """The directory itself, the newest one that it names, or the one within that accelerate makes."""
-    if dcp.is_dcp(directory) or universal.is_universal(directory) or zero.is_zero(directory):
+    kinds = (dcp.is_dcp, universal.is_universal, zero.is_zero, rank_files.has_rank_files)
+    if any(is_one(directory) for is_one in kinds):
         return directory
     for name in _LATEST:
         if (directory / name).is_file():

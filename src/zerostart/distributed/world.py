@@ -11,12 +11,12 @@ itself.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pickle
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -114,7 +114,7 @@ class World:
         if self.size == 1:
             return [value]
         data, failure = _pickled(value)
-        gathered, _ = self._meet(during, failure, data)
+        gathered = self._meet(during, failure, data, gather=True).bodies or [data] * self.size
         return [value if rank == self.rank else pickle.loads(d) for rank, d in enumerate(gathered)]
 
     def broadcast_object(self, make: Callable[[], T], during: str, source: int = 0) -> T:
@@ -131,9 +131,9 @@ class World:
             except BaseException as error:
                 failure = error
         with HeldSignals() as signals:
-            _, lengths = self._meet(during, failure, announced=len(data))
+            head = self._meet(during, failure, data)
             if self.size > 1:
-                sent = _room(lengths[source], data)
+                sent = _room(head.longest, data)
                 self._transfer(during, lambda: dist.broadcast(sent, src=source, group=self.group))
                 made = made if self.rank == source else pickle.loads(sent.numpy().data)
         signals.deliver()
@@ -147,9 +147,9 @@ class World:
         """
         total = values.clone()
         with HeldSignals() as signals:
-            _, lengths = self._meet(during, None, announced=values.numel())
-            if len(set(lengths)) > 1:
-                raise _uneven(lengths, during)
+            length = torch.tensor([values.numel()], device="cpu")
+            if not self._meet(during, None, length.numpy().tobytes()).alike:
+                raise _uneven(self._gathered(during, length).view(-1).tolist(), during)
             if self.size > 1 and total.numel():
                 self._transfer(during, lambda: dist.all_reduce(total, group=self.group))
         signals.deliver()
@@ -212,29 +212,36 @@ class World:
         signals.deliver()
 
     def _meet(
-        self, during: str, failure: BaseException | None, data: bytes = b"", announced: int = 0
-    ) -> tuple[Sequence[bytes], list[int]]:
-        """``data`` of every rank, and the lengths ``announced``; one small message if all ``data`` are empty.
+        self, during: str, failure: BaseException | None, data: bytes = b"", gather: bool = False
+    ) -> _Head:
+        """One message, of as few bytes for any number of ranks: whether all ``data`` are alike.
+
+        With ``gather`` there is a second one where they are not, of all of them.
 
         Raises, on every rank, the first error if any rank has a ``failure``, and ConfigError if the ranks are
-        in different places.
+        in different places: only then they tell each other more.
         """
         if self.size == 1:
             if failure is not None:
                 self._raise(failure, report_of(failure), None)
-            return [data], [announced]
+            return _Head(len(data), True, [])
         report, place = b"" if failure is None else report_of(failure), during.encode()
         with HeldSignals() as signals:
-            head = [failure is not None, zlib.crc32(place), len(report or data), announced, len(place)]
-            heads = self._gathered(during, torch.tensor(head, device="cpu")).tolist()
-            failed = [rank for rank, head in enumerate(heads) if head[0]]
-            astray = not failed and len({head[1] for head in heads}) > 1
-            message, lengths = data, [head[2] for head in heads]
-            if failed:  # from here on reports alone are of interest
-                message, lengths = report, [head[2] * head[0] for head in heads]
+            own = [len(data), len(place), len(report), *_both_ways(place), *_both_ways(data)]
+            # Of the ranks that have failed the first, and whether any has not.
+            own += [-self.size, 1] if failure is None else [-self.rank, 0]
+            most = torch.tensor(own, device="cpu")
+            self._transfer(during, lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group))
+            longest, place_length, length, *numbers, first, others = most.tolist()
+            astray, unlike = numbers[0] != -numbers[1], numbers[2] != -numbers[3]
+            failed, bodies = first > -self.size, []
+            if failed:
+                told = _room(length, report if self.rank == -first else b"")
+                self._transfer(during, lambda: dist.broadcast(told, src=-first, group=self.group))
             elif astray:
-                message, lengths = place, [head[4] for head in heads]
-            bodies = self._bodies(during, message, lengths)
+                bodies = self._bodies(during, place, place_length)
+            elif gather and unlike:
+                bodies = self._bodies(during, data, longest)
         try:
             signals.deliver()
         except BaseException as interrupt:
@@ -242,10 +249,10 @@ class World:
                 mark_agreed(interrupt)
             raise
         if failed:
-            self._raise(failure, bodies[failed[0]], failed[0] if len(failed) < self.size else None)
+            self._raise(failure, told.numpy().tobytes(), -first if others else None)
         if astray:
             raise _astray([body.decode() for body in bodies])
-        return bodies, [head[3] for head in heads]
+        return _Head(longest, not unlike, bodies)
 
     def _raise(self, failure: BaseException | None, report: bytes, rank: int | None) -> NoReturn:
         if failure is not None and not isinstance(failure, Exception):
@@ -255,12 +262,11 @@ class World:
         mark_agreed(error)
         raise error from failure
 
-    def _bodies(self, during: str, message: bytes, lengths: Sequence[int]) -> list[bytes]:
-        """``message`` of every rank, of the ``lengths`` that are known."""
-        if not any(lengths):
-            return [b""] * self.size
-        rows = self._gathered(during, _room(max(lengths), message))
-        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+    def _bodies(self, during: str, message: bytes, longest: int) -> list[bytes]:
+        """``message`` of every rank, of which the longest is known."""
+        sized = len(message).to_bytes(8, "little") + message
+        rows = self._gathered(during, _room(8 + longest, sized)).numpy()
+        return [row[8:][: int.from_bytes(row[:8].tobytes(), "little")].tobytes() for row in rows]
 
     def _gathered(self, during: str, own: torch.Tensor) -> torch.Tensor:
         """The 1-D tensor ``own`` of every rank, as rows."""
@@ -280,6 +286,20 @@ class World:
             f"{self.size} ranks); its own output, or the system log where memory ran out, tells why. "
             "What was under way is not complete: start all ranks again"
         )
+
+
+class _Head(NamedTuple):
+    """What a meeting has told: bytes of the longest data, whether all ranks have the same, and all data."""
+
+    longest: int
+    alike: bool
+    bodies: list[bytes]
+
+
+def _both_ways(data: bytes) -> tuple[int, int]:
+    """A number that only ``data`` have, and its negative: the largest of each tell whether all are one."""
+    number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+    return number, -number
 
 
 def _is_lost(error: RuntimeError) -> bool:

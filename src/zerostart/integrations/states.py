@@ -52,7 +52,8 @@ def save_checkpoint(original: Original, **call: Any) -> Any:
     tag = str(call["tag"] if call["tag"] is not None else f"global_step{engine.global_steps}")
     path, world = Path(directory), current_world()
     extra = _client_states(call["client_state"], engine, world)
-    save_state(path / tag, engine, None, extra, wait=True, frozen=not call["exclude_frozen_parameters"])
+    frozen = not call["exclude_frozen_parameters"]
+    save_state(path / tag, engine, None, extra, wait=True, frozen=frozen, saved=path)
     with world.phase("naming the last checkpoint"), told(path, f"{tag} is saved, and not named as the last"):
         if call["save_latest"] and world.rank == 0:
             write_whole(path / LATEST, tag.encode(), path / f".{LATEST}.part")
@@ -131,7 +132,7 @@ def save_fsdp_model(original: Original, **call: Any) -> Any:
     if _followed(call):
         _adapters_alone[path] = alone
     else:
-        save_state(path, call["model"], None, None, wait=True, frozen=not alone)
+        save_state(path, call["model"], None, None, wait=True, frozen=not alone, saved=path.parent)
     return None
 
 
@@ -141,7 +142,8 @@ def save_fsdp_optimizer(original: Original, **call: Any) -> Any:
         return original()
     path = _fsdp_path(call, "output_dir", "optimizer_index")
     alone = _adapters_alone.pop(path, False)
-    save_state(path, call["model"], call["optimizer"], None, wait=True, frozen=not alone)
+    model, optimizer = call["model"], call["optimizer"]
+    save_state(path, model, optimizer, None, wait=True, frozen=not alone, saved=path.parent)
     return None
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerostart.distributed.world import World
+from zerostart.errors import WriteError
 
 __all__ = ["Saving", "begin", "finish_last", "settle_last"]
 
@@ -108,12 +109,17 @@ def begin(
 ) -> Saving:
     """Run ``write`` in a thread, over a process group of its own; collective. The program waits for it.
 
-    ``copy``, if any, runs before, in the same thread; the next step of an optimizer waits for it.
+    ``copy``, if any, runs before, in the same thread; the next step of an optimizer waits for it. Raises
+    WriteError, on every rank, where one can start no thread.
     """
     aside = _aside(world)
     saving = Saving()
+    agreed = threading.Event()
 
     def run() -> None:
+        agreed.wait()
+        if saving._thread is None:  # some rank has none
+            return
         try:
             if copy is not None:
                 with aside.phase("copying the state while training goes on"):
@@ -130,20 +136,33 @@ def begin(
             saving.seconds["written"] = time.perf_counter() - begun
 
     # No daemon: the interpreter waits for it at its end.
-    saving._thread = threading.Thread(target=run, name="zerostart-saving")
-    _last.append(saving)
+    saving._thread = thread = threading.Thread(target=run, name="zerostart-saving")
     if copy is None:
         saving._copied.set()
     else:
         saving._hook = register_optimizer_step_pre_hook(lambda *_: saving.settle())
-    saving.seconds["blocked"] = time.perf_counter() - begun
     try:
-        saving._thread.start()
-    except RuntimeError:  # no room for a thread: neither a step nor the next save is to wait for it
+        with world.phase("starting a thread that saves"):
+            _start(thread)
+    except BaseException:
         saving._thread = None
-        finish_last()
+        saving.wait()
         raise
+    finally:
+        agreed.set()
+    _last.append(saving)
+    saving.seconds["blocked"] = time.perf_counter() - begun
     return saving
+
+
+def _start(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise WriteError(
+            f"no thread can be started to save in the background ({error}): raise the limit of processes "
+            "(ulimit -u), or save with wait=True"
+        ) from error
 
 
 def _aside(world: World) -> World:

@@ -17,6 +17,7 @@ from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError
 from zerostart.state.background import Saving, begin, finish_last
 from zerostart.state.host_copies import kept_on_host
+from zerostart.state.linking import linked
 from zerostart.state.optimizing import Kept
 from zerostart.state.publishing import agreed_place, publishing
 from zerostart.state.settings import save_settings
@@ -36,6 +37,7 @@ def save_state(
     frozen: bool = True,
     beside: Sequence[Kept] = (),
     copy_later: bool = False,
+    saved: Path | None = None,
 ) -> Saving:
     """See ``zerostart.save_state``. ``budget``: most bytes of host memory for the copies; None: what is free.
 
@@ -43,6 +45,8 @@ def save_state(
     ``beside`` are further tensors that are kept for parameters, by a key that nothing else here has.
     ``copy_later`` copies parameters, masters and states of the optimizer that lie on the host while training
     goes on: nothing but the next step of the optimizer, which waits for it, may change them.
+    ``saved`` is a directory that ``save`` may just have written: where its files hold the very tensors of
+    ``model/``, they are linked there, and not written again.
     Raises InsufficientMemoryError, on every rank, where they do not fit, and ConfigError where ranks save
     other things than each other.
     """
@@ -62,10 +66,10 @@ def save_state(
         _check_alike(content, world)
         place = agreed_place(path, world)
         if wait:
-            _write(place, content, world)
+            _write(place, content, saved, world)
             return Saving.finished(time.perf_counter() - begun)
         content, copy = kept_on_host(content, world, budget, copy_later)
-        return begin(_writer(place, content), world, begun, copy)
+        return begin(_writer(place, content, saved), world, begun, copy)
 
 
 def _check_alike(content: Content, world: World) -> None:
@@ -90,18 +94,20 @@ def _check_alike(content: Content, world: World) -> None:
         )
 
 
-def _writer(place: Path, content: Content) -> Callable[[World], None]:
-    return lambda world: _write(place, content, world)
+def _writer(place: Path, content: Content, saved: Path | None) -> Callable[[World], None]:
+    return lambda world: _write(place, content, saved, world)
 
 
-def _write(place: Path, content: Content, world: World) -> None:
+def _write(place: Path, content: Content, saved: Path | None, world: World) -> None:
     with publishing(place, world, marker=MARKER) as publication:
         folder = Path(publication.directory)
-        model = write_tensors(folder / MODEL, *content.model, world)
+        known = linked(saved, folder / MODEL, *content.model, world)
+        if known is None:
+            known = write_tensors(folder / MODEL, *content.model, world).digests
         with world.phase("writing the model's configuration"):
             if world.rank == 0:
                 save_settings(content.module, folder / MODEL, content.root, None)
         state = write_tensors(folder / STATE, *content.state, world, stem=STATE)
         publication.document.update(content.document, **{SAVED_AT: time.time_ns()})
-        publication.add_digests(model.digests, MODEL)
+        publication.add_digests(known, MODEL)
         publication.add_digests(state.digests, STATE)

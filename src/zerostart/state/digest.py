@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 
 import torch
 from torch import nn
 
 from zerostart.checkpoint.digest import Digests
-from zerostart.distributed.world import current_world
+from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name
 from zerostart.geometry import copies_between, whole
 from zerostart.layout import Layout
@@ -19,7 +21,7 @@ from zerostart.planning.writes import GRAIN, own_part
 from zerostart.recipe import spelling
 from zerostart.state.contents import held_tensors
 
-__all__ = ["add_share", "digest"]
+__all__ = ["add_share", "digest", "digests_of"]
 
 #: Bytes of elements that lie scattered in a storage and are put together at a time.
 _TOGETHER = 8 << 20
@@ -32,15 +34,26 @@ def digest(model: nn.Module) -> dict[str, str]:
         with world.phase("looking at the model"):
             inner = bare_model(model)
             held, tied = held_tensors(inner, kept_record(inner), world)
-            shards = {item.name: item.shard for item in held}
-            digests = Digests((n, spelling(s.storage.dtype, n), s.layout.shape) for n, s in shards.items())
-            turn = 0
-            for name, shard in shards.items():
-                _add_own(digests, name, shard, turn)
-                turn += 1 + prod(shard.layout.shape) * shard.storage.itemsize // GRAIN
-        found = digests.summed(world)
+            shards = [replace(item.shard, name=item.name) for item in held]
+        found = digests_of(shards, world)
     names = (plain_name(name) for name, _, _ in state_names(inner))
     return {name: found[tied.get(name, name)] for name in names}
+
+
+def digests_of(shards: Iterable[Shard], world: World) -> dict[str, str]:
+    """The digest of each tensor of which the ranks have ``shards``, by its name; collective.
+
+    The tensors are in one order on all ranks. Raises CheckpointError, on every rank, where an element is on
+    no rank or counted by two.
+    """
+    with world.phase("digesting this rank's shares"):
+        own = list(shards)
+        digests = Digests((s.name, spelling(s.storage.dtype, s.name), s.layout.shape) for s in own)
+        turn = 0
+        for shard in own:
+            _add_own(digests, shard.name, shard, turn)
+            turn += 1 + prod(shard.layout.shape) * shard.storage.itemsize // GRAIN
+    return digests.summed(world)
 
 
 def _add_own(digests: Digests, name: str, shard: Shard, turn: int) -> None:

@@ -16,6 +16,7 @@ from zerostart.engines import Shard, plain_name
 from zerostart.errors import ConfigError
 from zerostart.layout import Layout, replicated
 from zerostart.loading.parts import live_shards, whole_of_parts
+from zerostart.state.background import settle_last
 from zerostart.state.full_tensors import MESSAGE, carried, whole_tensor
 from zerostart.upstream.deepspeed_editing import (
     Master,
@@ -68,6 +69,7 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
                 "alone"
             )
         if modifier_rank is not None and changed[modifier_rank]:
+            settle_last()
             with master_of(parameter) as master, _held(shards.get(given), parameter) as (layout, storage):
                 _write_back(layout, storage, master, whole, world, modifier_rank)
 

@@ -132,7 +132,8 @@ class _Own:
         if not torch.equal(_samples(kept), samples):
             raise EngineError(
                 f"{self.name} was changed before it was copied for the checkpoint, by something that is no "
-                "step of an optimizer; save in the foreground (checkpoint.background: false)"
+                "step of an optimizer; call settle() of what save_state returned before that, or save "
+                "without copy_later (in a run: checkpoint.background: false)"
             )
 
 

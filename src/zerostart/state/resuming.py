@@ -57,6 +57,9 @@ _Wanted = tuple[str, Layout, torch.Tensor]
 #: What tensors of the state are kept for, in the first part of their names; other ones are whole.
 _OF_PARAMETERS = frozenset({"master", "optimizer", "gradient", "random"})
 
+#: accelerate's and the Trainer's files of an optimizer that one rank has gathered.
+_WHOLE_OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
+
 
 @dataclass(frozen=True)
 class _Saved:
@@ -121,6 +124,14 @@ def _document(path: Path) -> tuple[Path, dict[str, Any]]:
     if not (path / MARKER).is_file():
         path = state_in(path) or path
     if not (path / MARKER).is_file():
+        for name in _WHOLE_OPTIMIZERS:
+            if (path / name).is_file():
+                raise CheckpointNotFoundError(
+                    f"{path / name} has the optimizer of all ranks in one pickle, which is not read in "
+                    "parts: resume once by what has saved it, and save by zerostart.save_state, or by "
+                    "accelerate with fsdp_state_dict_type: SHARDED_STATE_DICT; the weights alone can be "
+                    "loaded (zerostart.load)"
+                )
         raise CheckpointNotFoundError(
             f"{path} is no complete training checkpoint: {MARKER} is not there, which zerostart.save_state "
             "writes last"

@@ -37,6 +37,8 @@ def save_state(
     optimizer: torch.optim.Optimizer | None = None,
     extra: Extra = None,
     wait: bool = True,
+    *,
+    copy_later: bool = False,
 ) -> Saving:
     """Write a training checkpoint; collective, each rank its own share, nothing gathered.
 
@@ -55,9 +57,13 @@ def save_state(
         wait: if False, return when the shares are copied to host memory, and write them in the background; an
             error is then told by ``wait()`` of what is returned, or by the next save. Keep the process group
             until then.
+        copy_later: with ``wait=False``, copy parameters, masters and states of the optimizer that lie in host
+            memory in the background too; the next step of a torch optimizer waits for it. Nothing else may
+            change them before that, or before ``settle()`` of what is returned; changes are noticed by one
+            element of each page of memory, and such a save fails.
 
     Returns:
-        The save: ``done()``, ``wait()``, and ``seconds`` with ``blocked`` and ``written``.
+        The save: ``done()``, ``wait()``, ``settle()``, and ``seconds`` with ``blocked`` and ``written``.
 
     Raises:
         ZerostartError: the same type and text on every rank; what was at ``path`` is then as it was.
@@ -77,7 +83,7 @@ def save_state(
     check_arguments(save_state, locals())
     from zerostart.state.checkpointing import save_state as save
 
-    return save(path, model, optimizer, extra, wait)
+    return save(path, model, optimizer, extra, wait, copy_later=copy_later)
 
 
 def load_state(

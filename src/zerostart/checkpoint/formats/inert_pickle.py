@@ -12,7 +12,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from zerostart.checkpoint.formats.weights_pickle import CALLS, INSTRUCTIONS, Machine, Opaque
+from zerostart.checkpoint.formats.pickle_records import PLAIN
+from zerostart.checkpoint.formats.weights_pickle import CALLS, INSTRUCTIONS, TYPED, Machine, Opaque
 
 __all__ = ["Made", "read_inert_pickle"]
 
@@ -64,7 +65,11 @@ class _Inert(Machine):
     def reduce(self) -> None:
         arguments, function = self._stack[-1], self._stack[-2]
         if type(function) is Opaque and function.name in CALLS:
-            super().reduce()
+            own = _own_class(function.name, arguments)
+            if own is None:
+                super().reduce()
+            else:
+                self._stack[-2:] = [own]
             return
         del self._stack[-2:]
         self._made(function, arguments)
@@ -128,6 +133,20 @@ class _Inert(Machine):
 
     def duplicate(self) -> None:
         self._stack.append(self._stack[-1])
+
+
+def _own_class(function: str, arguments: Any) -> Made | None:
+    """The record of a tensor of a class of its own, with the attributes that it has; None: a plain one."""
+    if function != TYPED or type(arguments) is not tuple or len(arguments) != 4:
+        return None
+    _, kind, inner, attributes = arguments
+    if type(kind) is not Opaque or kind.name in PLAIN or type(inner) is not tuple:
+        return None
+    made = Made(kind.name, inner)
+    # Python keeps those of slots apart: the second of two.
+    given = [one for one in (attributes if type(attributes) is tuple else (attributes,)) if type(one) is dict]
+    made.state = {key: value for one in given for key, value in one.items()}
+    return made
 
 
 def _text(form: struct.Struct) -> Callable[[_Inert], None]:

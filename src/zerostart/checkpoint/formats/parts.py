@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TensorEntry
-from zerostart.checkpoint.formats.inert_pickle import read_inert_pickle
+from zerostart.checkpoint.formats.inert_pickle import Made, read_inert_pickle
 from zerostart.checkpoint.formats.torch_zip import TorchArchive
 from zerostart.checkpoint.formats.weights_pickle import StoredTensor
 from zerostart.checkpoint.storage.base import HeaderBytes
 from zerostart.checkpoint.storage.files import FileState, open_regular
 from zerostart.errors import CheckpointError, ReadError
 
-__all__ = ["PartFiles", "Window"]
+__all__ = ["PartFiles", "Placing", "Window", "local_tensor"]
 
 #: How a number of a type is packed.
 _NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
@@ -88,6 +88,12 @@ def _entry(archive: TorchArchive, tensor: StoredTensor, number: int) -> TensorEn
         return error
 
 
+def local_tensor(made: Made) -> StoredTensor | None:
+    """The part of a DTensor that its rank has; None for an object that is none."""
+    local = made.get("_local_tensor")
+    return local if type(local) is StoredTensor else None
+
+
 def _tensors(value: Any) -> Iterator[StoredTensor]:
     """Every tensor in what a pickle holds, in containers of any depth."""
     seen: set[int] = set()
@@ -96,6 +102,8 @@ def _tensors(value: Any) -> Iterator[StoredTensor]:
         item = open_ones.pop()
         if type(item) is StoredTensor:
             yield item
+        elif type(item) is Made and (local := local_tensor(item)) is not None:
+            yield local
         elif type(item) in (dict, list, tuple) and id(item) not in seen:
             seen.add(id(item))
             open_ones += item.values() if type(item) is dict else item

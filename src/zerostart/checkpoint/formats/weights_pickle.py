@@ -30,6 +30,7 @@ from zerostart.errors import CheckpointError
 __all__ = [
     "CALLS",
     "INSTRUCTIONS",
+    "TYPED",
     "VERSIONS",
     "Machine",
     "Opaque",
@@ -288,6 +289,8 @@ def _with_attributes(machine: Machine, arguments: tuple[Any, ...]) -> StoredTens
     return call(machine, inner)
 
 
+#: What rebuilds a tensor with a class or attributes of its own.
+TYPED = "torch._tensor._rebuild_from_type_v2"
 _Call = Callable[[Machine, tuple[Any, ...]], Any]
 _TENSORS: dict[str, Callable[[Machine, tuple[Any, ...]], StoredTensor]] = {
     "torch._utils._rebuild_tensor": _tensor,
@@ -298,7 +301,7 @@ _TENSORS: dict[str, Callable[[Machine, tuple[Any, ...]], StoredTensor]] = {
 }
 CALLS: dict[str, _Call] = {
     **_TENSORS,
-    "torch._tensor._rebuild_from_type_v2": _with_attributes,
+    TYPED: _with_attributes,
     "collections.OrderedDict": _ordered,
     "torch.Size": _size,
 }
