@@ -41,6 +41,14 @@ def test_heads_travel(kind: str, stage: int, world: int, folder: Path) -> None:
         assert differences(found, wanted) == []
 
 
+def test_registered_by_the_name_of_the_model(folder: Path) -> None:
+    """Before it is loaded, as DeepSpeed's documentation has it."""
+    path = checkpoint("qwen3", folder)
+    wanted = run_ranks(alone, 1, path, "packed")[0]
+    for found in run_ranks(train, 2, path, "packed", 2, 2, 1, None, True):
+        assert differences(found, wanted) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 def test_windows_slide(kind: str, folder: Path) -> None:
@@ -87,7 +95,9 @@ def train(
     accumulation: int = 2,
     experts: int = 1,
     zero: dict[str, Any] | None = None,
+    first: bool = False,
 ) -> Trace:
+    """``first``: Ulysses is registered by the model's name, before it is loaded."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -102,6 +112,11 @@ def train(
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
+    register = UlyssesSPAttentionHF.register_with_transformers
+    mpu = None
+    if first:
+        deepspeed.init_distributed()
+        mpu = register(str(path), "sdpa", size, rows)
     model = zerostart.load(
         path,
         engine="deepspeed",
@@ -112,9 +127,10 @@ def train(
         progress=False,
     )
     model.train()
-    with pytest.raises(zerostart.errors.ConfigError, match="does not share sequences yet"):
-        model(input_ids=torch.ones(1, 2, dtype=torch.int64))
-    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", size, rows)
+    if mpu is None:
+        with pytest.raises(zerostart.errors.ConfigError, match="does not share sequences yet"):
+            model(input_ids=torch.ones(1, 2, dtype=torch.int64))
+        mpu = register(model, "sdpa", size, rows)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=config, mpu=mpu)
     trace = Trace()
     for batch in steps(kind):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from zerostart import engines
 from zerostart.distributed.world import current_world
@@ -143,7 +144,9 @@ def _hold(model: nn.Module, setup: str) -> None:
     _saving.hold(model)
     made = record_of(model).report
     how = f"loaded in shards: {setup} on {made.world_size} ranks, in {made.phases['total']:.1f} s"
-    notices.tell(Notice(type(model).__name__, how))
+    # FSDP2 gives modules a class of their own.
+    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    notices.tell(Notice(kind.__name__, how))
 
 
 def _note(model: nn.Module, setup: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,6 +38,10 @@ _INIT = PatchPoint(
     shapes=(
         Shape(f"{_ULYSSES}.__init__", leads=("attn",), has=("self.attn = attn",)),
         Shape(
+            f"{_ULYSSES}.register_with_transformers",
+            has=("ALL_ATTENTION_FUNCTIONS[core_attn_implementation] = uattn_wrapper",),
+        ),
+        Shape(
             f"{_ULYSSES}.forward",
             leads=("module", "query", "key", "value", "attention_mask"),
             has=(
@@ -58,18 +63,22 @@ TOUCHED = (_INIT, _EVALUATION)
 
 #: Modules of the models that are marked.
 _marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-#: What DeepSpeed has made since a model was marked.
+#: What DeepSpeed has made, and put in the place of transformers' attention.
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def mask_sequences(model: nn.Module) -> None:
-    """Have Ulysses, registered from now on, mask sequences of ``model`` as if one rank had them whole.
+    """Have Ulysses mask sequences of ``model`` as if one rank had them whole.
 
-    A call of ``model`` before that raises ConfigError: its ranks would each attend to a part alone.
+    It may have been registered by the name of the model, or is from now on. A call of ``model`` before that
+    raises ConfigError: its ranks would each attend to a part alone.
     """
     require()
     demand(TOUCHED, "Use sequence_parallel=1")
     _held.hold(model)
+    for attention in _registered():
+        attention.attn = _masking(attention.attn)
+        _made.add(attention)
     _marked.update(model.modules())
     model.register_forward_pre_hook(_check_registered)
 
@@ -91,19 +100,35 @@ def evaluate_in_parts() -> None:
 
 def _enter(stack: ExitStack) -> None:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     original = UlyssesSPAttentionHF.__init__
 
     @functools.wraps(original)
     def init(self: Any, attn: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, _Masking(attn) if attn is sdpa_attention_forward else attn, *args, **kwargs)
+        original(self, _masking(attn), *args, **kwargs)
         _made.add(self)
 
     stack.enter_context(replaced(_INIT, UlyssesSPAttentionHF, "__init__", init))
 
 
 _held = Held(_enter)
+
+
+def _registered() -> Iterator[Any]:
+    """What DeepSpeed has put in the place of an attention function before a model was marked."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        for cell in getattr(ALL_ATTENTION_FUNCTIONS[name], "__closure__", None) or ():
+            if isinstance(cell.cell_contents, UlyssesSPAttentionHF):
+                yield cell.cell_contents
+
+
+def _masking(attention: Any) -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return _Masking(attention) if attention is sdpa_attention_forward else attention
 
 
 class _Masking:
