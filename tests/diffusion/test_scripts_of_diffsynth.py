@@ -39,7 +39,9 @@ SAVED = ("step-3.safetensors", LAST)
 #: What is expected, where it is not the script without zerostart: there DeepSpeed fails to send a parameter
 #: without dimensions to the other ranks, which FLUX.2's autoencoder has.
 EXPECTED = {"flux2": "zero2"}
-#: As stock ZeRO-3 to the bit, trained in full. Z-Image has the first loss so, and not those after a step.
+#: As stock ZeRO-3 to the bit, trained in full and with their encoders: those of the others are Qwen's, whose
+#: rotary frequencies stock ZeRO-3 calculates in bf16, which no unsharded model does. Without their encoders
+#: (``test_two_stages``) all are as stock ZeRO-3.
 STOCK_ZERO3 = ("wanvideo", "flux")
 
 
@@ -157,7 +159,7 @@ def cached(folder: Path, ranks: int) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_stages(family: str, made: Path, tmp_path: Path) -> None:
-    """Encoded as by one process; then the transformer is trained on that alone."""
+    """Encoded as by one process; then the transformer is trained on that alone, as by stock ZeRO-3 too."""
     chosen = [*FULL, "--task"]
     theirs = run(family, "stock plain", [*chosen, "sft:data_process"], made, tmp_path / "theirs")
     ours = run(family, "zero3 exact", [*chosen, "sft:data_process"], made, tmp_path / "ours")
@@ -170,7 +172,12 @@ def test_two_stages(family: str, made: Path, tmp_path: Path) -> None:
     arguments = [*chosen, "sft:train"]
     expected_run = run(family, "stock zero2", arguments, made, tmp_path / "stock", **stage)
     same(run(family, "zero2", arguments, made, tmp_path / "zero2", **stage), expected_run)
-    alike(run(family, "zero3 exact", arguments, made, tmp_path / "zero3", **stage), expected_run)
+    exact = run(family, "zero3 exact", arguments, made, tmp_path / "exact", **stage)
+    # Before a step, as ZeRO-2; then gradients in bf16 are up to 1.5 % off, whose sums are in another order.
+    assert exact.losses[0] == pytest.approx(expected_run.losses[0], rel=1e-6)
+    alike(exact, expected_run, 0.02)
+    stock = run(family, "stock zero3", arguments, made, tmp_path / "stock3", **stage)
+    same(run(family, "zero3", arguments, made, tmp_path / "zero3", **stage), stock)
 
 
 def build_adam() -> None:
