@@ -101,6 +101,7 @@ ROUTES: Mapping[str, Route] = {
     "stock zero3": Route(_ZERO3, None),
     "zero2": Route(_ZERO2),
     "zero3": Route(_ZERO3),
+    "stock zero3 exact": Route(_EXACT, None),
     "zero3 exact": Route(_EXACT),
     "low memory": Route(_LOW),
     "stock zero2 alone": Route(_ZERO2, None, 1),

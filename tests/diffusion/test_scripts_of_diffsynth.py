@@ -2,7 +2,8 @@
 
 They are run from a checkout that the environment names (``ZEROSTART_DIFFSYNTH``), with its configurations, on
 small models of the five families; nothing of them is kept here. What they do without zerostart is what is
-expected, on ZeRO-2 to the bit, and of ZeRO-3 what they do on ZeRO-2, to 1e-4.
+expected, on ZeRO-2 to the bit; of ZeRO-3 what they do on ZeRO-2: the first loss, and then what bf16 allows,
+whose gradients are up to 1.6 % off where sums are in another order.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ SAVED = ("step-3.safetensors", LAST)
 #: What is expected, where it is not the script without zerostart: there DeepSpeed fails to send a parameter
 #: without dimensions to the other ranks, which FLUX.2's autoencoder has.
 EXPECTED = {"flux2": "zero2"}
-#: As stock ZeRO-3 to the bit, trained in full. Z-Image has the first loss so, and not those after a step.
+#: As stock ZeRO-3 to the bit, trained in full and with their encoders: those of the others are Qwen's, whose
+#: rotary frequencies stock ZeRO-3 calculates in bf16, which no unsharded model does. Without their encoders
+#: (``test_two_stages``) all are as stock ZeRO-3.
 STOCK_ZERO3 = ("wanvideo", "flux")
 
 
@@ -82,9 +85,10 @@ def adapted(runs: Runs) -> Callable[[str], list[str]]:
     return arguments
 
 
-def alike(found: Run, expected: Run, bound: float = 1e-4) -> None:
-    """The same losses and files, to ``bound`` and to a few steps of bf16."""
+def alike(found: Run, expected: Run, first: float = 1e-6, bound: float = 0.02) -> None:
+    """The same losses, to ``first`` before a step and to ``bound`` after it, and files to steps of bf16."""
     assert len(set(expected.losses)) == len(expected.losses) == 4
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=first)
     assert found.losses == pytest.approx(expected.losses, rel=bound)
     for name in SAVED:
         ours, theirs = found.saved(name), expected.saved(name)
@@ -107,7 +111,7 @@ def same(found: Run, expected: Run) -> None:
 def test_a_script_trains_as_without_zerostart(
     family: str, kind: str, runs: Runs, adapted: Callable[[str], list[str]]
 ) -> None:
-    """On ZeRO-2 to the bit; on ZeRO-3 to 1e-4, where DeepSpeed calculates as torch does."""
+    """On ZeRO-2 to the bit; on ZeRO-3 as there before a step, where DeepSpeed calculates as torch does."""
     arguments = FULL if kind == "full" else adapted(family)
     ours = runs(family, "zero2", arguments)
     if family in EXPECTED:
@@ -118,7 +122,7 @@ def test_a_script_trains_as_without_zerostart(
     alike(runs(family, "zero3 exact", arguments), ours)
     found = runs(family, "zero3", arguments)
     assert "loaded in shards" in found.output
-    alike(found, ours, 0.1)
+    alike(found, ours, 0.1, 0.1)
     if kind == "full" and family in STOCK_ZERO3:
         same(found, runs(family, "stock zero3", arguments))
 
@@ -157,7 +161,7 @@ def cached(folder: Path, ranks: int) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_stages(family: str, made: Path, tmp_path: Path) -> None:
-    """Encoded as by one process; then the transformer is trained on that alone."""
+    """Encoded as by one process; then the transformer is trained on that alone, as by stock ZeRO-3 too."""
     chosen = [*FULL, "--task"]
     theirs = run(family, "stock plain", [*chosen, "sft:data_process"], made, tmp_path / "theirs")
     ours = run(family, "zero3 exact", [*chosen, "sft:data_process"], made, tmp_path / "ours")
@@ -170,7 +174,9 @@ def test_two_stages(family: str, made: Path, tmp_path: Path) -> None:
     arguments = [*chosen, "sft:train"]
     expected_run = run(family, "stock zero2", arguments, made, tmp_path / "stock", **stage)
     same(run(family, "zero2", arguments, made, tmp_path / "zero2", **stage), expected_run)
-    alike(run(family, "zero3 exact", arguments, made, tmp_path / "zero3", **stage), expected_run)
+    alike(run(family, "zero3 exact", arguments, made, tmp_path / "exact", **stage), expected_run)
+    stock = run(family, "stock zero3", arguments, made, tmp_path / "stock3", **stage)
+    same(run(family, "zero3", arguments, made, tmp_path / "zero3", **stage), stock)
 
 
 def build_adam() -> None:
@@ -194,6 +200,7 @@ def test_their_configuration_for_little_memory(
     alike(
         run(family, "low memory", [*arguments, "--initialize_model_on_cpu"], made, tmp_path / "low"),
         expected,
+        0.1,
         0.1,
     )
 

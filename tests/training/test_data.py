@@ -48,12 +48,28 @@ def test_documents_of_files_and_directories(tmp_path):
         ("a.jsonl", b'{"text": 1}', r"a\.jsonl, line 1: no text in field 'text'"),
         ("a.jsonl", b'{"text": "x"}\n{', r"a\.jsonl, line 2: not valid JSON"),
         ("a.txt", b"\xff\xfe", r"a\.txt is not UTF-8"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "x \\ud83d y"}', r"a\.jsonl, line 2: half of a surrogate pair"),
     ],
 )
 def test_malformed_text_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         list(iter_documents(DataConfig(source=str(tmp_path / name))))
+
+
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "\\ud83e\\udd17"}\r\n')
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfbee")
+    assert list(iter_documents(DataConfig(source=str(tmp_path)))) == ["\U0001f917", "bee"]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_empty_documents_are_no_separators(tokenizer, packing):
+    config = DataConfig(source="x", sequence_length=16, packing=packing)
+    with pytest.raises(ConfigError, match="less than one sequence"):
+        tokenize(["", " "] * 100, tokenizer, config)
+    some, all_ = ["one two three " * 9] * 2, ["", "one two three " * 9, "", "", "one two three " * 9, ""]
+    assert tokenize(all_, tokenizer, config).digest() == tokenize(some, tokenizer, config).digest()
 
 
 def test_absent_source_is_named(tmp_path):

@@ -313,6 +313,14 @@ def test_a_table_goes_on(tmp_path: Path) -> None:
     assert log_images([table], {}, 1) == []
 
 
+def test_trackers_that_are_not_installed():
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    for name in LOGGER_TYPE_TO_CLASS.keys() - set(map(str, get_available_trackers())):
+        with pytest.raises(ConfigError, match=rf"tracking\.trackers: {name} is not installed: pip install"):
+            check_trackers(["csv", name])
+
+
 def test_the_class_of_a_saved_transformer_is_that_of_diffusers(tmp_path: Path) -> None:
     """FSDP2 gives what it shards a class of its own, which nobody could open."""
     import zerostart

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from test_run import losses, run
 
-from ranks import run_ranks
+from ranks import rank_outcomes, run_ranks
 from zerostart.errors import ConfigError
 from zerostart.state.export import export
 
@@ -331,6 +331,19 @@ def test_trackers_get_what_a_step_is(checkpoints, given, monkeypatch):
     found = EventAccumulator(str(Path(result.directory, "mine")))
     found.Reload()
     assert len(found.Scalars("loss")) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [{"name": "fsdp2"}, {"name": "deepspeed", "zero_stage": 2}])
+def test_a_tracker_that_cannot_begin_ends_the_run_on_all_ranks(engine, checkpoints, given):
+    """One rank alone begins it."""
+    pytest.importorskip("tensorboard")
+    tracking = {"trackers": ["tensorboard"], "project": "../file/mine"}
+    config = given(checkpoints("qwen3"), engine, "out", tracking=tracking)
+    Path(config["output"]["directory"]).with_name("file").touch()
+    outcomes = rank_outcomes(run, 2, config, timeout=200)
+    assert "NotADirectoryError" in outcomes[0].message
+    assert outcomes[0].message == outcomes[1].message
 
 
 @pytest.mark.slow

@@ -125,9 +125,9 @@ def file_digests(config: DataConfig) -> dict[str, str]:
 def _file_documents(path: Path, text_field: str) -> Iterator[str]:
     try:
         if path.suffix != ".jsonl":
-            yield path.read_text(encoding="utf-8")
+            yield path.read_text(encoding="utf-8-sig")
             return
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield _jsonl_text(line, text_field, f"{path}, line {number}")
@@ -172,7 +172,8 @@ def tokenize(documents: Iterable[str], tokenizer: Any, config: DataConfig) -> Se
     prefix, suffix = _special_tokens(tokenizer)
     room = config.sequence_length - len(prefix) - len(suffix)
     plain = _token_ids(documents, tokenizer)
-    pieces = _packed(plain, room, _separator(tokenizer)) if config.packing else _single(plain, room)
+    filled = filter(None, plain)  # an empty document would leave a separator
+    pieces = _packed(filled, room, _separator(tokenizer)) if config.packing else _single(filled, room)
     start, end = (torch.tensor(part, dtype=torch.int32, device="cpu") for part in (prefix, suffix))
     flat: list[torch.Tensor] = []
     ends: list[int] = []
@@ -224,7 +225,7 @@ def _packed(documents: Iterable[list[int]], room: int, separator: list[int]) -> 
 
 
 def _single(documents: Iterable[list[int]], room: int) -> Iterator[list[int]]:
-    return (document[:room] for document in documents if document)
+    return (document[:room] for document in documents)
 
 
 def split_held_out(sequences: Sequences, fraction: float) -> tuple[Sequences, Sequences | None]:

@@ -26,7 +26,10 @@ def parsed_yaml(text: str, where: str) -> Any:
 
 
 def parsed_json(text: str, where: str) -> Any:
-    """The value of a JSON document. Raises ConfigError, which ``where`` begins."""
+    """The value of a JSON document. Raises ConfigError, which ``where`` begins.
+
+    Half of a surrogate pair, which ``\\ud83d`` alone stands for, is no text that a tokenizer takes.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -37,9 +40,14 @@ def parsed_json(text: str, where: str) -> Any:
         return found
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        value = json.loads(text, object_pairs_hook=unique)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except ConfigError:
         raise
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: half of a surrogate pair, which is no character ({error})") from None
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits are a plain ValueError
         raise ConfigError(f"{where}: not valid JSON: {error}") from error
 

@@ -24,7 +24,8 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in installed:
             known = ", ".join(sorted([OWN, *LOGGER_TYPE_TO_CLASS]))
-            what = "is not installed" if name in LOGGER_TYPE_TO_CLASS else f"is unknown; known are {known}"
+            absent = f"is not installed: pip install {name}, or leave it out"
+            what = absent if name in LOGGER_TYPE_TO_CLASS else f"is unknown; known are {known}"
             raise ConfigError(f"tracking.trackers: {name} {what}")
 
 
