@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,15 @@ def test_settings_of_groups_go_with_their_parameters(paths: dict[str, Path], tmp
     run_ranks(settings, 1, paths["qwen3"], tmp_path / "state")
 
 
+def tied(path: Path) -> Any:
+    """The model of ``path`` with a head that is the embeddings."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, tie_word_embeddings=True)
+    model = partial(AutoModelForCausalLM.from_config, config)
+    return zerostart.load(None, model=model, engine="fsdp2", progress=False)
+
+
 def refusals(path: Path, folder: Path) -> None:
     """By name, on every rank."""
     run = Run(path, FSDP2)
@@ -160,6 +170,11 @@ def refusals(path: Path, folder: Path) -> None:
     zerostart.save_state(folder / "frozen", fresh.model, head)
     with pytest.raises(zerostart.ZerostartError, match="optimized now and were not"):
         zerostart.load_state(folder / "frozen", *fresh.state)
+    other = torch.optim.SGD(fresh.model.parameters(), lr=RATE, momentum=0.9)
+    with pytest.raises(zerostart.ZerostartError, match="has no momentum, dampening as torch"):
+        zerostart.load_state(folder / "state", fresh.model, other)
+    with pytest.raises(zerostart.ZerostartError, match=r"1 unexpected, .* among them lm_head\.weight"):
+        zerostart.load_state(folder / "state", tied(path))
     assert sorted(p.name for p in folder.iterdir()) == ["frozen", "state"]
     if dist.get_rank() == 0:
         (folder / "state" / "state.json").rename(folder / "state" / "aside.json")

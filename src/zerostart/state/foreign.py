@@ -13,8 +13,10 @@ from zerostart.distributed.world import World
 from zerostart.loading.source import open_source
 from zerostart.state.values import encoded
 
-__all__ = ["foreign_state"]
+__all__ = ["OTHERS", "foreign_state"]
 
+#: The world size in their documents: it is of no use, as random states of ranks are not there.
+OTHERS = 0
 #: Settings of a parameter group that JSON can hold.
 _SIMPLE = (bool, int, float, str, type(None))
 
@@ -45,7 +47,7 @@ def _document(found: Found) -> dict[str, Any]:
         engine["schedule"] = _simple(found.schedule)
     return {
         "format": 1,
-        "world_size": 0,  # of no use: random states of ranks are not there
+        "world_size": OTHERS,
         "ties": found.ties,
         "left_out": [],
         "optimizer": {

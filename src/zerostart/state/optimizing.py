@@ -267,9 +267,11 @@ def _room(
 def restore_groups(steps: Sequence[Stepped], places: Places, document: Mapping[str, Any]) -> None:
     """Give each group the settings that its parameters had, wherever they stood in the saved groups.
 
-    Raises CheckpointError for parameters that were not optimized then, and for a group whose parameters had
-    different settings.
+    Raises CheckpointError for an optimizer of another kind, for parameters that were not optimized then, and
+    for a group whose parameters had different settings.
     """
+    for optimizer in {id(step.optimizer): step.optimizer for step in steps}.values():
+        _check_kind(optimizer, document)
     saved = {name: group["settings"] for group in document["groups"] for name in group["parameters"]}
     members: dict[int, list[str]] = {}
     for step in steps:
@@ -293,6 +295,22 @@ def restore_groups(steps: Sequence[Stepped], places: Places, document: Mapping[s
             )
         for optimizer in {id(step.optimizer): step.optimizer for step in steps}.values():
             _set(optimizer, number, settings, document["class"])
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, document: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where ``optimizer`` computes with numbers that the one that was saved had not."""
+    saved_class = document["class"]
+    if saved_class in ("", _class(optimizer)):  # Others do not say which it was.
+        return
+    numbers = [key for key, value in optimizer.defaults.items() if type(value) in (int, float, tuple)]
+    for group in document["groups"]:
+        lacking = [key for key in numbers if key not in group["settings"]]
+        if lacking:
+            raise CheckpointError(
+                f"the state was saved by {saved_class}, which has no {', '.join(lacking)} as "
+                f"{_class(optimizer)} has, and cannot go on with its state: resume with the optimizer it "
+                "was saved with, or leave optimizer out for the weights alone"
+            )
 
 
 def _set(

@@ -27,7 +27,7 @@ from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, Target
 from zerostart.state.background import settle_last
 from zerostart.state.finding import state_in
-from zerostart.state.foreign import foreign_state
+from zerostart.state.foreign import OTHERS, foreign_state
 from zerostart.state.optimizing import Kept, gradient_of, masters_of, restore_groups, restored_moments
 from zerostart.state.publishing import agreed_place
 from zerostart.state.random_states import random_rows, set_random_rows
@@ -152,7 +152,9 @@ def _check_names(training: Training, saved: _Saved) -> None:
     shapes = {name: shard.layout.shape for name, shard in places.shards.items()}
     shapes |= {name: tuple(buffer.shape) for name, buffer in places.buffers.items()}
     ties = saved.document["ties"]
-    known = {_name(name, saved) for name in shapes} | set(places.ties) | {ties.get(n, n) for n in places.ties}
+    known = {_name(name, saved) for name in shapes}
+    if saved.document["world_size"] == OTHERS:  # who write a tied tensor under each of its names
+        known |= set(places.ties) | {ties.get(name, name) for name in places.ties}
     left_out = set(saved.document["left_out"])
     missing = sorted(n for n in shapes.keys() - left_out if _name(n, saved) not in saved.model.weights)
     unexpected = sorted((saved.model.weights.keys() - known) | (left_out - shapes.keys()))
