@@ -76,10 +76,6 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", _QWEN3_MOE),
     # torch's grouped matrix product wants rows of a multiple of 16 bytes: this one can be trained.
     "qwen3_moe_aligned": ("qwen3_moe", {**_QWEN3_MOE, "hidden_size": 24, "moe_intermediate_size": 8}),
-    "qwen3_moe_shared": (  # by four ranks
-        "qwen3_moe",
-        {**_QWEN3_MOE, "hidden_size": 24, "moe_intermediate_size": 8, "num_experts": 8},
-    ),
     "mixtral": (
         "mixtral",
         {

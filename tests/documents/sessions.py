@@ -39,7 +39,7 @@ CHANGED: Mapping[str, str] = {
 }
 
 QWEN = {"Qwen/Qwen3-0.6B": "text:qwen3"}
-MIXTURE = {"Qwen/Qwen3-30B-A3B": "text:qwen3_moe_shared"}
+MIXTURE = {"Qwen/Qwen3-30B-A3B": "text:qwen3_moe_aligned"}
 TRAIN = """\
 model: {source: CHECKPOINT}
 data: {source: stdlib-docstrings, documents: 30, sequence_length: 16}
