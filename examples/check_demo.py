@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer, logging
 
-from zerostart.training.config import load_config
+from zerostart.training.configuring import load_config
 from zerostart.training.evaluate import held_out_batches
 from zerostart.training.registry import task_class
 

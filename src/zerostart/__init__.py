@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from zerostart import errors
 from zerostart.errors import ZerostartError
 from zerostart.integrations.verbs import drop_components, load_pipeline
+from zerostart.loading.argument_kinds import check_arguments
 from zerostart.loading.arguments import EnabledArguments, ForecastArguments, LoadArguments, documented, taken
 from zerostart.loading.placement import Placement
 from zerostart.state.verbs import diff, digest, load_state, save, save_state, verify
@@ -94,6 +95,7 @@ def load(
         [[3.0, 3.0]]
     """
     given = dict(locals())
+    check_arguments(load, given)
     from zerostart.loading.request import Request
     from zerostart.loading.run import run
 
@@ -149,6 +151,7 @@ def plan(
         [3000, 3000, 3000, 3000]
     """
     given = dict(locals())
+    check_arguments(plan, given, collective=False)
     from zerostart.forecast.run import forecast
     from zerostart.loading.request import Request
 
@@ -170,6 +173,7 @@ def report(model: nn.Module) -> Report:
         >>> found.missing, found.read_bytes
         (('bias',), 24)
     """
+    check_arguments(report, locals(), collective=False)
     from zerostart.loading.parts import report_of
 
     return report_of(model)
@@ -189,6 +193,7 @@ def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, 
         >>> {name: tuple(tensor.shape) for name, tensor in zerostart.full_tensors(model)}
         {'weight': (2, 2), 'bias': (2,)}
     """
+    check_arguments(full_tensors, locals())
     from zerostart.state.full_tensors import full_tensors as gather
 
     return gather(model, rank)
@@ -215,6 +220,7 @@ def gathered(
         >>> model(torch.ones(1, 2)).tolist()
         [[3.0, 3.0]]
     """
+    check_arguments(gathered, locals())
     from zerostart.state.editing import gathered as gather
 
     return gather(model, name, modifier_rank)
@@ -261,6 +267,7 @@ def enabled(
         'fsdp2'
     """
     given = dict(locals())
+    check_arguments(enabled, given, collective=False)
     from zerostart.integrations.adoption import enabled as enabled_with
 
     return enabled_with(EnabledArguments(**given))
@@ -286,6 +293,7 @@ def enable(
         >>> zerostart.disable()
     """
     given = dict(locals())
+    check_arguments(enable, given, collective=False)
     from zerostart.integrations.adoption import enable as enable_with
 
     enable_with(EnabledArguments(**given))

@@ -55,6 +55,7 @@ def loaded(path: Path, settings: dict[str, Any], loading: dict[str, Any], out: P
     from diffusers import WanTransformer3DModel
 
     model, info = WanTransformer3DModel.from_pretrained(path, output_loading_info=True, **loading)
+    check_start(WanTransformer3DModel, settings)
     zerostart.disable()
     assert zerostart.report(model).engine == settings["engine"]
     found = facts(model, info)
@@ -64,6 +65,16 @@ def loaded(path: Path, settings: dict[str, Any], loading: dict[str, Any], out: P
     # As diffusers' scripts have it; of a model that is not in shards by the main process alone.
     model.save_pretrained(out, is_main_process=torch.distributed.get_rank() == 0)
     return found
+
+
+def check_start(kind: Any, settings: dict[str, Any]) -> None:
+    """Without a checkpoint, on this rank alone as on all: whole from diffusers, in shards from ``load``."""
+    torch.manual_seed(3)
+    whole = kind.from_config(CONFIG)
+    assert all(type(parameter.data) is torch.Tensor for parameter in whole.parameters())
+    torch.manual_seed(3)
+    made = zerostart.load(None, model=lambda: kind.from_config(CONFIG), progress=False, **settings)
+    assert zerostart.digest(made) == zerostart.digest(whole)
 
 
 def facts(model: Any, info: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ What is expected is one process that has the same model whole and sees the batch
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn
 
 from ranks import run_ranks
 from tiny import TINY, TinyCheckpoints
+from zerostart.errors import ConfigError
 
 SEED, STEPS = 13, 3
 #: With an epsilon above the rounding of gradients that are next to nothing.
@@ -184,12 +187,27 @@ def starts(engine: str, stage: int) -> None:
         for empty in (torch.device("meta"), init_empty_weights()):
             with empty:
                 assert next(AutoModel.from_config(configuration()).parameters()).device.type == "meta"
+        check_alone(start)
+        assert zerostart.digest(start()[0]) == wanted
     # A configuration of ZeRO-3 is alive, under which transformers partitions what it builds.
     keep = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
     torch.manual_seed(SEED)
     made = zerostart.load(None, lambda: AutoModelForCausalLM.from_config(configuration()), progress=False)
     assert zerostart.digest(made) == wanted
     del keep
+
+
+def check_alone(start: Callable[[], object]) -> None:
+    """A call on one rank alone, while the other waits for everyone."""
+    from accelerate import PartialState
+
+    state, begun = PartialState(cpu=True), time.monotonic()
+    if state.is_main_process:
+        text = "from_config is called on this rank, and not on rank 1, where one waits for everyone"
+        with pytest.raises(ConfigError, match=text):
+            start()
+    state.wait_for_everyone()
+    assert time.monotonic() - begun < 20
 
 
 def test_models_of_a_configuration_start_in_shards() -> None:

@@ -164,7 +164,7 @@ def run(
         line = f"import zerostart_recorder; {line}".removesuffix("; ")
     record = {"ZEROSTART_RECORD": str(out / "record")}
     text = added(text, line) if line else text
-    output = launch(text, out, CONFIGS[config], arguments, paths, record, 280, module)
+    output = launch(text, out, CONFIGS[config], arguments, paths, record, timeout=280, module=module)
     assert (ANNOUNCED in output) == (LINE in line or module is not None)
     if script.trainer:
         states = sorted((out / "out").glob("**/trainer_state.json"))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("script.py", "package/__init__.py", "package/__main__.py", "package/module.py"):
         (made / name).write_text("" if name.endswith("__init__.py") else SEES)
     (made / "broken.py").write_text("def f(:\n    pass\n")
+    (made / "empty").mkdir()
+    with zipfile.ZipFile(made / "archive.zip", "w") as archive:
+        archive.writestr("__main__.py", SEES)
     return made
 
 
@@ -76,6 +80,8 @@ SLOW = [
     ["-m", "package", "alone", "--help"],  # whose __main__ children do not import
     ["script.py", "alone", "interrupt"],
     ["broken.py"],
+    ["package", "alone"],
+    ["archive.zip", "alone", "--lr", "3"],
 ]
 
 
@@ -101,7 +107,7 @@ def test_a_script_sees_what_it_sees_under_python(arguments: list[str], folder: P
 def test_what_is_no_script_is_a_usage_error(folder: Path) -> None:
     for arguments, text in (
         (["missing.py"], "there is no script missing.py"),
-        (["package"], "package is a directory"),
+        (["empty"], "empty has no __main__.py"),
         (["--zero-stage", "7", "script.py"], "--zero-stage"),
         ([], "Missing argument"),
     ):

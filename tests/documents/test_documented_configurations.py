@@ -10,7 +10,8 @@ import yaml
 from pydantic import BaseModel
 from tests.documents.blocks import REPOSITORY, Block, blocks_of, pages, translations
 
-from zerostart.training.config import TrainConfig, parse_config
+from zerostart.training.config import TrainConfig
+from zerostart.training.configuring import parse_config
 from zerostart.training.registry import task_class
 from zerostart.training.sections import TaskConfig
 

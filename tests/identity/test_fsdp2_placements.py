@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -138,9 +139,23 @@ def compare_with(config: dict[str, Any], path: Path, reference: Path) -> tuple[A
     for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
         assert ours.placements == theirs.placements, name
         assert same_bits(ours.to_local(), theirs.to_local()), name
+    assert saved_and_copied(model) == saved_and_copied(stock)
     plan = zerostart.plan(path, world_size=dist.get_world_size(), engine="fsdp2", engine_config=config)
     read = zerostart.report(model).read_bytes
     return two_steps(model), two_steps(stock), plan.ranks[dist.get_rank()].read_bytes, read
+
+
+def saved_and_copied(model: nn.Module) -> list[float]:
+    """What ``torch.save`` and ``copy.deepcopy`` take of a model's shards."""
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    norm = copy.deepcopy(model.get_submodule("model.norm"))
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.add_(1)
+    tensors = [*torch.load(file, weights_only=False).values(), *norm.parameters(), *model.parameters()]
+    return [float(tensor.to_local().double().sum()) for tensor in tensors]
 
 
 def shard_as_torch_does(stock: nn.Module, ours: nn.Module, config: dict[str, Any]) -> None:

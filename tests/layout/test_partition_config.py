@@ -243,8 +243,32 @@ def test_model_types_heads_and_norms() -> None:
         ({"partition_config": {"strict_mode": True}}, "has no rule for a.up.weight"),
         ({"partition_config": {"layer_specs": [{"patterns": ["a"]}]}}, "does not divide a part of 9 of a.up"),
         (
+            {
+                "partition_config": {
+                    "layer_specs": [{"patterns": ["a"], "shape": [2, -1], "partition_dim": 2}]
+                }
+            },
+            "which has no dimension 2",
+        ),
+        (
             {"partition_config": {"layer_specs": [{"patterns": ["a"], "shape": [2, 5], "partition_dim": 0}]}},
             "which does not fit",
+        ),
+        (
+            {
+                "partition_config": {
+                    "layer_specs": [{"patterns": ["a"], "shape": [2, -1], "partition_dim": 0}]
+                }
+            },
+            "9 is not made of 2 equal parts",
+        ),
+        (
+            {
+                "partition_config": {
+                    "layer_specs": [{"patterns": ["a"], "shape": [3, -1], "gather_output": True}]
+                }
+            },
+            "gather_output and shape exclude each other, for a.up",
         ),
     ],
 )

@@ -178,8 +178,8 @@ def test_what_is_cached_lets_its_encoder_go(paths: dict[str, Path]) -> None:
     ("options", "words"),
     [
         ({"placement": {"unet": "shard"}}, "placement names 'unet'; the models of .* are .*text_encoder"),
-        ({"placement": "shard"}, "placement='shard' must be a dict of components"),
-        ({"trainable": "transformer"}, "trainable='transformer' must be a list of components"),
+        ({"placement": "shard"}, "placement='shard' is not accepted; give a dictionary or None"),
+        ({"trainable": "transformer"}, "trainable='transformer' is not accepted; give a list of strings"),
         ({"placement": {"vae": "elsewhere"}}, r"placement\['vae'\] is 'elsewhere'; there are 'shard'"),
         ({"trainable": ("unet",)}, "trainable names 'unet'"),
         (

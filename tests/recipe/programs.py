@@ -136,7 +136,7 @@ def _runs(line: str, space: dict[str, Any]) -> bool:
     with quiet():
         try:
             exec(line, space)
-        except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError, UserWarning):
+        except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError, BufferError, UserWarning):
             return False
     return True
 

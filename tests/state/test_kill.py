@@ -30,10 +30,11 @@ OPTIMIZERS: weakref.WeakKeyDictionary[torch.nn.Module, torch.optim.Optimizer] = 
 def loaded(checkpoint: Path) -> torch.nn.Module:
     model = zerostart.load(checkpoint, engine="fsdp2", progress=False)
     OPTIMIZERS[model] = optimizer = torch.optim.AdamW(model.parameters())
+    # As a step leaves it. A step itself takes as long in a fresh process as all else here: torch's tensors of
+    # a mesh ask for each of its operations, once a process, where its results are.
     for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+        moments = {"exp_avg": torch.ones_like(parameter), "exp_avg_sq": torch.ones_like(parameter)}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0, device="cpu"), **moments}
     return model
 
 

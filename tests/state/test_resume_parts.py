@@ -146,6 +146,7 @@ def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
     assert [path.name for path in removed] == ["step-0", "step-2"]
     assert [path.name for path in complete(tmp_path)] == ["step-1", "step-3", "step-4"]
     assert prune(tmp_path, None) == []
+    assert prune(tmp_path, 1, own=lambda extra: extra["loss"] > 9) == []
     assert (tmp_path / "unfinished").is_dir()
     (tmp_path / "step-0").mkdir()
     (tmp_path / ".step-0.0123456789ab.removed" / "model").mkdir(parents=True)  # by a process that was killed

@@ -136,7 +136,7 @@ def recorded_run(values: dict, dies_after: int | None = None) -> dict:
     """
     import zerostart
     from zerostart.training import runner
-    from zerostart.training.config import parse_config
+    from zerostart.training.configuring import parse_config
 
     batches, weights, drawn = [], {}, FlowMatching.drawn
     step, export = runner._Run._step, runner.export_model

@@ -83,7 +83,7 @@ class Drawn(FlowMatching):
 
 def run(values: dict[str, Any]) -> Any:
     """Train as ``values`` say, on this rank."""
-    from zerostart.training.config import parse_config
+    from zerostart.training.configuring import parse_config
     from zerostart.training.runner import train
 
     return train(parse_config(values))

@@ -27,7 +27,7 @@ from zerostart.errors import CheckpointNotFoundError, ConfigError, ReadError, Wr
 from zerostart.training.cache import ensure_cache
 from zerostart.training.cache_files import publish_prompts
 from zerostart.training.cached import CachedItems
-from zerostart.training.config import parse_config
+from zerostart.training.configuring import parse_config
 
 SIZES = [(16, 16), (16, 32), (16, 16), (32, 16), (16, 32), (16, 16), (16, 16)]
 

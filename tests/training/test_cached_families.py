@@ -20,7 +20,7 @@ from zerostart.distributed.world import current_world
 from zerostart.training.cache import ensure_cache
 from zerostart.training.cache_config import CacheConfig
 from zerostart.training.cached import CachedItems
-from zerostart.training.config import parse_config
+from zerostart.training.configuring import parse_config
 from zerostart.training.encoding.base import encoder_class
 
 

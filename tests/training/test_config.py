@@ -4,7 +4,7 @@ import pytest
 
 import extending.rows  # noqa: F401  # registers itself
 from zerostart.errors import ConfigError
-from zerostart.training.config import load_config, parse_config
+from zerostart.training.configuring import load_config, parse_config
 from zerostart.training.engine_config import engine_config
 
 YAML = """

@@ -8,7 +8,7 @@ from torch import nn
 
 from ranks import run_ranks
 from zerostart.distributed.world import World
-from zerostart.training.config import parse_config
+from zerostart.training.configuring import parse_config
 from zerostart.training.course import course_of, departures
 
 GIVEN = {

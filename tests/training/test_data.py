@@ -9,7 +9,8 @@ from transformers import AutoTokenizer
 from tiny import minilm_path
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, ReadError
-from zerostart.training.config import DataConfig, parse_config
+from zerostart.training.config import DataConfig
+from zerostart.training.configuring import parse_config
 from zerostart.training.data import Sequences, iter_documents, split_held_out, tokenize
 from zerostart.training.evaluate import HeldOut, held_out_batches
 from zerostart.training.failures import Failures

@@ -11,7 +11,7 @@ from tests.training.flow_items import FAMILIES, build, configured, examples, noi
 
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.training import Task, register_task
-from zerostart.training.config import parse_config
+from zerostart.training.configuring import parse_config
 from zerostart.training.families.registry import FAMILIES as KINDS
 from zerostart.training.families.registry import family_of
 from zerostart.training.registry import task_class

@@ -15,7 +15,8 @@ from ranks import run_ranks
 from tiny import TinyCheckpoints
 from zerostart.cli import main
 from zerostart.errors import ConfigError, EngineError
-from zerostart.training.config import TrainConfig, load_config, parse_config
+from zerostart.training.config import TrainConfig
+from zerostart.training.configuring import load_config, parse_config
 from zerostart.training.launcher import with_launched
 
 ENGINES = [(name, stage) for name in ("deepspeed", "fsdp2") for stage in range(4)]

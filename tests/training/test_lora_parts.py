@@ -12,7 +12,7 @@ from torch import nn
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from zerostart.training import ema
-from zerostart.training.config import parse_config
+from zerostart.training.configuring import parse_config
 from zerostart.training.diffsynth_names import names_for
 from zerostart.training.ema import Ema
 from zerostart.training.exporting import check_export

@@ -66,7 +66,7 @@ def examples(config):
     """The batches that are trained on and held out, padded."""
     from transformers import AutoTokenizer
 
-    from zerostart.training.config import parse_config
+    from zerostart.training.configuring import parse_config
     from zerostart.training.data import iter_documents, tokenize
 
     data = parse_config(config).data

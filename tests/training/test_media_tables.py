@@ -14,7 +14,7 @@ from PIL import Image
 from ranks import rank_outcomes
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
-from zerostart.training.config import parse_config
+from zerostart.training.configuring import parse_config
 from zerostart.training.media.config import MediaConfig
 from zerostart.training.media.items import MediaItems, as_float, as_picture, read_media
 

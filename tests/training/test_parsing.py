@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.training.checkpoints import _extra
-from zerostart.training.config import load_config, parse_config
+from zerostart.training.configuring import load_config, parse_config
 from zerostart.training.engine_config import own_config
 from zerostart.training.generating import template_of
 from zerostart.training.lora_files import _parsed, _read

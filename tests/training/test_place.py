@@ -13,7 +13,7 @@ from ranks import run_ranks
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError
 from zerostart.state.keeping import complete
-from zerostart.training.config import parse_config
+from zerostart.training.configuring import parse_config
 from zerostart.training.place import claimed, clear, set_aside
 
 __all__ = ["values"]
@@ -48,7 +48,10 @@ def test_nothing_goes_on_from_what_was_overwritten(checkpoints, values):
 
 def checkpoint(folder, name, saved_at):
     (folder / name).mkdir(parents=True)
-    (folder / name / "state.json").write_text(json.dumps({"saved_at_ns": saved_at}))
+    extra = (
+        {"step": saved_at, "sequences": 0, "schedule": {}} if name.startswith("step-") else {"step": saved_at}
+    )
+    (folder / name / "state.json").write_text(json.dumps({"saved_at_ns": saved_at, "extra": extra}))
     return folder / name
 
 
@@ -56,6 +59,7 @@ def test_what_another_run_made_goes_and_nothing_else(tmp_path):
     """Killed before it begins, a run has removed nothing, and left nothing to go on from."""
     folder = tmp_path / "checkpoints"
     checkpoint(folder, "step-00000001", 1)
+    checkpoint(folder, "by-hand", 1)  # a script's own, by save_state
     (folder / ".step-00000002.0123456789ab.saving").mkdir()
     own = [tmp_path / "samples" / "mine", tmp_path / "exports" / "mine", tmp_path / "ema-notes"]
     for path in (*own, tmp_path / "samples" / "step-00000000", tmp_path / "ema", folder / "mine"):
@@ -71,23 +75,24 @@ def test_what_another_run_made_goes_and_nothing_else(tmp_path):
     with set_aside(tmp_path, None, ALONE):
         assert not folder.exists()
         clear(tmp_path, None)
-    assert [path.name for path in folder.iterdir()] == ["mine"]
+    assert sorted(path.name for path in folder.iterdir()) == ["by-hand", "mine"]
     assert all(path.is_dir() for path in own)
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
-        ["checkpoints", "mine", "samples", "mine", "exports", "mine", "ema-notes"]
+        ["checkpoints", "by-hand", "state.json", "mine", "samples", "mine", "exports", "mine", "ema-notes"]
     )
 
 
 def test_going_on_from_an_earlier_checkpoint_leaves_no_later_one(tmp_path):
     folder = tmp_path / "checkpoints"
     first, second, third = (checkpoint(folder, f"step-0000000{n}", n) for n in (1, 2, 3))
+    own = checkpoint(folder, "by-hand", 9)
     (tmp_path / "samples" / "step-00000000").mkdir(parents=True)
     (tmp_path / "link").symlink_to(folder)
     given = tmp_path / "link" / second.name
     with set_aside(tmp_path, given, ALONE):
         assert third.is_dir()
         clear(tmp_path, given)
-    assert sorted(folder.iterdir()) == [first, second]
+    assert sorted(folder.iterdir()) == [own, first, second]
     assert (tmp_path / "samples" / "step-00000000").is_dir()
 
 

@@ -14,7 +14,7 @@ from tests.training.sampled import encode, run
 
 from ranks import run_ranks
 from zerostart.errors import ConfigError
-from zerostart.training.config import parse_config
+from zerostart.training.configuring import parse_config
 from zerostart.training.runner import train
 from zerostart.training.samples.files import write_drawn
 from zerostart.training.samples.pipeline import Drawing

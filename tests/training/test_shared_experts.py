@@ -73,7 +73,7 @@ def values(
 
 def run(values: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     """Losses by step, and the configuration of the trained model."""
-    from zerostart.training.config import parse_config
+    from zerostart.training.configuring import parse_config
     from zerostart.training.runner import train
 
     folder = Path(train(parse_config(values)).directory)

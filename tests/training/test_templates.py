@@ -14,7 +14,8 @@ from zerostart.cli import main
 from zerostart.engines import check_choice
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh
-from zerostart.training.config import TrainConfig, load_config, parse_config
+from zerostart.training.config import TrainConfig
+from zerostart.training.configuring import load_config, parse_config
 from zerostart.training.engine_config import engine_config
 from zerostart.training.generating import described, template_of
 from zerostart.training.registry import task_class

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from ranks import run_ranks
-from zerostart.training.config import parse_config
+from zerostart.training.configuring import parse_config
 
 #: Lengths of the documents of one step: what two ranks, or two batches, see differs in predicted tokens. One
 #: of them predicts nothing: with a batch size of 1 that is a whole batch.

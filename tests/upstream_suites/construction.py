@@ -128,12 +128,15 @@ def born_again(given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, to
     training = {module: module.training for module in model.modules()}
     before = dict(model.named_parameters())
     _to_meta(model)
+    sequences = _sequences(given)
+    if sequences == 1:  # Without an mpu DeepSpeed shares none, whatever the section says.
+        config = {key: value for key, value in config.items() if key != "sequence_parallel_size"}
     zerostart.load(
         state if dist.get_rank() == 0 else None,
         model,
         zero_stage=_stage(config),
         engine_config=config,
-        sequence_parallel=_sequences(given),
+        sequence_parallel=sequences,
         exchange=os.environ.get("ZEROSTART_EXCHANGE", "1") == "1" if _flat(config) else None,
         progress=False,
     )

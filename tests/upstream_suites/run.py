@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
+from zerostart.upstream.extensions import load_operations
+
 #: Files of DeepSpeed's ``tests/unit`` that start engines at stages 1 and 2, and what to take of each.
 SUITES = {
     "v1/zero/test_zero.py": "not Zero3 and not ParamPartitioning",
@@ -46,6 +48,8 @@ AXES = {
 #: The model that some of them ask the hub for.
 HUB_MODEL = "hf-internal-testing/tiny-random-LlamaForCausalLM"
 HERE = Path(__file__).resolve().parent
+#: Where DeepSpeed's operations are compiled, once for all runs.
+EXTENSIONS = Path(sys.prefix, "torch_extensions")
 #: Longest that one test, and one file, may take, in seconds.
 LIMIT, LONGEST = 300, 3600
 
@@ -55,22 +59,28 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="a checkout of DeepSpeed, at the installed version")
     parser.add_argument("suites", nargs="*", default=list(SUITES), help="files under tests/unit")
     parser.add_argument("-k", default="", help="pytest's expression, in the place of the suite's own")
-    parser.add_argument("--out", type=Path, help="takes the outcomes of each suite, as JSON")
+    parser.add_argument("--out", type=Path, help="takes the outcomes, as JSON, beside those of other tests")
     arguments = parser.parse_args()
     if not (arguments.checkout / "tests" / "unit" / "common.py").is_file():
         parser.error(f"{arguments.checkout} has no tests/unit/common.py; give a checkout of DeepSpeed")
     bad, outcomes_of = 0, {}
+    if arguments.out and arguments.out.exists():
+        outcomes_of = json.loads(arguments.out.read_text())
     with tempfile.TemporaryDirectory(prefix="upstream-") as scratch:
         # Apart from the rest of the checkout, whose package would come before the installed one.
         shutil.copytree(arguments.checkout / "tests", Path(scratch, "tests"))
         make_hub_model(Path(scratch, "hub"))
+        os.environ |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS)}
+        # Not by the tests: each would wait without end for the lock of a build that was killed.
+        load_operations(("ShareMemCommBuilder", "FusedAdamBuilder"), told=True)
         for suite in arguments.suites:
             expression = arguments.k or SUITES.get(suite, "")
             stock, _ = outcomes(Path(scratch), suite, expression, ours=False)
             ours, made = outcomes(Path(scratch), suite, expression, ours=True)
             bad += told(suite, stock, ours, made)
-            tests = {name: [stock[name], ours.get(name)] for name in stock}
-            outcomes_of[suite] = {"constructions": made, "stock, zerostart": tests}
+            known = outcomes_of.setdefault(suite, {"constructions": 0, "stock, zerostart": {}})
+            known["constructions"] += made
+            known["stock, zerostart"] |= {name: [stock[name], ours.get(name)] for name in stock}
             if arguments.out:
                 arguments.out.write_text(json.dumps(outcomes_of, indent=1) + "\n")
     return 1 if bad else 0
@@ -96,13 +106,11 @@ def outcomes(scratch: Path, suite: str, expression: str, ours: bool) -> tuple[di
     found.unlink(missing_ok=True)
     log.write_text("")
     environment = os.environ | {
-        "DS_ACCELERATOR": "cpu",
         "LOCAL_SIZE": "4",  # DeepSpeed's number of CPU devices
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "DS_UNITTEST_TIMEOUT": str(LIMIT),
         "DS_DISABLE_REUSE_DIST_ENV": "1",
-        "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "torch_extensions")),
         "ZEROSTART_CONSTRUCTIONS": str(log) if ours else "",
         "ZEROSTART_STAGES": "0123" if suite in AXES else "12",
         "HF_HUB_CACHE": str(scratch / "hub"),

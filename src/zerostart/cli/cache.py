@@ -29,7 +29,7 @@ def _run(arguments: list[str]) -> dict[str, Any]:
     """One rank's part; returns where the cache is, and of how many items."""
     from zerostart.distributed.world import current_world
     from zerostart.training.cache import ensure_cache
-    from zerostart.training.config import load_config
+    from zerostart.training.configuring import load_config
     from zerostart.training.registry import task_class
 
     config = load_config(arguments[0], arguments[1:])

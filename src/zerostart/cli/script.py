@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import io
+import pkgutil
 import sys
 import types
 from collections.abc import Sequence
@@ -25,7 +26,10 @@ __all__ = ["Script"]
 
 @dataclass(frozen=True)
 class Script:
-    """A file, or (``module``) a module by its dotted name, and the arguments after it."""
+    """A file, or (``module``) a module by its dotted name, and the arguments after it.
+
+    A file may be a directory or a zip file with a ``__main__``.
+    """
 
     name: str
     arguments: Sequence[str]
@@ -33,22 +37,24 @@ class Script:
 
     def check(self) -> None:
         """Raise ConfigError for a file that cannot be run; a module is looked for when it is run."""
-        if self.module:
+        if self.module or Path(self.name).is_file():
             return
-        path = Path(self.name)
-        if path.is_dir():
-            raise ConfigError(f"{self.name} is a directory; name the script in it")
-        if not path.is_file():
+        if not Path(self.name).is_dir():
             raise ConfigError(f"there is no script {self.name}; name a file, or a module with -m")
+        if self._held() is None:
+            raise ConfigError(f"{self.name} has no __main__.py; name the script in it")
 
     def run(self) -> NoReturn:
         """Run it, and end the process as ``python`` would."""
         sys.argv[:] = [self.name, *self.arguments]
+        held = None if self.module else self._held()
         if not sys.flags.safe_path:
             # In the place of the folder of the command that was typed.
             sys.path[0] = str(Path.cwd()) if self.module else str(Path(self.name).resolve().parent)
+        if held is not None:
+            sys.path[: not sys.flags.safe_path] = [self._path]
         try:
-            code, main = self._found() if self.module else self._read()
+            code, main = self._found() if self.module else self._read(held)
             sys.modules["__main__"] = main
             exec(code, vars(main))
         except SystemExit:
@@ -57,14 +63,26 @@ class Script:
             _end(error)
         sys.exit(0)
 
-    def _read(self) -> tuple[CodeType, types.ModuleType]:
-        """The code of a file, and the module that it runs in."""
-        # Absolute, and otherwise as it was typed, as the interpreter has it.
-        path = self.name if Path(self.name).is_absolute() else f"{Path.cwd()}/{self.name}"
-        with io.open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
-        loader = importlib.machinery.SourceFileLoader("__main__", path)
-        return code, _main(__file__=path, __cached__=None, __loader__=loader, __package__=None, __spec__=None)
+    @property
+    def _path(self) -> str:
+        """Absolute, and otherwise as it was typed, as the interpreter has it."""
+        return self.name if Path(self.name).is_absolute() else f"{Path.cwd()}/{self.name}"
+
+    def _held(self) -> importlib.machinery.ModuleSpec | None:
+        """The ``__main__`` in a directory or a zip file; None where there is none, and for a plain file."""
+        importer: Any = pkgutil.get_importer(self._path)
+        return None if importer is None else importer.find_spec("__main__")
+
+    def _read(self, held: importlib.machinery.ModuleSpec | None) -> tuple[CodeType, types.ModuleType]:
+        """The code of a file, or of the ``__main__`` that it holds, and the module that it runs in."""
+        code = None if held is None else _code(held)
+        if held is not None and code is not None:
+            return code, _of(held)
+        with io.open_code(self._path) as file:
+            code = compile(file.read(), self._path, "exec", dont_inherit=True)
+        loader = importlib.machinery.SourceFileLoader("__main__", self._path)
+        given = {"__file__": self._path, "__cached__": None, "__loader__": loader}
+        return code, _main(**given, __package__=None, __spec__=None)
 
     def _found(self) -> tuple[CodeType, types.ModuleType]:
         """The code of a module, or of the ``__main__`` of a package."""
@@ -77,8 +95,7 @@ class Script:
             print(f"{sys.executable}: No module named {self.name}, or it cannot be run", file=sys.stderr)
             sys.exit(1)
         sys.argv[0] = str(spec.origin)
-        given = {"__file__": spec.origin, "__cached__": spec.cached, "__loader__": spec.loader}
-        return code, _main(**given, __package__=spec.parent, __spec__=spec)
+        return code, _of(spec)
 
 
 def _specification(name: str) -> importlib.machinery.ModuleSpec | None:
@@ -97,6 +114,11 @@ def _code(spec: importlib.machinery.ModuleSpec) -> CodeType | None:
         return None
     code: CodeType | None = loader.get_code(spec.name)
     return code
+
+
+def _of(spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+    given = {"__file__": spec.origin, "__cached__": spec.cached, "__loader__": spec.loader}
+    return _main(**given, __package__=spec.parent, __spec__=spec)
 
 
 def _main(**attributes: object) -> types.ModuleType:

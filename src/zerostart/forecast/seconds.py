@@ -26,7 +26,7 @@ def rates_of(assumed: Rates, storage: float | None, interconnect: float | None) 
     rate.
     """
     for name, value in (("storage_rate", storage), ("interconnect_rate", interconnect)):
-        if value is not None and (isinstance(value, bool) or not 0 < float(value) < math.inf):
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name}={value!r} must be a number of bytes a second")
     if storage is not None:
         assumed = replace(assumed, link=float(storage))

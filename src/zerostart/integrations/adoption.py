@@ -112,6 +112,7 @@ def _choose(served: type[Chosen], kind: type, arguments: dict[str, Any]) -> Chos
         return None
     active = replace(active, sharing=Sharing.of(active.engine).merged(settings.sequence_parallel))
     join_ranks(active.family.host_backend)
+    meeting.all_come(f"{kind.__name__}.{served.function}")
     call = served(settings, active, arguments)
     call.check()
     return call

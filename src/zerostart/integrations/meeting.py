@@ -3,16 +3,20 @@
 Scripts save on rank 0 alone where rank 0 has all that is saved; and transformers' documentation has every
 rank call ``save_pretrained``, with a state dict that was gathered before, on rank 0 alone. So before the
 ranks meet in a collective, rank 0 tells by the store of the process group what its call is, and the others
-answer.
-A rank that finds itself alone raises an error, at once where the others are known to be elsewhere.
+answer. Before a load of a script they count in the store who has come.
+A rank that finds itself alone raises an error, at once where the others are known to be elsewhere, and says
+before that for whom it waits.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
+import weakref
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +26,19 @@ from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.upstream.torch_store import patience, store_of
 
-__all__ = ["given", "together", "waiting"]
+__all__ = ["all_come", "given", "together", "waiting"]
+
+logger = logging.getLogger("zerostart")
 
 _ALONE, _TOGETHER = "alone", "together"
 #: Seconds between two looks, at most.
 _PAUSE = 0.25
+#: Seconds after which a rank says for whom it waits.
+_SILENCE = 20.0
+_ALIKE = (
+    "every rank gets a part of the model, so call it on every rank (without `if is_main_process`), or "
+    "outside zerostart.enabled() for a whole model of this rank's own"
+)
 
 
 @dataclass
@@ -42,6 +54,8 @@ class _Calls:
     waits: int = 0
     #: By directory, calls with a state dict of its own that this rank has made, and rank 0 has told of.
     own: Counter[str] = field(default_factory=Counter)
+    #: How many loads this rank has begun.
+    loads: int = 0
 
     def tell(self, kind: str, directory: str) -> None:
         self.store.set(f"call/{self.count}", json.dumps([kind, directory]))
@@ -86,25 +100,69 @@ class _Calls:
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE)
 
+    def gather(self, call: str) -> None:
+        """Return when every rank has begun this load."""
+        place = f"load/{self.loads}"
+        mine = (f"{place}/{self.rank}", f"{place}/{call}", place)
+        for key in mine:
+            self.store.add(key, 1)
+        begun, limit, pause, silence = time.monotonic(), patience().total_seconds(), 0.001, _SILENCE
+        while self.store.add(place, 0) < self.size:
+            elsewhere = self.store.check([f"waited/{self.waits + 1}"])
+            seconds = time.monotonic() - begun
+            # All may have been here in the meantime, before one went there.
+            if (elsewhere or seconds > limit) and self.store.add(place, 0) < self.size:
+                how = ", where one waits for everyone instead" if elsewhere else f" within {limit:.0f} s"
+                alone = self._alone(call, place)
+                for key in mine:  # What comes later is this load of all.
+                    self.store.add(key, -1)
+                raise ConfigError(f"{alone}{how}: {_ALIKE}")
+            if seconds > silence:
+                silence = limit
+                if self.rank == next(self._here(place)):
+                    logger.warning("%s so far, and waits: %s", self._alone(call, place), _ALIKE)
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE)
+        self.loads += 1
+        if self.store.add(f"{place}/{call}", 0) < self.size:
+            raise ConfigError(f"{call} is called on this rank, and something else on another: {_ALIKE}")
+
+    def _here(self, place: str) -> Iterator[int]:
+        """The ranks that have come, ascending."""
+        return (rank for rank in range(self.size) if self.store.add(f"{place}/{rank}", 0))
+
+    def _alone(self, call: str, place: str) -> str:
+        absent = sorted(set(range(self.size)).difference(self._here(place)))
+        return f"{call} is called on this rank, and not on rank {', '.join(map(str, absent))}"
+
     def _is_elsewhere(self, rank: int) -> bool:
         """Whether a rank waits for everyone at a point that this one has not reached."""
         key = f"waits/{rank}"
         return bool(self.store.check([key])) and int(self.store.get(key)) > self.waits
 
 
-_calls: dict[int, _Calls] = {}
+#: By process group; there is one at a time.
+_calls: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
 
 
 def _here() -> _Calls | None:
     """This process group's calls; None for a process that is alone."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    key = id(dist.group.WORLD)
-    if key not in _calls:
-        _calls.clear()
-        world = current_world()
-        _calls[key] = _Calls(store_of("zerostart/saving"), world.rank, world.size)
-    return _calls[key]
+    group, world = dist.group.WORLD, current_world()
+    if group not in _calls:
+        _calls[group] = _Calls(store_of("zerostart/meeting"), world.rank, world.size)
+    return _calls[group]
+
+
+def all_come(call: str) -> None:
+    """Return when every rank is at ``call``, which loads a model in shards.
+
+    Raises ConfigError where others do not come, or come to something else.
+    """
+    calls = _here()
+    if calls is not None:
+        calls.gather(call)
 
 
 def given(directory: str | os.PathLike[str]) -> None:
@@ -138,6 +196,7 @@ def waiting() -> None:
     if calls is not None:
         calls.waits += 1
         calls.store.set(f"waits/{calls.rank}", str(calls.waits))
+        calls.store.set(f"waited/{calls.waits}", "")
 
 
 def _absent(directory: str, rank: int, what: str) -> ConfigError:

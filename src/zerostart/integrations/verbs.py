@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from zerostart.loading.argument_kinds import check_arguments
+
 if TYPE_CHECKING:
     import os
 
@@ -50,9 +52,8 @@ def load_pipeline(
             loop of yours, one by one or as children of one module. The others are frozen, and can be called
             as they are.
         memory_limit: as in ``load``.
-        parallel_config: refused: diffusers' context parallel shares a sequence out over whole models.
-        without: models that are not loaded, and None in the pipeline: the transformer, say, where only what
-            goes into it is computed.
+        parallel_config: refused: diffusers' context parallel shares a sequence over whole models.
+        without: models that are not loaded, and None in the pipeline (such as the transformer).
 
     Returns:
         A pipeline of the class that ``model_index.json`` names.
@@ -74,6 +75,7 @@ def load_pipeline(
         'DDPMPipeline'
     """
     given = dict(locals())
+    check_arguments(load_pipeline, given)
     from zerostart.integrations.pipelines import PipelineRequest
     from zerostart.integrations.pipelines import load_pipeline as load_whole
 
@@ -105,6 +107,7 @@ def drop_components(pipe: DiffusionPipeline, *names: str) -> tuple[str, ...]:
         >>> zerostart.drop_components(pipe)
         ('unet',)
     """
+    check_arguments(drop_components, locals(), collective=False)
     from zerostart.integrations.pipelines import drop_components as drop
 
     return drop(pipe, *names)

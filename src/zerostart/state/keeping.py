@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +16,47 @@ from zerostart.state.training_state import MARKER, SAVED_AT
 __all__ = ["complete", "prune"]
 
 
-def complete(directory: Path) -> list[Path]:
-    """The complete training checkpoints in ``directory``, the oldest first."""
+def complete(directory: Path, own: Callable[[Any], bool] | None = None) -> list[Path]:
+    """The complete training checkpoints in ``directory``, the oldest first.
+
+    With ``own``, those alone of which it says so from their ``extra``, as it is in the document.
+    """
     # What a killed save has left beside a checkpoint begins with a dot.
     found = {}
     for marker in directory.glob(f"[!.]*/{MARKER}"):
         with contextlib.suppress(CheckpointError):  # damaged: no marker of a complete one
-            found[marker.parent] = _saved_at(marker)
+            document = read_json(marker, "training state")
+            if own is None or own(document.get("extra")):
+                found[marker.parent] = _saved_at(document, marker)
     return sorted(found, key=lambda path: (found[path], path.name))
 
 
-def _saved_at(marker: Path) -> int:
+def _saved_at(document: Mapping[str, Any], marker: Path) -> int:
     """When a checkpoint was saved, in nanoseconds: as it says, since copies of files are of another time."""
-    saved_at = read_json(marker, "training state").get(SAVED_AT)
+    saved_at = document.get(SAVED_AT)
     return saved_at if type(saved_at) is int else marker.stat().st_mtime_ns
 
 
 def prune(
-    directory: Path, keep: int | None, best: int = 0, score: Callable[[Any], float | None] | None = None
+    directory: Path,
+    keep: int | None,
+    best: int = 0,
+    score: Callable[[Any], float | None] | None = None,
+    own: Callable[[Any], bool] | None = None,
 ) -> list[Path]:
     """Remove training checkpoints in ``directory`` but the last ``keep`` and the ``best`` ones; gives them.
 
     One rank calls it, after a save. ``score`` says how good a checkpoint is, from its ``extra`` as it is in
     the document (more is better; None and nan are none of the best). ``keep=None`` keeps all. What is
-    incomplete, or no training checkpoint, is left alone. A checkpoint is gone in one step; what a kill has
-    left of one goes with the next.
+    incomplete, or no training checkpoint, or none of ``own``, is left alone.
+    A checkpoint is gone in one step; what a kill has left of one goes with the next.
     Raises ConfigError for numbers that keep nothing, WriteError where removing fails.
     """
     if keep is None:
         return []
     if keep < 1 or best < 0 or (best and score is None):
         raise ConfigError(f"keep={keep} and best={best}: keep the last one at least, and say what is best")
-    found = complete(directory)
+    found = complete(directory, own)
     kept = set(found[-keep:])
     if score is not None:
         told = {path: score(read_json(path / MARKER, "training state").get("extra")) for path in found}

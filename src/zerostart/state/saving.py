@@ -65,14 +65,10 @@ class SaveRequest:
     def check(self) -> None:
         """Raise ConfigError for what no save can serve."""
         parse_size(self.max_shard_size)
-        if self.dtype is not None and not (
-            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
-        ):
+        if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigError(f"dtype={self.dtype!r} is not a floating torch.dtype")
-        chosen = [
-            n for n in ("trainable_only", "adapters_only", "merge_adapters") if getattr(self, n) is not False
-        ]
-        if any(getattr(self, n) is not True for n in chosen) or len(chosen) > 1:
+        chosen = [n for n in ("trainable_only", "adapters_only", "merge_adapters") if getattr(self, n)]
+        if len(chosen) > 1:
             raise ConfigError(f"{' and '.join(chosen)}: give True for one of them at most")
 
 

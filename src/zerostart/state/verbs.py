@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zerostart.loading.argument_kinds import check_arguments
+
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
@@ -72,6 +74,7 @@ def save_state(
         >>> saving.done(), zerostart.load_state(folder + "/state", model, optimizer)
         (True, {'step': 7})
     """
+    check_arguments(save_state, locals())
     from zerostart.state.checkpointing import save_state as save
 
     return save(path, model, optimizer, extra, wait)
@@ -103,6 +106,7 @@ def load_state(
         >>> zerostart.load_state(folder + "/state", model)
         [1, 'two']
     """
+    check_arguments(load_state, locals())
     from zerostart.state.resuming import load_state as restore
 
     found: Extra = restore(path, model, optimizer)
@@ -156,6 +160,7 @@ def save(
         >>> zerostart.save(model, tempfile.mkdtemp()).tensors
         ('bias', 'weight')
     """
+    check_arguments(save, locals())
     from zerostart.state.saving import SaveRequest
     from zerostart.state.saving import save as save_model
 
@@ -182,6 +187,7 @@ def digest(model: nn.Module) -> dict[str, str]:
         >>> sorted(found), len(found["weight"])
         (['bias', 'weight'], 32)
     """
+    check_arguments(digest, locals())
     from zerostart.state.digest import digest as digest_of
 
     return digest_of(model)
@@ -208,6 +214,7 @@ def verify(path: str | os.PathLike[str]) -> Verified:
         >>> zerostart.verify(folder).tensors
         2
     """
+    check_arguments(verify, locals(), collective=False)
     from zerostart.checkpoint.verifying import verify as verify_path
 
     return verify_path(path)

@@ -5,25 +5,22 @@ For tasks of one's own: the class ``Task``, and ``register_task``, by which a co
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from zerostart.training.registry import register_task
-
 if TYPE_CHECKING:
+    from zerostart.training.registry import register_task
     from zerostart.training.sections import TaskConfig
     from zerostart.training.tasks.base import Batch, Collator, Items, Task
 
 __all__ = ["Batch", "Collator", "Items", "Task", "TaskConfig", "register_task"]
 
 
+#: Where each is. Not imported before they are asked for: ``import zerostart`` is to be quick.
+_PLACES = {"TaskConfig": "sections", "register_task": "registry"}
+
+
 def __getattr__(name: str) -> Any:
-    # Not imported before they are asked for: ``import zerostart`` is to be quick.
-    if name == "TaskConfig":
-        from zerostart.training import sections
-
-        return sections.TaskConfig
     if name in __all__:
-        from zerostart.training.tasks import base
-
-        return getattr(base, name)
+        return getattr(importlib.import_module(f"{__name__}.{_PLACES.get(name, 'tasks.base')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,7 @@ from zerostart.state.training_state import MARKER
 from zerostart.state.values import decoded
 from zerostart.training.config import CheckpointConfig, TrainConfig
 from zerostart.training.course import DATA, departures
-from zerostart.training.place import FOLDER
+from zerostart.training.place import FOLDER, of_a_run
 from zerostart.training.session import Session
 
 __all__ = ["Checkpoints", "Past", "newest"]
@@ -56,7 +56,7 @@ def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
 
     def find() -> Path | None:
         if config.resume == "auto":
-            return next(reversed(complete(directory / FOLDER)), None)
+            return next(reversed(complete(directory / FOLDER, of_a_run)), None)
         if config.resume is None:
             return None
         path = Path(config.resume).expanduser().absolute()
@@ -127,7 +127,7 @@ class Checkpoints:
         world = current_world()
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
-                prune(self._folder, self._config.keep, self._config.best, _how_good)
+                prune(self._folder, self._config.keep, self._config.best, _how_good, of_a_run)
 
     def resume(self, path: Path) -> tuple[Past, Iterator[dict[str, torch.Tensor]]]:
         """Restore ``path``; gives what its run had seen, and the batches that come after; collective.
@@ -189,10 +189,10 @@ class Checkpoints:
 
 def _extra(path: Path) -> Any:
     """What ``save`` has put into a checkpoint, which has no tensors in it."""
-    extra = decoded(read_json(path / MARKER, "training state").get("extra"), {})
-    if not isinstance(extra, dict) or not {"step", "schedule"} <= extra.keys():
+    extra = read_json(path / MARKER, "training state").get("extra")
+    if not of_a_run(extra):
         raise ConfigError(f"resume: {path} was not saved by a run of zerostart train; name one that was")
-    return extra
+    return decoded(extra, {})
 
 
 def _how_good(extra: Any) -> float | None:

@@ -1,24 +1,19 @@
-"""The configuration of ``zerostart train``: one YAML file, typed, with no key that is silently ignored.
+"""The configuration of ``zerostart train``, typed: its sections, what each key means, and the defaults.
 
-``load_config(path, ["train.steps=10"])`` reads the file, applies the overrides and checks everything
-before a model or a process group exists.
+It is read, and its sections held against each other, in ``training/configuring.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator
 
 from zerostart.checkpoint.shards import parse_size
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import LoadArguments
 from zerostart.training.cache_config import CacheConfig
 from zerostart.training.media.config import MediaConfig
-from zerostart.training.mistakes import TaskMistake, told
-from zerostart.training.parsing import parsed_yaml
 from zerostart.training.samples.settings import SamplesConfig
 from zerostart.training.sections import Count, Positive, Section, TaskConfig
 from zerostart.training.trained_sections import EmaConfig, LoraConfig
@@ -37,8 +32,6 @@ __all__ = [
     "TrackingConfig",
     "TrainConfig",
     "TrainingConfig",
-    "load_config",
-    "parse_config",
 ]
 
 # The schedules of ``transformers.get_scheduler`` that need no further arguments.
@@ -228,7 +221,7 @@ class TrainConfig(Section):
 
     model: ModelConfig
     data: DataConfig | None = None
-    task: SerializeAsAny[Annotated[TaskConfig, BeforeValidator(lambda value: _of_task(value))]]
+    task: SerializeAsAny[TaskConfig]
     train: TrainingConfig
     output: OutputConfig
     engine: EngineConfig = EngineConfig()
@@ -242,49 +235,9 @@ class TrainConfig(Section):
     samples: SamplesConfig | None = None
     cache: CacheConfig | None = None
 
-    @model_validator(mode="after")
-    def _compatible(self) -> TrainConfig:
-        from zerostart.training.trained_rules import check_trained
-
-        engine, precision = self.engine.chosen(), self.train.mixed_precision
-        if precision not in engine.precisions:
-            raise ValueError(
-                f"train.mixed_precision {precision} is not available with engine.name {engine.name}; use "
-                f"{' or '.join(engine.precisions)}"
-            )
-        kept = self._kept_dtype
-        if kept is not None and self.model.dtype not in (None, kept):
-            raise ValueError(
-                f"model.dtype {self.model.dtype} contradicts train.mixed_precision {precision}: "
-                f"{engine.title} keeps the model in {kept} there"
-            )
-        check_trained(self)
-        self._check_task()
-        return self
-
-    def _check_task(self) -> None:
-        """Whether the task can be run with what else is configured. Raises ValueError."""
-        from zerostart.training.registry import task_class
-
-        task, name = task_class(self.task.name), self.task.name
-        for section in self.of_tasks:
-            given = getattr(self, section, None) is not None
-            if section in task.needs and not given:
-                raise ValueError(f"{section} is required with task.name {name}")
-            if given and section not in task.sections:
-                taken = ", ".join(one for one in self.of_tasks if one in task.sections) or "none of these"
-                raise ValueError(
-                    f"the section {section} is not for task.name {name}, which takes {taken}; leave it out"
-                )
-        if self.engine.sequence_parallel > 1 and not task.shares_sequences:
-            raise ValueError(
-                f"engine.sequence_parallel {self.engine.sequence_parallel} is not available with task.name "
-                f"{name}: ranks share sequences whose tokens look back alone; leave it out"
-            )
-        task.check(self)
-
     @property
-    def _kept_dtype(self) -> str | None:
+    def kept_dtype(self) -> str | None:
+        """The type in which the engine keeps the model in this precision, if it has one, by name."""
         kept = self.engine.chosen().kept_dtype(self.train.mixed_precision)
         return None if kept is None else str(kept).removeprefix("torch.")
 
@@ -292,66 +245,4 @@ class TrainConfig(Section):
     def dtype(self) -> str:
         """The type in which the parameters are loaded, as the name of a ``torch.dtype``."""
         # An engine that keeps no dtype of its own casts when it gathers, from weights in full precision.
-        return self.model.dtype or self._kept_dtype or "float32"
-
-
-def _of_task(value: object) -> object:
-    """The section ``task``, as the task's own settings."""
-    from zerostart.training.registry import task_class
-
-    name = value.get("name") if isinstance(value, dict) else None
-    if not isinstance(name, str):
-        return value  # which the section itself refuses, if it is none
-    try:
-        settings = task_class(name).Settings
-    except ConfigError as error:
-        problem = {"loc": ("name",), "type": "value_error", "msg": str(error), "input": name}
-        raise TaskMistake([problem], TaskConfig) from None
-    try:
-        return settings.model_validate(value)
-    except ValidationError as error:
-        raise TaskMistake(error.errors(), settings) from None
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The configuration in the YAML file ``path``, with each ``dotted.key=value`` override applied.
-
-    A value is read as YAML, so that ``train.steps=10`` is a number. Raises :class:`ConfigError`, naming
-    the key and the nearest valid one.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the configuration {path} is not UTF-8 text: {error.reason}") from error
-    values = parsed_yaml(text, str(path))
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a configuration is a mapping of sections, not {type(values).__name__}")
-    for override in overrides:
-        _apply_override(values, override)
-    return parse_config(values, where=str(path))
-
-
-def parse_config(values: dict[str, Any], where: str = "configuration") -> TrainConfig:
-    """``values`` (plain nested dictionaries) as a checked configuration; raises :class:`ConfigError`."""
-    try:
-        return TrainConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {'; '.join(told(error, TrainConfig))}") from None
-
-
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ConfigError(
-            f"an override is KEY=VALUE with a dotted key, such as train.steps=10, not {override!r}"
-        )
-    section = values
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        inner = section.setdefault(parent, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
-        section = inner
-    section[leaf] = parsed_yaml(text, f"override {override!r}")
+        return self.model.dtype or self.kept_dtype or "float32"

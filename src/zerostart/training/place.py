@@ -10,11 +10,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from zerostart.checkpoint.durable import sync_directory
 from zerostart.checkpoint.replacing import MARKER as MODEL_MARKER
+from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World
-from zerostart.errors import ConfigError, WriteError
+from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.keeping import complete
 from zerostart.state.training_state import MARKER
 from zerostart.training.cached import is_of_cache
@@ -24,7 +26,7 @@ from zerostart.training.exporting import EXPORTS
 from zerostart.training.locks import hold
 from zerostart.training.samples.sampler import FOLDER as SAMPLES
 
-__all__ = ["FOLDER", "METRICS", "claimed", "clear", "set_aside"]
+__all__ = ["FOLDER", "METRICS", "claimed", "clear", "of_a_run", "set_aside"]
 
 #: In the output directory: the checkpoints, and what a run writes first.
 FOLDER, METRICS = "checkpoints", "metrics.jsonl"
@@ -101,6 +103,14 @@ def set_aside(directory: Path, resumed: Path | None, world: World) -> Iterator[N
         raise
 
 
+def of_a_run(extra: Any) -> bool:
+    """Whether a checkpoint's ``extra``, as it is in the document, is what a run puts there.
+
+    What a script has saved in the same folder by itself is none of a run's, and stays.
+    """
+    return isinstance(extra, dict) and {"step", "schedule", "sequences"} <= extra.keys()
+
+
 def clear(directory: Path, resumed: Path | None) -> None:
     """Remove what would be taken for a part of the run that begins now, or goes on from ``resumed``.
 
@@ -112,7 +122,7 @@ def clear(directory: Path, resumed: Path | None) -> None:
         for aside in sorted(entry for entry in directory.iterdir() if _ASIDE.fullmatch(entry.name)):
             _clear_aside(aside, folder)
         if resumed is not None and _is_own(resumed, folder):
-            found = complete(folder)
+            found = complete(folder, of_a_run)
             for path in reversed(found[[one.name for one in found].index(resumed.name) + 1 :]):
                 (path / MARKER).unlink()
                 shutil.rmtree(path)
@@ -129,7 +139,7 @@ def clear(directory: Path, resumed: Path | None) -> None:
 def _clear_aside(aside: Path, folder: Path) -> None:
     """Remove the checkpoints in ``aside``, and what saves have left there; give all else its place again."""
     for entry in sorted(aside.iterdir()):
-        if (entry / MARKER).is_file() or (entry.is_dir() and entry.name.startswith(".")):
+        if _is_a_runs(entry) or (entry.is_dir() and entry.name.startswith(".")):
             (entry / MARKER).unlink(missing_ok=True)  # first: what is left by a kill looks like no checkpoint
             shutil.rmtree(entry)
         elif not (place := folder / entry.name).exists():
@@ -137,6 +147,16 @@ def _clear_aside(aside: Path, folder: Path) -> None:
             entry.rename(place)
     with contextlib.suppress(OSError):  # what has a namesake by now
         aside.rmdir()
+
+
+def _is_a_runs(entry: Path) -> bool:
+    """Whether ``entry`` is a run's checkpoint; one of damaged files tells it by its name."""
+    if not (entry / MARKER).is_file():
+        return False
+    try:
+        return of_a_run(read_json(entry / MARKER, "training state").get("extra"))
+    except CheckpointError:
+        return _STEP.fullmatch(entry.name) is not None
 
 
 def _is_own(resumed: Path | None, folder: Path) -> bool:

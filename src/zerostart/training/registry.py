@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerostart.errors import ConfigError
-
-if TYPE_CHECKING:
-    from zerostart.training.tasks.base import Task
+from zerostart.training.tasks.base import Task
 
 __all__ = ["known_tasks", "register_task", "task_class"]
 
@@ -66,8 +64,6 @@ def _imported(name: str, module: str) -> Any:
 
 
 def _checked(name: str, found: Any) -> type[Task]:
-    from zerostart.training.tasks.base import Task
-
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise ConfigError(f"{name!r} names no class that derives from zerostart.training.Task")
     return found

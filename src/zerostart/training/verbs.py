@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from zerostart.loading.argument_kinds import check_arguments
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -78,6 +80,7 @@ def checkpoint_blocks(
         >>> zerostart.checkpoint_blocks(model, blocks=["Linear"])
         ('0', '2')
     """
+    check_arguments(checkpoint_blocks, locals(), collective=False)
     from zerostart.training.checkpointed_blocks import checkpoint_blocks as checkpoint
 
     return checkpoint(model, blocks, offload, every)

@@ -221,7 +221,9 @@ class DeepSpeedSettings:
         if mesh.expert_parallel > 1:
             raise ConfigError(
                 f"expert_parallel={mesh.expert_parallel} with tensor_parallel={size} is not available on "
-                "deepspeed in this version; use engine='fsdp2', or set one of the two to 1"
+                "deepspeed in this version: the gradient norm of its stages 1 and 2 leaves out experts of all "
+                "but the first of the ranks that share tensors, and at stage 3 it combines the two in expert "
+                "layers of its own alone; use engine='fsdp2', or set one of the two to 1"
             )
         ruled = [key for key in ("preset_model", "partition_config") if self.tensors.get(key)]
         if ruled and self.tp_plan is not None:

@@ -44,7 +44,7 @@ def give_storage(
     shards = []
     for name, layout, place in placed:
         old = parameters[name]
-        storage = arena.take(place, layout.numel, old.dtype)
+        storage = _from_its_start(arena.take(place, layout.numel, old.dtype))
         new[id(old)] = _over(old, name, storage.view(tuple(chunk(name))))
         shards.append(Shard(name, layout, storage, functools.partial(at, name)))
     replace_everywhere(model, new)
@@ -52,6 +52,17 @@ def give_storage(
     for name, layout, _ in placed:
         hide_padding(new[id(parameters[name])], layout.owned)
     return shards
+
+
+def _from_its_start(part: torch.Tensor) -> torch.Tensor:
+    """``part`` of an arena, over a storage that begins with it and keeps the arena.
+
+    A DTensor shows the offset of its local tensor as its own. With one other than 0 torch takes it for a
+    tensor that has memory, which ``copy.deepcopy``, ``pickle`` and ``torch.save`` then reach for.
+    """
+    start = part.storage_offset() * part.element_size()
+    own = part.untyped_storage()[start : start + part.nbytes]
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(own)
 
 
 def _over(old: nn.Parameter, name: str, local: torch.Tensor) -> nn.Parameter:
