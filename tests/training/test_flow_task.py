@@ -3,6 +3,7 @@
 import json
 import math
 
+import diffusers
 import pytest
 import torch
 from tests.diffusion.components import COMPONENTS
@@ -126,8 +127,7 @@ def test_wan_with_frames_that_are_given():
 
     model = build("wan").eval()
     kind = KINDS["wan"](model.config)
-    conditions = kind.conditions([{**item, "condition": noise(4, 1, 4, 4, seed=4)}])
-    del conditions["image_embeds"]
+    conditions = kind.conditions([{**item, "condition": noise(4, 1, 4, 4, seed=4)}])  # looks at no picture
     mask = torch.ones(1, 1, 3, 4, 4)
     mask[:, :, 0] = 0
     with torch.no_grad():
@@ -148,6 +148,29 @@ def test_wan_with_frames_that_are_given():
         found = kind.velocity(model, x, t, kind.conditions([{**item, "control_latents": control}]), 1.0)
         wanted = model(x, t * 1000, embeds[0], None, control[None], torch.ones(2), return_dict=False)[0]
     assert torch.equal(found, wanted)
+
+
+def test_wan_with_a_first_and_a_last_frame():
+    """Wan2.1 FLF2V has places for the pictures: its pipeline gives them as [2 * batch, L, D]."""
+    torch.manual_seed(1)
+    one = COMPONENTS["wan2.1 i2v"]
+    model = diffusers.WanTransformer3DModel(**{**one.config, "pos_embed_seq_len": 10}).eval()
+    torch.nn.init.normal_(model.condition_embedder.image_embedder.pos_embed)
+    kind, x, t = KINDS["wan"](model.config), noise(2, 4, 3, 4, 4, seed=1), torch.tensor([0.6, 0.2])
+    texts, condition = noise(2, 512, 16, seed=2), noise(2, 4, 3, 4, 4, seed=4)
+    pictures = noise(4, 5, 13, seed=3)  # the two of the first example, the two of the second
+    items = [
+        {"latents": x[n], "prompt_embeds": texts[n], "condition": condition[n]}
+        | {"image_embeds": pictures[2 * n : 2 * n + 2].flatten(0, 1)}
+        for n in range(2)
+    ]
+    with torch.no_grad():
+        found = kind.velocity(model, x, t, kind.conditions(items), 1.0)
+        wanted = model(torch.cat([x, condition], 1), t * 1000, texts, pictures, return_dict=False)[0]
+    assert torch.equal(found, wanted)
+    for lacking in ({**items[0], "image_embeds": pictures[0]}, items[0] | {"image_embeds": pictures[0, :0]}):
+        with pytest.raises(ConfigError, match=r"takes 10, those of a first and a last frame: set cache.last"):
+            kind.conditions([lacking])
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "logit-normal"])

@@ -97,6 +97,8 @@ def test_names_of_wan_are_those_of_its_release(family: str) -> None:
     back = convert_wan_transformer_to_diffusers(dict(theirs))
     assert {name: tuple(t.shape) for name, t in back.items()} == {n: tuple(t.shape) for n, t in state.items()}
     assert all(back[name] is tensor for name, tensor in state.items())
+    # Of two frames (FLF2V) diffusers' converter for single files knows nothing; DiffSynth calls it so.
+    assert names.of("condition_embedder.image_embedder.pos_embed") == "img_emb.emb_pos"
 
 
 def adapted(rank: int = 2, alpha: float | None = None) -> tuple[nn.Module, LoraConfig, tuple[str, ...]]:

@@ -15,10 +15,10 @@ from tests.training.sampled import encode, run
 from ranks import run_ranks
 from zerostart.errors import ConfigError
 from zerostart.training.configuring import parse_config
-from zerostart.training.registry import task_class
+from zerostart.training.runner import train
 from zerostart.training.samples.files import write_drawn
 from zerostart.training.samples.pipeline import Drawing
-from zerostart.training.samples.sampler import batches_of, open_sampler
+from zerostart.training.samples.sampler import batches_of, open_drawing
 from zerostart.training.samples.settings import SamplesConfig
 
 PROMPTS = ["a cat", "the sea", "the cat sleeps"]
@@ -210,4 +210,17 @@ def test_one_model_draws_nothing(flux: Path) -> None:
 def test_averaged_weights_have_to_be_there(flux: Path, tmp_path: Path) -> None:
     config = parse_config(configured(flux, "FSDP2", tmp_path, with_ema=True))
     with pytest.raises(ConfigError, match=r"samples\.with_ema: no weights are averaged; add the section ema"):
-        open_sampler(config, task_class(config.task.name)(config), tmp_path)
+        open_drawing(config)
+
+
+def test_what_cannot_be_drawn_is_refused_before_anything_is_encoded(flux: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    values = configured(flux, "FSDP2", tmp_path / "out", num_frames=5)
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    Image.new("RGB", (16, 16)).save(folder / "one.png")
+    values |= {"task": {"name": "flow-matching"}, "media": {"source": str(folder)}}
+    with pytest.raises(ConfigError, match=r"num_frames: FluxPipeline draws pictures"):
+        train(parse_config(values))
+    assert not (tmp_path / "out" / "cache").exists()

@@ -49,6 +49,7 @@ _WAN = (
     (r"^condition_embedder\.text_embedder\.linear_1\b", "text_embedding.0"),
     (r"^condition_embedder\.text_embedder\.linear_2\b", "text_embedding.2"),
     (r"^condition_embedder\.time_proj\b", "time_projection.1"),
+    (r"^condition_embedder\.image_embedder\.pos_embed$", "img_emb.emb_pos"),
     (r"^condition_embedder\.image_embedder\.norm1\b", "img_emb.proj.0"),
     (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj\b", "img_emb.proj.1"),
     (r"^condition_embedder\.image_embedder\.ff\.net\.2\b", "img_emb.proj.3"),

@@ -17,6 +17,8 @@ from zerostart.training.config import TrainConfig
 from zerostart.training.engine_config import engine_config, own_config
 from zerostart.training.evaluate import HeldOut, held_out_batches
 from zerostart.training.registry import task_class
+from zerostart.training.samples.pipeline import Drawing
+from zerostart.training.samples.sampler import open_drawing
 from zerostart.training.sections import Section
 from zerostart.training.tasks.base import Items, Task
 
@@ -25,12 +27,13 @@ __all__ = ["Inputs", "read_inputs"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The task, its data, and what the engine is configured with."""
+    """The task, its data, what the engine is configured with, and how samples are drawn, if any are."""
 
     task: Task
     items: Items
     held_out: HeldOut | None
     engine_config: dict[str, Any]
+    drawing: Drawing | None
 
 
 def read_inputs(config: TrainConfig, world: World) -> Inputs:
@@ -42,6 +45,7 @@ def read_inputs(config: TrainConfig, world: World) -> Inputs:
     with world.phase("reading the configuration and what the task starts from"):
         task = task_class(config.task.name)(config)
         task.open()
+        drawing = open_drawing(config)  # before anything is encoded that could not be drawn with
         given = engine_config(config, world.size, task.hidden_size)
         facts = _facts(config, task)
     _agree_on_facts(facts, world)
@@ -51,7 +55,7 @@ def read_inputs(config: TrainConfig, world: World) -> Inputs:
     with world.phase("holding examples out"):
         items, rest = task.split(every)
         held_out = None if rest is None else _held_out(task, rest, world)
-    return Inputs(task, items, held_out, given)
+    return Inputs(task, items, held_out, given, drawing)
 
 
 def _held_out(task: Task, items: Items, world: World) -> HeldOut:

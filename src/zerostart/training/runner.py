@@ -86,7 +86,7 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
     inputs = read_inputs(config, world)
     task = inputs.task
     with world.phase("looking at the samples"):
-        sampler = open_sampler(config, task, directory)
+        sampler = open_sampler(config, inputs.drawing, task, directory)
     torch.manual_seed(config.train.seed)  # for parameters that the checkpoint lacks; the same on every rank
     model = zerostart.load(
         **_arguments(config) | {"source": task.source},

@@ -17,6 +17,8 @@ __all__ = ["ImageToVideo", "TextToVideo", "Vace"]
 
 #: Pixels of the latents in a patch of the transformer, each way.
 _PATCH = 2
+#: The last tokens, which the attention of diffusers' Wan takes for the text, the others being of pictures.
+_TEXT = 512
 
 
 class TextToVideo(Encoder):
@@ -92,6 +94,11 @@ class ImageToVideo(TextToVideo):
     def __init__(self, pipe: Any, settings: CacheConfig) -> None:
         super().__init__(pipe, settings)
         _check_texts(self.kind)
+        if pipe.image_encoder is not None and (length := self.text["max_sequence_length"]) != _TEXT:
+            raise ConfigError(
+                f"cache.max_sequence_length is {length}, and diffusers' {self.kind} with an image encoder "
+                f"takes the last {_TEXT} embeddings for the text, the others for pictures: leave it out"
+            )
 
     def check(self, example: Example) -> None:
         """See ``Encoder``; raises ConfigError for frames of another size than the video's, too."""

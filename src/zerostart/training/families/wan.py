@@ -20,7 +20,8 @@ class Wan(Family):
 
     ``condition`` is what a transformer with more input channels than the latents have gets beside them (the
     given frames and their mask), or, where it has no more (Wan 2.2 5B), the latents of the first frame, which
-    is then put in its place, at time 0, and is no part of the loss.
+    is then put in its place, at time 0, and is no part of the loss. ``image_embeds`` (of two frames one after
+    the other) are for transformers that look at pictures (``image_dim``) alone, as in the pipelines.
     """
 
     name: ClassVar[str] = "wan"
@@ -36,9 +37,15 @@ class Wan(Family):
         return prod(size // patch for size, patch in zip(shape[1:], self._patch, strict=True))
 
     def check(self, item: Tensors) -> None:
-        """As many channels as the transformer takes; of VACE what it is controlled by. Raises ConfigError."""
+        """As many channels and frames as the transformer takes; of VACE its controls. Raises ConfigError."""
         if "vace_layers" in self.config and "control_latents" not in item:
             raise ConfigError("an example has no control_latents, which the transformer of VACE needs")
+        places = self.config.get("pos_embed_seq_len")
+        if places is not None and (found := len(item.get("image_embeds", ()))) != places:
+            raise ConfigError(
+                f"an example has image_embeds of {found} places, but the transformer takes {places}, those "
+                "of a first and a last frame: set cache.last_frame, or name a column last_frame"
+            )
         count = len(item["latents"])
         if "condition" in item and count != self._channels:
             count += len(item["condition"])
@@ -75,7 +82,10 @@ class Wan(Family):
         elif condition is not None:
             given = torch.cat([latents, condition], dim=1)
         more: dict[str, Any] = {}
-        if (image := conditions.get("image_embeds")) is not None:
+        image = conditions.get("image_embeds")
+        if image is not None and self.config.get("image_dim") is not None:
+            if self.config.get("pos_embed_seq_len") is not None:  # which puts two frames together by itself
+                image = image.unflatten(1, (2, -1)).flatten(0, 1)
             more["encoder_hidden_states_image"] = image
         if (control := conditions.get("control_latents")) is not None:
             more["control_hidden_states"] = control

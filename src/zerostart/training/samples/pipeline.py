@@ -48,7 +48,7 @@ class Drawing:
             )
         models = {one.name: one for one in found}
         self._component = component
-        self._settings = settings
+        self.settings = settings
         self._index = read_json(self._root / PIPELINE_INDEX, "pipeline index")
         self._kind = pipeline_class(self._index.get("_class_name"), self._root)
         self._takes = inspect.signature(self._kind.__call__).parameters
@@ -74,14 +74,14 @@ class Drawing:
                 f"samples are drawn from text alone, and {name} takes more ({', '.join(media)}); leave "
                 "samples out"
             )
-        if "num_frames" not in self._takes and self._settings.num_frames is not None:
+        if "num_frames" not in self._takes and self.settings.num_frames is not None:
             raise ConfigError(f"samples.num_frames: {name} draws pictures; leave it out")
         if not (self._root / "scheduler").is_dir():
             raise ConfigError(f"samples: {self._root} has no scheduler to draw with; leave samples out")
 
     def _guided(self, embedded: bool) -> tuple[dict[str, float], bool]:
         """What the pipeline calls its guidance, and whether it calls the model a second time for it."""
-        scale, classifier_free = self._settings.guidance, self._takes.get("true_cfg_scale")
+        scale, classifier_free = self.settings.guidance, self._takes.get("true_cfg_scale")
         if classifier_free is None or embedded:
             return ({} if scale is None else {"guidance_scale": scale}), classifier_free is None
         scale = classifier_free.default if scale is None else scale
@@ -91,7 +91,7 @@ class Drawing:
     def videos(self) -> bool:
         """Whether more than one frame is drawn."""
         takes = self._takes.get("num_frames")
-        return takes is not None and (self._settings.num_frames or takes.default) > 1
+        return takes is not None and (self.settings.num_frames or takes.default) > 1
 
     def opened(self, model: nn.Module, dtype: torch.dtype) -> Any:
         """The pipeline with ``model`` in the place of its own, computing in ``dtype``; collective.
@@ -120,7 +120,7 @@ class Drawing:
 
         The prompts' tensors have the same shapes. ``negatives`` are the encoded texts of that name.
         """
-        settings = self._settings
+        settings = self.settings
         sizes = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
         arguments: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
         arguments |= self._guidance | self._embedded(pipe, prompts)

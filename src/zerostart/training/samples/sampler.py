@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from zerostart.training.session import Session
     from zerostart.training.tasks.base import Task
 
-__all__ = ["FOLDER", "Sampler", "batches_of", "open_sampler"]
+__all__ = ["FOLDER", "Sampler", "batches_of", "open_drawing", "open_sampler"]
 
 #: In the output directory: what is drawn, a folder for each step.
 FOLDER = "samples"
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def open_sampler(config: TrainConfig, task: Task, directory: Path) -> Sampler | None:
-    """What draws the samples of the run in ``directory``; None where none are asked for.
+def open_drawing(config: TrainConfig) -> Drawing | None:
+    """How the samples of a run are drawn; None where none are asked for. No weight is read.
 
     Raises :class:`ConfigError` for what cannot be drawn.
     """
@@ -43,6 +43,17 @@ def open_sampler(config: TrainConfig, task: Task, directory: Path) -> Sampler | 
         raise ConfigError("samples.with_ema: no weights are averaged; add the section ema, or leave it out")
     drawing = Drawing(config.model.source, config.model.component or "transformer", settings)
     check_writers(drawing.videos)
+    return drawing
+
+
+def open_sampler(config: TrainConfig, drawing: Drawing | None, task: Task, directory: Path) -> Sampler | None:
+    """What draws the samples of the run in ``directory``, once their texts have been encoded with its data.
+
+    None where there is no ``drawing``. Raises :class:`ConfigError` for a text that has not.
+    """
+    if drawing is None:
+        return None
+    settings = drawing.settings
     texts = [*settings.prompts, *drawing.negatives]
     embedded = {text: task.embedded(text) for text in dict.fromkeys(texts)}
     return Sampler(config, drawing, embedded, directory)
