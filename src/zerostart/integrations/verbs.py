@@ -107,7 +107,7 @@ def drop_components(pipe: DiffusionPipeline, *names: str) -> tuple[str, ...]:
         >>> zerostart.drop_components(pipe)
         ('unet',)
     """
-    check_arguments(drop_components, locals(), collective=False)
+    check_arguments(drop_components, {"pipe": pipe}, collective=False)
     from zerostart.integrations.pipelines import drop_components as drop
 
     return drop(pipe, *names)
