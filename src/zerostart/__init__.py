@@ -96,10 +96,13 @@ def load(
     """
     given = dict(locals())
     check_arguments(load, given)
+    from zerostart.integrations.serving import serve_saving
     from zerostart.loading.request import Request
     from zerostart.loading.run import run
 
-    return run(Request(**given))
+    loaded = run(Request(**given))
+    serve_saving(loaded)
+    return loaded
 
 
 @documented(ForecastArguments)

@@ -13,7 +13,10 @@ REPOSITORY = Path(__file__).parents[2]
 #: Where a path that is written down may begin.
 BASES = (REPOSITORY, REPOSITORY / "docs", REPOSITORY / "tests", ROOT.parent, ROOT)
 #: Folders of libraries whose files are named too; which files they have differs between versions.
-THEIRS = ("transformers", "runtime", "module_inject", "utils")
+THEIRS = (
+    *("transformers", "runtime", "module_inject", "utils"),
+    *("model_parallelism", "sequence_parallelism", "ulysses_alst"),  # of DeepSpeed's tests
+)
 _QUOTED = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"(?<![\w./<{*-])[A-Za-z_][\w-]*(?:/[\w.-]+)*\.(?:py|md|yaml)(?![\w/])")
 _LINK = re.compile(r"\]\(([\w./-]+\.md)(?:#[\w-]+)?\)")

@@ -50,7 +50,11 @@ def _save_adapted(path: Path, out: Path, options: Options, kinds: list[str]) -> 
     try:
         for kind in kinds:
             model = zerostart.load(path, progress=False, **options)
+            if kind == "plain":
+                model.save_pretrained(out / kind / "by its library")
             adapted = _adapted(model, kind)
+            if kind == "plain":
+                adapted.save_pretrained(out / kind / "by PEFT")
             with pytest.raises(zerostart.errors.ConfigError, match="adapters_only"):
                 zerostart.save(adapted, out / "neither")
             zerostart.save(adapted, out / kind / "adapter", adapters_only=True)
@@ -74,6 +78,10 @@ def test_adapters(options: Options, checkpoints: TinyCheckpoints, tmp_path: Path
         reference.save_pretrained(tmp_path / "reference")
         got = tmp_path / "out" / kind
         assert_same_tensors(got / "adapter", tmp_path / "reference")
+        if kind == "plain":
+            # By the libraries' own calls too, though nothing was enabled.
+            assert_same_tensors(got / "by PEFT", tmp_path / "reference")
+            assert_same_tensors(got / "by its library", path)
         if (got / "engine").exists():
             assert_same_tensors(got / "engine", tmp_path / "reference")
         again = PeftModel.from_pretrained(

@@ -29,6 +29,7 @@ from zerostart.integrations.notices import Notice
 from zerostart.integrations.preparing import note_whole, partitioned, sharded
 from zerostart.integrations.pretrained import Call
 from zerostart.integrations.resizing import resize_token_embeddings
+from zerostart.integrations.serving import SAVE_PRETRAINED
 from zerostart.integrations.sharing import Sharing
 from zerostart.integrations.starts import Start
 from zerostart.loading.arguments import EnabledArguments
@@ -44,7 +45,7 @@ from zerostart.upstream.deepspeed_stage3 import watch
 from zerostart.upstream.saving_calls import SavingCalls
 from zerostart.upstream.transformers_distributed import Noting
 
-__all__ = ["disable", "enable", "enabled", "serve_saving"]
+__all__ = ["disable", "enable", "enabled"]
 
 #: The kind of call that serves one library's loading.
 Chosen = TypeVar("Chosen", bound=Call)
@@ -131,11 +132,6 @@ def _resolved(settings: EnabledArguments, kind: type) -> Active | None:
             stage = 3 if configured is None else configured
         return Active.asked(settings.engine, stage, config)
     return found if settings.zero_stage is None else found.at(settings.zero_stage)
-
-
-def serve_saving(model: nn.Module) -> None:
-    """Have ``save_pretrained`` of a loaded ``model`` save its shards, as long as it lives."""
-    _pretrained.hold(model)
 
 
 def _hold(model: nn.Module, setup: str) -> None:
@@ -259,16 +255,9 @@ _diffusers = diffusers_parts.Override(functools.partial(_choose, _WatchedDiffusi
 _diffsynth = diffsynth_parts.Override(functools.partial(_choose, _WatchedDiffSynth), _left, _keys_of)
 _accelerate = accelerate_parts.Override(sharded, partitioned, _whole_of_flat)
 _consolidation = Consolidation(_whole_state)
-_SAVE_PRETRAINED = {
-    "PreTrainedModel.save_pretrained": saving.save_pretrained,
-    "ModelMixin.save_pretrained": saving.save_pretrained,
-    "DiffusionPipeline.save_pretrained": saving.save_pipeline,
-}
-_pretrained = SavingCalls(_SAVE_PRETRAINED)
 _saving = SavingCalls(
     {
-        **_SAVE_PRETRAINED,
-        "PeftModel.save_pretrained": saving.save_adapters,
+        **SAVE_PRETRAINED,
         "Accelerator.save_model": saving.save_model,
         "DeepSpeedEngine.save_checkpoint": states.save_checkpoint,
         "DeepSpeedEngine.load_checkpoint": states.load_checkpoint,

@@ -16,7 +16,7 @@ from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import default_device, joined_world
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.integrations.adoption import serve_saving
+from zerostart.integrations.serving import serve_saving
 from zerostart.loading.offload import load_offloaded, release
 from zerostart.loading.placement import Placement
 from zerostart.loading.record import record_of
