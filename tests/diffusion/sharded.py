@@ -37,9 +37,11 @@ def fill(model: nn.Module, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     state = model.state_dict()
     with torch.no_grad():
-        for tensor in state.values():
+        for name, tensor in state.items():
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
+            if name.endswith("running_var"):
+                tensor.abs_()  # of which roots are taken
     return model
 
 

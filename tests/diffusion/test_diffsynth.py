@@ -99,7 +99,12 @@ def checked(key: str, setting: str, folder: str) -> list[str]:
 def tensors(model: nn.Module, alone: nn.Module) -> list[str]:
     """What differs of parameters, buffers and plain tensors."""
     held = dict(zerostart.full_tensors(model, rank=None))
-    lines = [f"state: {line}" for line in differing(held, dict(alone.state_dict()))]
+    state = dict(alone.state_dict())
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            # A count: DiffSynth's own way at ZeRO-3 copies it into what is partitioned, without its dtype.
+            state[name] = state[name].to(parameter.dtype)
+    lines = [f"state: {line}" for line in differing(held, state)]
     lines += [
         f"buffer {line}" for line in differing(dict(model.named_buffers()), dict(alone.named_buffers()))
     ]
