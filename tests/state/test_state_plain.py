@@ -199,3 +199,17 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"max_shard_size": np.int64(16), "memory_limit": np.int64(1 << 26)}
     assert len(zerostart.save(nn.Linear(2, 2), tmp_path, **sizes).tensors) == 2
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
+
+
+class Derived(torch.optim.AdamW):
+    """Of another name, as a class of a script that has been moved to a module."""
+
+
+def test_an_optimizer_that_derives_from_torchs_goes_on_with_its_state(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    first, second = Orders(), Orders()
+    optimizers = torch.optim.AdamW(first.parameters(), lr=1e-2), Derived(second.parameters(), lr=1e-2)
+    steps(first, optimizers[0], 2)
+    zerostart.save_state(tmp_path / "state", first, optimizers[0])
+    zerostart.load_state(tmp_path / "state", second, optimizers[1])
+    assert steps(second, optimizers[1], 2) == steps(first, optimizers[0], 2)
