@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import zerostart
-from zerostart.errors import CheckpointNotFoundError, ConfigError
+from zerostart.errors import CheckpointNotFoundError, ConfigError, VerifyError
 
 
 class Orders(nn.Module):
@@ -174,3 +176,40 @@ def test_an_optimizer_that_one_rank_has_gathered_is_refused_by_name(tmp_path: Pa
     (tmp_path / "optimizer.bin").touch()
     with pytest.raises(CheckpointNotFoundError, match="SHARDED_STATE_DICT"):
         zerostart.load_state(tmp_path, Orders())
+
+
+def test_weights_that_were_changed_in_place_by_another_name_are_no_state_to_go_on_from(
+    tmp_path: Path,
+) -> None:
+    """As a file of ``zerostart.save`` that the state beside it shares."""
+    model, state, file = nn.Linear(2, 2), tmp_path / "state", tmp_path / "model.safetensors"
+    zerostart.save_state(state, model)
+    os.link(state / "model" / "model.safetensors", file)
+    zerostart.load_state(state, model)
+    os.utime(file)  # as what copies files without their times leaves it
+    zerostart.load_state(state, model)
+    with file.open("r+b") as edited:
+        edited.seek(-4, os.SEEK_END)
+        edited.write(bytes(4))
+    with pytest.raises(VerifyError, match=r"is not what was saved: tensor .* has other contents"):
+        zerostart.load_state(state, model)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"max_shard_size": np.int64(16), "memory_limit": np.int64(1 << 26)}
+    assert len(zerostart.save(nn.Linear(2, 2), tmp_path, **sizes).tensors) == 2
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+
+
+class Derived(torch.optim.AdamW):
+    """Of another name, as a class of a script that has been moved to a module."""
+
+
+def test_an_optimizer_that_derives_from_torchs_goes_on_with_its_state(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    first, second = Orders(), Orders()
+    optimizers = torch.optim.AdamW(first.parameters(), lr=1e-2), Derived(second.parameters(), lr=1e-2)
+    steps(first, optimizers[0], 2)
+    zerostart.save_state(tmp_path / "state", first, optimizers[0])
+    zerostart.load_state(tmp_path / "state", second, optimizers[1])
+    assert steps(second, optimizers[1], 2) == steps(first, optimizers[0], 2)

@@ -6,7 +6,9 @@ layout, so that each can write its own bytes at their final place.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,8 +71,9 @@ def parse_size(size: int | str) -> int:
         unit = match and _UNITS.get((match[2] or "B").upper())
         if match and unit:
             count = int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
-    elif type(size) is int:
-        count = size
+    elif not isinstance(size, bool):
+        with contextlib.suppress(TypeError):
+            count = operator.index(size)  # numpy's numbers, too
     if count < 1:
         raise ConfigError(
             f"{size!r} is not a size: give bytes, or a number with KB, MB, GB or TB, as in '5GB'"

@@ -43,23 +43,38 @@ _ALIKE = (
 
 @dataclass
 class _Calls:
-    """What this rank has told and heard; one for a process group."""
+    """What this rank has told and heard; one for a process group.
+
+    The numbers are kept in the store: a group that is made anew often has that of the one before it (as
+    torchrun's ranks have), with all that was told there.
+    """
 
     store: Any
     rank: int
     size: int
-    #: Calls of rank 0: those that it told of, or that this rank has heard of.
-    count: int = 0
-    #: How often this rank has waited for everyone.
-    waits: int = 0
     #: By directory, calls with a state dict of its own that this rank has made, and rank 0 has told of.
     own: Counter[str] = field(default_factory=Counter)
-    #: How many loads this rank has begun.
-    loads: int = 0
+
+    @property
+    def count(self) -> int:
+        """Calls of rank 0: those that it told of, or that this rank has heard of."""
+        return self._number("calls")
+
+    @property
+    def waits(self) -> int:
+        """How often this rank has waited for everyone."""
+        return self._number("waits")
+
+    def _number(self, of: str, more: int = 0) -> int:
+        return int(self.store.add(f"{of}/{self.rank}", more))
 
     def tell(self, kind: str, directory: str) -> None:
         self.store.set(f"call/{self.count}", json.dumps([kind, directory]))
-        self.count += 1
+        self._number("calls", 1)
+
+    def wait(self) -> None:
+        """Tell that this rank is about to wait for everyone."""
+        self.store.set(f"waited/{self._number('waits', 1)}", "")
 
     def await_others(self, directory: str) -> None:
         """Of rank 0: return when all others make this call."""
@@ -77,7 +92,7 @@ class _Calls:
             number = self.count
             self._wait(f"call/{number}", 0, directory)
             kind, theirs = json.loads(self.store.get(f"call/{number}"))
-            self.count += 1
+            self._number("calls", 1)
             if kind == _TOGETHER:
                 self.store.set(f"here/{number}/{self.rank}", directory)
                 if theirs != directory:
@@ -102,13 +117,14 @@ class _Calls:
 
     def gather(self, call: str) -> None:
         """Return when every rank has begun this load."""
-        place = f"load/{self.loads}"
+        place = f"load/{self._number('loads')}"
         mine = (f"{place}/{self.rank}", f"{place}/{call}", place)
         for key in mine:
             self.store.add(key, 1)
         begun, limit, pause, silence = time.monotonic(), patience().total_seconds(), 0.001, _SILENCE
+        next_wait = f"waited/{self.waits + 1}"
         while self.store.add(place, 0) < self.size:
-            elsewhere = self.store.check([f"waited/{self.waits + 1}"])
+            elsewhere = self.store.check([next_wait])
             seconds = time.monotonic() - begun
             # All may have been here in the meantime, before one went there.
             if (elsewhere or seconds > limit) and self.store.add(place, 0) < self.size:
@@ -123,7 +139,7 @@ class _Calls:
                     logger.warning("%s so far, and waits: %s", self._alone(call, place), _ALIKE)
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE)
-        self.loads += 1
+        self._number("loads", 1)
         if self.store.add(f"{place}/{call}", 0) < self.size:
             raise ConfigError(f"{call} is called on this rank, and something else on another: {_ALIKE}")
 
@@ -137,8 +153,7 @@ class _Calls:
 
     def _is_elsewhere(self, rank: int) -> bool:
         """Whether a rank waits for everyone at a point that this one has not reached."""
-        key = f"waits/{rank}"
-        return bool(self.store.check([key])) and int(self.store.get(key)) > self.waits
+        return int(self.store.add(f"waits/{rank}", 0)) > self.waits
 
 
 #: By process group; there is one at a time.
@@ -194,9 +209,7 @@ def waiting() -> None:
     """Tell that this rank is about to wait for everyone."""
     calls = _here()
     if calls is not None:
-        calls.waits += 1
-        calls.store.set(f"waits/{calls.rank}", str(calls.waits))
-        calls.store.set(f"waited/{calls.waits}", "")
+        calls.wait()
 
 
 def _absent(directory: str, rank: int, what: str) -> ConfigError:

@@ -7,13 +7,13 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from zerostart.checkpoint.verifying import read_marker
+from zerostart.checkpoint.verifying import read_marker, verify
 from zerostart.distributed.world import World
 from zerostart.errors import VerifyError
 from zerostart.state.digest import digests_of
 from zerostart.state.writing import Entry, Outgoing
 
-__all__ = ["linked"]
+__all__ = ["check_unchanged", "linked"]
 
 #: What a system answers that gives no second name to a file here.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
@@ -25,9 +25,9 @@ def linked(
     """The digests of ``entries`` if the files that ``save`` wrote in ``saved`` hold just these, now linked.
 
     Collective. ``folder`` is made then, with hard links of those files: the bytes are on the disk once, and
-    either directory can be removed, moved or copied without the other. None, and nothing is made, where the
-    files hold other tensors or other bits than the ranks do now, or the file system has no such links. Raises
-    OSError.
+    either directory can be removed, moved, copied or saved anew without the other. (What is written into a
+    file in place is in both: ``check_unchanged``.) None, and nothing is made, where the files hold other
+    tensors or other bits than the ranks do now, or the file system has no such links. Raises OSError.
     """
     if saved is None:
         return None
@@ -40,6 +40,19 @@ def linked(
         return None
     made = world.broadcast_object(lambda: _link(saved, folder), "linking the files that are saved")
     return found if made else None
+
+
+def check_unchanged(path: Path, folder: str, saved_at: object) -> None:
+    """Verify the checkpoint ``path`` if a file in its ``folder`` with two names changed after ``saved_at``.
+
+    Somebody may have edited the saved model in place. ``saved_at`` is in nanoseconds; nothing is asked of a
+    checkpoint that does not tell it. Raises VerifyError, and OSError.
+    """
+    if type(saved_at) is not int:
+        return
+    files = [entry.stat() for entry in (path / folder).iterdir()]
+    if any(file.st_nlink > 1 and file.st_mtime_ns > saved_at for file in files):
+        verify(path)
 
 
 def _known(saved: Path) -> dict[str, str]:

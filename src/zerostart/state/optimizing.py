@@ -230,7 +230,7 @@ def _number(
             )
     given = decoded(value, {})
     if _class(step.optimizer) != document["class"]:
-        if type(step.optimizer).__module__.startswith("torch."):
+        if _is_torchs(step.optimizer):
             given = torch.tensor(float(plain), dtype=torch.float32, device="cpu")
         elif isinstance(plain, float) and plain.is_integer():
             given = int(plain)
@@ -240,6 +240,12 @@ def _number(
     if isinstance(given, torch.Tensor) and (group.get("capturable") or group.get("fused")):
         given = given.to(step.tensor.device)
     return given
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's, or derives from one, and not from the base of all alone."""
+    kinds = set(type(optimizer).__mro__).difference(torch.optim.Optimizer.__mro__)
+    return any(kind.__module__.startswith("torch.") for kind in kinds)
 
 
 def _plain(value: Any) -> Any:

@@ -28,6 +28,7 @@ from zerostart.recipe import Recipe, Target
 from zerostart.state.background import settle_last
 from zerostart.state.finding import state_in
 from zerostart.state.foreign import OTHERS, foreign_state
+from zerostart.state.linking import check_unchanged
 from zerostart.state.optimizing import Kept, gradient_of, masters_of, restore_groups, restored_moments
 from zerostart.state.publishing import agreed_place
 from zerostart.state.random_states import random_rows, set_random_rows
@@ -35,6 +36,7 @@ from zerostart.state.training_state import (
     FORMAT,
     MARKER,
     MODEL,
+    SAVED_AT,
     STATE,
     Training,
     check_restorable,
@@ -143,6 +145,7 @@ def _document(path: Path) -> tuple[Path, dict[str, Any]]:
             f"{path / MARKER} has the format {version!r}, and this zerostart knows formats up to {FORMAT}; "
             "update zerostart"
         )
+    check_unchanged(path, MODEL, document.get(SAVED_AT))
     return path, document
 
 

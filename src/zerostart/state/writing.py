@@ -147,8 +147,8 @@ def planned(
 
 def _tuned(memory_limit: int | None) -> tuple[int, int]:
     """Bytes of a chunk, and threads."""
-    if memory_limit is not None and (type(memory_limit) is not int or memory_limit < MIN_CHUNK):
-        raise ConfigError(f"memory_limit={memory_limit!r} must be a number of bytes, at least {MIN_CHUNK}")
+    if memory_limit is not None and memory_limit < MIN_CHUNK:
+        raise ConfigError(f"memory_limit={memory_limit} must be a number of bytes, at least {MIN_CHUNK}")
     beside = ROOM + SLACK
     limit = THREADS * (CHUNK + beside) if memory_limit is None else memory_limit
     threads = min(THREADS, max(2, int(cores()) // local_ranks()), max(1, limit // (MIN_CHUNK + beside)))

@@ -1,0 +1,51 @@
+"""Ranks that load by ``from_pretrained`` meet by the store, also in a group after another one in it."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from zerostart.errors import ConfigError
+from zerostart.integrations.meeting import _Calls
+
+
+def _ranks(store: dist.Store, calls: tuple[str, str]) -> list[Exception | None]:
+    """What two ranks of a new group over ``store`` raise, the first of which comes some time later."""
+    second_is_here = threading.Event()
+
+    def rank(number: int) -> Exception | None:
+        own = _Calls(dist.PrefixStore("group", store), number, 2)
+        if number == 0:
+            second_is_here.wait(10)
+        else:
+            threading.Timer(0.05, second_is_here.set).start()
+        try:
+            own.gather(calls[number])
+        except ConfigError as error:
+            return error
+        own.wait()
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(rank, range(2)))
+
+
+@pytest.fixture(autouse=True)
+def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zerostart.integrations.meeting.patience", lambda: timedelta(seconds=10))
+
+
+def test_a_second_group_over_the_same_store_does_not_take_the_first_ones_loads_for_its_own() -> None:
+    store = dist.HashStore()
+    assert _ranks(store, ("A.from_pretrained",) * 2) == [None, None]
+    assert _ranks(store, ("B.from_pretrained",) * 2) == [None, None]
+    assert _ranks(store, ("C.from_pretrained",) * 2) == [None, None]
+
+
+def test_ranks_at_different_loads_are_told_in_any_group_over_the_store() -> None:
+    store = dist.HashStore()
+    assert _ranks(store, ("A.from_pretrained",) * 2) == [None, None]
+    for error in _ranks(store, ("B.from_pretrained", "C.from_pretrained")):
+        assert "something else on another" in str(error)
