@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -121,8 +121,9 @@ def _registered() -> Iterator[Any]:
 
     for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
         for cell in getattr(ALL_ATTENTION_FUNCTIONS[name], "__closure__", None) or ():
-            if isinstance(cell.cell_contents, UlyssesSPAttentionHF):
-                yield cell.cell_contents
+            with suppress(ValueError):  # of an empty one, in somebody's own function
+                if isinstance(cell.cell_contents, UlyssesSPAttentionHF):
+                    yield cell.cell_contents
 
 
 def _masking(attention: Any) -> Any:
