@@ -78,7 +78,7 @@ def checked(key: str, setting: str, folder: str) -> list[str]:
     alone = loader.load_model(*arguments)
     with zerostart.enabled(progress=False, **SETTINGS[setting]):
         model = loader.load_model(*arguments, use_disk_map=True)
-    lines = tensors(model, alone)
+    lines = tensors(model, alone, counts_of(family.model()(**family.config)) if setting == "zero3" else {})
     with torch.no_grad():
         wanted = kept(family.call(alone))
     whole, made = started(SETTINGS[setting]["engine"], Whole(model), family.trained)
@@ -96,14 +96,19 @@ def checked(key: str, setting: str, folder: str) -> list[str]:
     return lines
 
 
-def tensors(model: nn.Module, alone: nn.Module) -> list[str]:
+def counts_of(built: nn.Module) -> dict[str, torch.dtype]:
+    """Parameters that are integers as DiffSynth's class builds them.
+
+    By its own way at ZeRO-3 what is read is copied into them, without the dtype that it was read in.
+    """
+    return {name: p.dtype for name, p in built.named_parameters() if not p.is_floating_point()}
+
+
+def tensors(model: nn.Module, alone: nn.Module, counts: dict[str, torch.dtype]) -> list[str]:
     """What differs of parameters, buffers and plain tensors."""
     held = dict(zerostart.full_tensors(model, rank=None))
     state = dict(alone.state_dict())
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            # A count: DiffSynth's own way at ZeRO-3 copies it into what is partitioned, without its dtype.
-            state[name] = state[name].to(parameter.dtype)
+    state |= {name: state[name].to(dtype) for name, dtype in counts.items()}
     lines = [f"state: {line}" for line in differing(held, state)]
     lines += [
         f"buffer {line}" for line in differing(dict(model.named_buffers()), dict(alone.named_buffers()))
