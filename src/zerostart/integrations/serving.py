@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from zerostart.upstream.diffusers_lora import LoraShapes
+from zerostart.upstream.peft_adapters import AdapterCalls
 from zerostart.upstream.saving_calls import Replacement, SavingCalls
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["SAVE_PRETRAINED", "serve_saving"]
+__all__ = ["SAVE_PRETRAINED", "serve_adapters", "serve_saving"]
 
 
 def _by(name: str) -> Replacement:
@@ -36,9 +38,34 @@ SAVE_PRETRAINED = {
 _pretrained = SavingCalls(SAVE_PRETRAINED)
 
 
+def _adapters(name: str) -> Any:
+    """``integrations.adapters``'s function of that name."""
+
+    def call_it(*args: Any, **kwargs: Any) -> Any:
+        from zerostart.integrations import adapters
+
+        return getattr(adapters, name)(*args, **kwargs)
+
+    return call_it
+
+
+_added = AdapterCalls(_adapters("injected"), _adapters("merged"), _adapters("disabled"), _adapters("read"))
+_shapes = LoraShapes(_adapters("shown"))
+
+
 def serve_saving(model: nn.Module) -> None:
     """Have ``save_pretrained`` of a loaded ``model`` save its shards, as long as it lives.
 
     Raises UpstreamError for a version of a library whose call is not known.
     """
     _pretrained.hold(model)
+    serve_adapters(model)
+
+
+def serve_adapters(model: nn.Module) -> None:
+    """Have PEFT and diffusers put adapters into a loaded ``model`` in shards, as long as it lives.
+
+    Raises UpstreamError as ``serve_saving``.
+    """
+    _added.hold(model)
+    _shapes.hold(model)

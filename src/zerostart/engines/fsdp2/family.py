@@ -237,6 +237,13 @@ class FSDP2(Engine):
         if self.units:
             shard_added(model, self.settings.options(), mixed_precision != "no")
 
+    def share_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
+        """See ``Engine``: a plain loop has nothing that would reduce their gradients."""
+        from zerostart.engines.fsdp2.added import share_added
+
+        if self.units and not self.mesh.parallel:
+            share_added(model, added)
+
     def begin_batch(self, model: nn.Module, last: bool) -> None:
         """See ``Engine``."""
         from torch.distributed.fsdp import FSDPModule
