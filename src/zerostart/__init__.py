@@ -100,9 +100,7 @@ def load(
     from zerostart.loading.request import Request
     from zerostart.loading.run import run
 
-    loaded = run(Request(**given))
-    serve_saving(loaded)
-    return loaded
+    return run(Request(**given), serve_saving)
 
 
 @documented(ForecastArguments)

@@ -117,7 +117,7 @@ def train(path: Path, out: Path, way: str) -> dict[str, torch.Tensor]:
             if "lora_B" in name:
                 p.copy_(torch.randn(p.shape))
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=1e-2)
+    optimizer = torch.optim.SGD(trained, lr=1e-1)
     stepping: Any = None
     if way.startswith("ZeRO"):
         import deepspeed
@@ -135,6 +135,7 @@ def train(path: Path, out: Path, way: str) -> dict[str, torch.Tensor]:
         if stepping is not None:
             stepping.step()
         else:
+            nn.utils.clip_grad_norm_(trained, 1.0)  # as DeepSpeed does unless told otherwise
             optimizer.step()
             optimizer.zero_grad()
     layers = get_peft_model_state_dict(model)

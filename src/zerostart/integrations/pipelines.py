@@ -166,8 +166,7 @@ def _placed(
         "engine_config": request.engine_config,
     }
     how = shared if placement.kind == "shard" else WHOLE
-    model = run(_own_request(request, component, kinds, placement, how))
-    serve_saving(model)
+    model = run(_own_request(request, component, kinds, placement, how), serve_saving)
     if component.name not in request.trainable:
         model.requires_grad_(False)
         record_of(model).engine.make_callable(model)

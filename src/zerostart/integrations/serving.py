@@ -34,6 +34,7 @@ SAVE_PRETRAINED = {
     "ModelMixin.save_pretrained": _by("save_pretrained"),
     "DiffusionPipeline.save_pretrained": _by("save_pipeline"),
     "PeftModel.save_pretrained": _by("save_adapters"),
+    "PushToHubMixin.push_to_hub": _by("push_to_hub"),
 }
 _pretrained = SavingCalls(SAVE_PRETRAINED)
 
