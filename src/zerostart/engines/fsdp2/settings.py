@@ -142,8 +142,8 @@ class FSDP2Settings:
             if there:
                 remedy = f"set {key} to True or False" if key == "reshard_after_forward" else f"remove {key}"
                 raise ConfigError(
-                    f"{axis}={getattr(mesh, axis)} with engine_config[{key!r}]={getattr(self, key)!r} is not "
-                    f"available in this version; {remedy}, or use {axis}=1"
+                    f"{axis}={getattr(mesh, axis)} with engine_config[{key!r}] is not available in this "
+                    f"version; {remedy}, or use {axis}=1"
                 )
 
     def shape(self, world_size: int) -> tuple[int, int]:
