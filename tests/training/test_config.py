@@ -53,6 +53,8 @@ def test_defaults_overrides_and_yaml_spellings(path):
         ("train.steps=1" + "0" * 30, "train.steps: .*64 bits hold"),
         ("train.betas=[0.9, 1.0]", "train.betas.1: Input should be less than 1"),
         ("train.seed=4294967295", "train.seed: Input should be less than 2147483648"),
+        ("output.directory=''", "output.directory: Input should be a path"),
+        ('data.source="a\\0b"', "data.source.*: Input should have no NUL"),
         ("ema.decay=.nan", "ema.decay: .*finite number|ema.decay: .*greater"),
         ("checkpoint.best=1", "checkpoint.best compares held-out losses: hold examples out"),
         ("model.dtype=bfloat16", "model.dtype bfloat16 contradicts train.mixed_precision no"),

@@ -37,13 +37,17 @@ class Section(BaseModel):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _holds(cls, value: Any) -> Any:
-        """No number is larger than what it is computed with."""
+    def _holds(cls, value: Any, info: ValidationInfo) -> Any:
+        """No number is larger than what it is computed with, and no text is one that no system takes."""
         for one in value if isinstance(value, list | tuple) else (value,):
             if isinstance(one, int) and abs(one) > _MOST_INT:
                 raise ValueError("Input should be a number that 64 bits hold")
             if isinstance(one, float) and abs(one) > _MOST_FLOAT:
                 raise ValueError("Input should be a number that float32 holds, up to 3.4e38")
+            if isinstance(one, str) and "\0" in one:
+                raise ValueError("Input should have no NUL")
+        if value == "" and info.field_name in cls.places:  # pathlib takes it for the working directory
+            raise ValueError("Input should be a path")
         return value
 
 
