@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from zerostart import errors
 from zerostart.errors import ZerostartError
-from zerostart.integrations.verbs import drop_components, load_pipeline
+from zerostart.integrations.verbs import drop_components, load_pipeline, synced
 from zerostart.loading.argument_kinds import check_arguments
 from zerostart.loading.arguments import EnabledArguments, ForecastArguments, LoadArguments, documented, taken
 from zerostart.loading.placement import Placement
@@ -51,6 +51,7 @@ __all__ = [
     "report",
     "save",
     "save_state",
+    "synced",
     "verify",
 ]
 __version__ = "0.1.0.dev0"

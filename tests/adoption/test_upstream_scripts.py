@@ -199,6 +199,9 @@ def test_with_and_without_the_line(name: str, config: str, by: str, data: Path, 
     losses, found = run(script, config, data, tmp_path / "ours", line, module)
     expected_losses, expected = run(script, config, data, tmp_path / "stock", REHEARSAL)
     assert len(losses) >= 3
+    # Stock saves a copy of the state dict but at ZeRO-3, and so the head that is tied a second time.
+    if config != "zero3" and script.trainer and "lm_head.weight" not in found:
+        assert torch.equal(expected.pop("lm_head.weight"), expected["model.embed_tokens.weight"])
     assert found.keys() == expected.keys()
     if config == "fsdp2":
         assert losses == pytest.approx(expected_losses, rel=1e-5)

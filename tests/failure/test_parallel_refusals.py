@@ -63,7 +63,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (
         "fsdp2",
         {"tensor_parallel": 2, "engine_config": {"replicate": 2}},
-        "tensor_parallel=2 with engine_config['replicate']=2 is not available",
+        "tensor_parallel=2 with engine_config['replicate'] is not available",
     ),
     (
         "fsdp2",

@@ -32,6 +32,7 @@ from zerostart.state.linking import check_unchanged
 from zerostart.state.optimizing import Kept, gradient_of, masters_of, restore_groups, restored_moments
 from zerostart.state.publishing import agreed_place
 from zerostart.state.random_states import random_rows, set_random_rows
+from zerostart.state.rules import check_rule
 from zerostart.state.training_state import (
     FORMAT,
     MARKER,
@@ -95,6 +96,7 @@ def load_state(
             training = training_of(model, optimizer, world)
             check_restorable(training.places)
             _check_names(training, saved)
+            _check_optimizers(training, saved)
             wanted = [*_parameters(training, saved, world), *_beside(beside, saved)]
         with torch.no_grad():
             _read(saved, wanted, world)
@@ -180,6 +182,15 @@ def _check_names(training: Training, saved: _Saved) -> None:
         )
 
 
+def _check_optimizers(training: Training, saved: _Saved) -> None:
+    """Raise unless what steps now can go on with what was saved, before anything is changed."""
+    document = saved.document["optimizer"]
+    if training.steps and not document:
+        raise ConfigError(f"{saved.path} was saved without an optimizer; leave optimizer out")
+    for optimizer in {id(step.optimizer): step.optimizer for step in training.steps}.values():
+        check_rule(optimizer, document)
+
+
 def _name(name: str, saved: _Saved) -> str:
     """The name under which the checkpoint has a tensor, which may be tied there."""
     found: str = name if name in saved.model.weights else saved.document["ties"].get(name, name)
@@ -259,8 +270,6 @@ def planned_reads(catalog: Catalog, wanted: Iterable[_Wanted]) -> tuple[Plan, li
 def _restore_optimizer(training: Training, saved: _Saved, world: World) -> None:
     places, steps = training.places, training.steps
     document = saved.document["optimizer"]
-    if not document:
-        raise ConfigError(f"{saved.path} was saved without an optimizer; leave optimizer out")
     stored = saved.stored
     with world.phase("making the optimizer's state"):
         restore_groups(steps, places, document)

@@ -160,7 +160,8 @@ class DeepSpeedSettings:
             )
         if self.stage not in (None, zero_stage):
             raise EngineError(
-                f"engine_config asks for ZeRO stage {self.stage}, and the load for stage {zero_stage}"
+                f"engine_config asks for ZeRO stage {self.stage}, and the load for stage {zero_stage}; use "
+                "one number for both"
             )
 
     def check_sequences(self, zero_stage: int, size: int) -> None:

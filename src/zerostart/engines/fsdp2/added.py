@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zerostart.distributed.world import current_world
+from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
 
 __all__ = ["shard_added", "shard_around", "share_added"]
@@ -30,11 +31,12 @@ def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> lis
 
     ``options`` are keyword arguments of ``fully_shard``. With ``fp32`` trainable ones are put in fp32 before,
     as the masters of mixed precision. Returns the names of the modules. Raises EngineError, naming the
-    parameter, where a module that is never called holds it.
+    parameter, where a module that is never called holds it, or it has no dimensions and is to be trained.
     """
+    check_frozen(model)
     added: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
-        own = [(leaf, p) for leaf, p in module._parameters.items() if p is not None]
+        own = [(leaf, p) for leaf, p in module._parameters.items() if p is not None and p.dim()]
         plain = [leaf for leaf, p in own if not isinstance(p, DTensor)]
         if not plain:
             continue
@@ -50,7 +52,8 @@ def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> lis
     for _, module in added:
         _hold_masters(module.parameters(recurse=False), fp32)
         # Small, and needed again in the backward: gathered once a step.
-        fully_shard(module, mesh=mesh, **{**options, "reshard_after_forward": False})
+        kept = {"reshard_after_forward": False, "ignored_params": scalars_of(module)}
+        fully_shard(module, mesh=mesh, **{**options, **kept})
     return [name for name, _ in added]
 
 
@@ -58,7 +61,7 @@ def shard_around(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> No
     """Shard what is around the sharded parts of ``model``, which is their root from now on; see above."""
     if not isinstance(model, FSDPModule):
         _hold_masters((p for p in model.parameters() if not isinstance(p, DTensor)), fp32)
-        fully_shard(model, mesh=_mesh_of(model), **options)
+        fully_shard(model, mesh=_mesh_of(model), ignored_params=scalars_of(model), **options)
 
 
 def share_added(model: nn.Module, added: Sequence[nn.Parameter]) -> None:

@@ -145,9 +145,9 @@ class FSDP2(Engine):
             first.setdefault(share_of(rank), rank)
         return Placements(
             layout=lambda name, rank: dimension_shard(
-                tuple(parameters[name].shape), dims[name], share_of(rank), shares
+                tuple(parameters[name].shape), dims.get(name, 0), share_of(rank), shares
             ),
-            alike=lambda name: dims[name],
+            alike=dims.get,
             twin=lambda rank: first[share_of(rank)],
             homes=dict.fromkeys(parameters, HOST if settings.offloaded else DEVICE),
         )

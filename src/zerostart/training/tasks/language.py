@@ -61,11 +61,10 @@ class _Language(Task):
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
-        """Raise ValueError for a component of a pipeline, which no language model is loaded from."""
-        if config.model.component is not None:
-            raise ValueError(
-                f"model.component is for pipelines of diffusers, not for task.name {config.task.name}"
-            )
+        """Raise ValueError for what is of a pipeline, which no language model is loaded from or saved in."""
+        told = {"model.component": config.model.component, "output.pipeline": config.output.pipeline or None}
+        for key in (key for key, value in told.items() if value is not None):
+            raise ValueError(f"{key} is for pipelines of diffusers, not for task.name {config.task.name}")
 
     @property
     def _data(self) -> DataConfig:

@@ -1,0 +1,190 @@
+"""What goes together, for the documentation: ``python -m tests.contract.combinations`` writes the page anew.
+
+Every engine, stage, placement or setting, and every choice of the three axes is asked of the engine itself,
+with no model: it answers, or refuses in a sentence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from zerostart.errors import ZerostartError
+from zerostart.loading.request import Request
+
+__all__ = ["AXES", "ENGINES", "PATH", "RANKS", "SHARING", "TRAINED", "Setting", "answers", "text"]
+
+PATH = Path(__file__).parents[2] / "docs" / "combinations.md"
+
+AXES = {"E": "expert_parallel", "S": "sequence_parallel", "T": "tensor_parallel"}
+#: Which of the axes ranks share, each by 2 of the 8.
+SHARING = [frozenset(chosen) for count in range(4) for chosen in itertools.combinations(AXES, count)]
+RANKS = 8
+
+HOST, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/nvme"}
+FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+POLICY = CPUOffloadPolicy(pin_memory=False)
+
+
+def _first_dimension(parameter: Any) -> None:
+    """A ``shard_placement_fn`` that leaves it to FSDP2."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A placement or a setting of a load, and, of a placement, the test that trains with it.
+
+    ``zero`` goes into ``zero_optimization``. It is asked at ``stages`` alone: those that look at it.
+    """
+
+    test: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    request: Mapping[str, Any] = field(default_factory=dict)
+    size: int = 2
+
+    def ask(self, engine: str, stage: int, axes: frozenset[str]) -> str | None:
+        """The sentence that refuses it; None where it is served."""
+        config = {**self.config, **({"zero_optimization": dict(self.zero)} if self.zero else {})}
+        sizes: dict[str, Any] = {AXES[axis]: self.size for axis in axes}
+        wanted = {"zero_stage": stage, "engine_config": config, **sizes, **self.request}
+        try:
+            Request({}, engine=engine, **wanted).resolve(RANKS)
+        except ZerostartError as error:
+            return str(error)
+        return None
+
+
+_MATRIX, _NVME = "tests/identity/test_deepspeed_matrix.py", "tests/identity/test_deepspeed_nvme.py"
+_FSDP2 = "tests/identity/test_fsdp2_placements.py"
+_EXCHANGE = Setting("tests/identity/test_exchange.py", request={"exchange": True})
+_BOTH = {"tp_plan": {"a": "colwise"}, "tensor_parallel": {"preset_model": "llama"}}
+ENGINES: Mapping[str, Mapping[str, Setting]] = {
+    "deepspeed": {
+        "on the device": Setting(_MATRIX),
+        "`offload_optimizer` to the host": Setting(
+            _MATRIX, zero={"offload_optimizer": HOST}, stages=(1, 2, 3)
+        ),
+        "`offload_optimizer` to NVMe": Setting(_MATRIX, zero={"offload_optimizer": NVME}, stages=(3,)),
+        "`offload_param` to the host": Setting(_MATRIX, zero={"offload_param": HOST}, stages=(3,)),
+        "both to the host": Setting(
+            _MATRIX, zero={"offload_optimizer": HOST, "offload_param": HOST}, stages=(3,)
+        ),
+        "`offload_param` to NVMe": Setting(_NVME, zero={"offload_param": NVME}, stages=(3,)),
+        "`zero_hpz_partition_size: 2`": Setting(_MATRIX, zero={"zero_hpz_partition_size": 2}, stages=(3,)),
+        "`zero_hpz_partition_size: 3`": Setting(zero={"zero_hpz_partition_size": 3}, stages=(3,)),
+        "`mics_shard_size`": Setting(zero={"mics_shard_size": 2}, stages=(3,)),
+        "bf16, `grad_accum_dtype` fp32": Setting("tests/zero12/test_flat_masters.py", FP32_SUMS),
+        "`reduce_scatter: false`": Setting(zero={"reduce_scatter": False}),
+        "`contiguous_gradients: false`": Setting(zero={"contiguous_gradients": False}),
+        "`gradient_predivide_factor`": Setting(config={"gradient_predivide_factor": 2.0}),
+        "`use_data_before_expert_parallelism`": Setting(config={"use_data_before_expert_parallelism": True}),
+        "the pass `autotp` of `compile`": Setting(config={"compile": {"passes": ["autotp"]}}),
+        "`tp_plan` beside `preset_model`": Setting(config=_BOTH),
+        "`sequence_parallel_size: 4`": Setting(config={"sequence_parallel_size": 4}),
+        "`tensor_parallel.autotp_size: 4`": Setting(config={"tensor_parallel": {"autotp_size": 4}}),
+        "`expert_parallel.autoep_size: 4`": Setting(
+            config={"expert_parallel": {"enabled": True, "autoep_size": 4}}
+        ),
+        "`exchange=True` of the load": _EXCHANGE,
+        "`stage: 3` in the configuration": Setting(zero={"stage": 3}),
+        "the axes of 3 ranks": Setting(size=3),
+    },
+    "fsdp2": {
+        "on the device": Setting("tests/identity/test_stages.py"),
+        "`offload_policy`": Setting(_FSDP2, {"offload_policy": POLICY}),
+        "`replicate: 2`": Setting(_FSDP2, {"replicate": 2}),
+        "`reshard_after_forward: 2`": Setting(_FSDP2, {"reshard_after_forward": 2}),
+        "`shard_placement_fn`": Setting(_FSDP2, {"shard_placement_fn": _first_dimension}),
+        "`exchange=True` of the load": _EXCHANGE,
+        "the axes of 3 ranks": Setting(size=3),
+    },
+}
+_SEQUENCES, _EXPERTS = "tests/identity/test_sequences.py", "tests/identity/test_parallel_placements.py"
+#: What trains the axes that are served, by engine.
+TRAINED: Mapping[str, Mapping[str, str]] = {
+    "deepspeed": {
+        "E": f"tests/identity/test_parallel_deepspeed.py, {_EXPERTS}, tests/identity/test_experts_placed.py",
+        "S": _SEQUENCES,
+        "T": "tests/tensors/test_tensors_deepspeed.py",
+        "E + S": _SEQUENCES,
+    },
+    "fsdp2": {
+        "E": "tests/identity/test_parallel_fsdp2.py",
+        "S": _SEQUENCES,
+        "T": "tests/identity/test_parallel_fsdp2.py",
+        "E + S": _SEQUENCES,
+        "E + T": "tests/identity/test_parallel_fsdp2.py",
+    },
+}
+
+_HEAD = """# Everything together
+
+Generated by `python -m tests.contract.combinations`, which asks the engines; do not edit.
+`tests/contract/test_combinations.py` compares, and holds that these checks can say nothing else.
+
+A cell is served ("yes"), or has the number of the [sentence](#what-is-said) that refuses it: on every rank,
+before any weight is read. Columns are what is shared, by 2 of 8 ranks each: **E** experts, **S** sequences,
+**T** tensors. Placements of DeepSpeed's stage 3 are asked there alone; below it DeepSpeed does not look at
+them. What a *model* must have for an axis (heads that divide, a plan) is in [parallelism.md](parallelism.md).
+"""
+
+
+def answers() -> Iterator[tuple[str, str, int, frozenset[str], str | None]]:
+    """Engine, setting, stage, axes, and the sentence that refuses them or None."""
+    for engine, settings in ENGINES.items():
+        for name, setting in settings.items():
+            for stage, axes in itertools.product(setting.stages, SHARING):
+                yield engine, name, stage, axes, setting.ask(engine, stage, axes)
+
+
+def text() -> str:
+    """The whole page."""
+    rows: dict[tuple[str, str], dict[int, list[str]]] = {}
+    said: dict[str, int] = {}
+    for engine, name, stage, _, sentence in answers():
+        number = said.setdefault(sentence, len(said) + 1) if sentence is not None else None
+        cell = "yes" if number is None else str(number)
+        rows.setdefault((engine, name), {}).setdefault(stage, []).append(cell)
+    lines = [_HEAD]
+    for engine, settings in ENGINES.items():
+        lines += [f"## `engine={engine!r}`", "", *_head_row()]
+        for name, setting in settings.items():
+            lines += _rows(name, rows[engine, name], setting.test)
+        lines += ["", "| shared | trained as one process trains, in |", "|---|---|"]
+        lines += [f"| {axes} | {_files(tests)} |" for axes, tests in TRAINED[engine].items()]
+        lines.append("")
+    lines += ["## What is said", "", *(f"{number}. `{sentence}`" for sentence, number in said.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _head_row() -> Iterator[str]:
+    yield f"| placement or setting | stages | {' | '.join(_shared(axes) for axes in SHARING)} | test |"
+    yield "|---|---|" + "---|" * len(SHARING) + "---|"
+
+
+def _rows(name: str, stages: Mapping[int, list[str]], test: str) -> Iterator[str]:
+    """One row for the stages that answer alike."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for stage, cells in stages.items():
+        alike.setdefault(tuple(cells), []).append(stage)
+    for cells, found in alike.items():
+        yield f"| {name} | {', '.join(map(str, found))} | {' | '.join(cells)} | {_files(test)} |"
+
+
+def _shared(axes: frozenset[str]) -> str:
+    return " + ".join(sorted(axes)) or "nothing"
+
+
+def _files(tests: str) -> str:
+    return ", ".join(f"`{test}`" for test in tests.split(", ") if test)
+
+
+if __name__ == "__main__":
+    PATH.write_text(text(), encoding="utf-8")
