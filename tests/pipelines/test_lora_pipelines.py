@@ -193,6 +193,29 @@ def test_a_lora_that_changes_weights_is_refused(what: str, words: str, way: str,
             raise AssertionError(outcome.message)
 
 
+def of_values(path: Path, way: str) -> tuple[str, float]:
+    """An adapter that begins with a decomposition of the weights: what is wrong, and how far it is off."""
+    plain = diffusers.DiffusionPipeline.from_pretrained(str(path))
+    pipe = zerostart.load_pipeline(path, whole_beside(path), **WAYS[way], progress=False)
+    first = picture(plain, "wan")
+    try:
+        pipe.transformer.add_adapter(LoraConfig(**LORA, init_lora_weights="olora"))
+    except zerostart.errors.ConfigError as error:
+        return str(error), 0.0
+    return "", float((picture(pipe, "wan") - first).abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ZeRO-3", "FSDP2"])
+def test_an_adapter_that_begins_with_values_of_weights(way: str, tmp_path: Path) -> None:
+    path = make_pipeline("wan", tmp_path / "wan")
+    for message, off in run_ranks(of_values, 2, path, way):
+        if way == "FSDP2":
+            assert "begins with values of its weights" in message
+        else:
+            assert (message, off < 1e-2) == ("", True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("key", FAMILIES)
 def test_loras_of_every_family(key: str, tmp_path: Path) -> None:

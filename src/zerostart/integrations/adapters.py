@@ -27,9 +27,20 @@ _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.W
 
 
 def injected(original: Callable[[], Any], model: nn.Module) -> Any:
-    """``inject_adapter`` of PEFT: what it adds is the same on every rank, and trained alike."""
+    """``inject_adapter`` of PEFT: what it adds is the same on every rank, and trained alike.
+
+    Raises ConfigError for an adapter that begins with values of a weight which FSDP2 has in shards.
+    """
     parts = [(part, {id(p) for p in part.parameters()}) for part in loaded_models(model)]
-    found = original()
+    try:
+        found = original()
+    except RuntimeError as error:
+        if not parts or "DTensor" not in str(error):
+            raise
+        raise ConfigError(
+            f"an adapter of {type(model).__name__} begins with values of its weights, which FSDP2 has in "
+            f"shards ({error}); use init_lora_weights=True without DoRA, or DeepSpeed ZeRO-3"
+        ) from error
     for part, before in parts:
         added = [p for p in part.parameters() if id(p) not in before]
         if added:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import ModuleType
@@ -55,7 +56,19 @@ _READ = PatchPoint(
         ),
     ),
 )
-TOUCHED = (_INJECTED, _MERGED, _SWITCHED, _READ)
+_GATHERED = PatchPoint(
+    library=PEFT,
+    owner="peft.utils.integrations",
+    names=("check_deepspeed_zero3_enabled",),
+    why="adapters that begin with values of a weight gather it, where transformers knows of no ZeRO-3, too",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "peft.utils.integrations:gather_params_ctx", has=("if not check_deepspeed_zero3_enabled(): ...",)
+        ),
+    ),
+)
+TOUCHED = (_INJECTED, _MERGED, _SWITCHED, _GATHERED, _READ)
 _REMEDY = "zerostart cannot take over adapters of models in shards"
 
 #: ``around(original, model)`` for a call that puts an adapter into ``model``.
@@ -83,6 +96,7 @@ class AdapterCalls(Held):
         later = stack.enter_context(ExitStack())
         stack.callback(self._classes.clear)
         stack.callback(when_imported(_LAYERS, functools.partial(self._layers_imported, later)))
+        stack.callback(when_imported(_GATHERED.owner, functools.partial(self._gathers, later)))
         stack.callback(when_imported(_FILES, functools.partial(self._files_imported, later)))
 
     def _layers_imported(self, stack: ExitStack, module: ModuleType) -> None:
@@ -125,6 +139,18 @@ class AdapterCalls(Held):
             return self._merging(functools.partial(original, layer, *args, **kwargs), layer, name)
 
         return call
+
+    def _gathers(self, stack: ExitStack, module: ModuleType) -> None:
+        demand((_GATHERED,), _REMEDY)
+        (name,) = _GATHERED.names
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def enabled() -> bool:
+            # GatheredParameters leaves alone what is not partitioned.
+            return original() or "deepspeed" in sys.modules
+
+        stack.enter_context(replaced_wherever_imported(_GATHERED, name, original, enabled))
 
     def _files_imported(self, stack: ExitStack, module: ModuleType) -> None:
         demand((_READ,), _REMEDY)
