@@ -71,8 +71,12 @@ _GATHERED = PatchPoint(
 TOUCHED = (_INJECTED, _MERGED, _SWITCHED, _GATHERED, _READ)
 _REMEDY = "zerostart cannot take over adapters of models in shards"
 
-#: ``around(original, model)`` for a call that puts an adapter into ``model``.
-Injecting = Callable[[Callable[[], Any], nn.Module], Any]
+#: Kinds of ``init_lora_weights`` that look at no weight; the others that are named do.
+_OWN_BEGIN = ("gaussian", "eva", "orthogonal")
+
+#: ``around(original, model, of_values)`` for a call that puts an adapter into ``model``, which may be one
+#: that begins with values of its weights.
+Injecting = Callable[[Callable[[], Any], nn.Module, bool], Any]
 #: ``around(original, layer, what)`` for a layer's own ``merge`` or ``unmerge``.
 Merging = Callable[[Callable[[], Any], Any, str], Any]
 #: ``instead(original, model, **arguments)`` for ``get_peft_model_state_dict``.
@@ -104,8 +108,12 @@ class AdapterCalls(Held):
         original = module.BaseTuner.inject_adapter
 
         @functools.wraps(original)
-        def inject(tuner: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            found = self._injecting(functools.partial(original, tuner, model, *args, **kwargs), model)
+        def inject(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+            original_call = functools.partial(original, tuner, model, adapter_name, *args, **kwargs)
+            begins = getattr(tuner.peft_config[adapter_name], "init_lora_weights", True)
+            found = self._injecting(
+                original_call, model, isinstance(begins, str) and begins not in _OWN_BEGIN
+            )
             for kind in {type(m) for m in model.modules() if isinstance(m, module.BaseTunerLayer)}:
                 self._serve(stack, kind)
             return found
