@@ -67,8 +67,8 @@ def keep(path: Path, out: Path) -> list[str]:
             try:
                 habit(model)
                 wrong.append(f"{way}: {name}")
-            except ConfigError as error:
-                if "save" not in str(error):
+            except ValueError as error:  # save_model makes one of its own of it, with its text
+                if "save_pretrained" not in str(error):
                     wrong.append(f"{way}: {name}: {error}")
             except Exception:
                 wrong.append(f"{way}: {name}: {traceback.format_exc()}")
@@ -118,6 +118,7 @@ def failing(path: Path) -> None:
     zerostart.load(path, engine="fsdp2", progress=False)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_serve_later_saves_tells_the_others(path: Path) -> None:
     for outcome in rank_outcomes(failing, 2, path, timeout=60):
         assert (outcome.error, "not on this rank" in outcome.message) == (

@@ -26,9 +26,17 @@ __all__ = ["disabled", "injected", "merged", "read", "shown"]
 _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
-def injected(original: Callable[[], Any], model: nn.Module) -> Any:
-    """``inject_adapter`` of PEFT: what it adds is the same on every rank, and trained alike."""
+def injected(original: Callable[[], Any], model: nn.Module, of_values: bool) -> Any:
+    """``inject_adapter`` of PEFT: what it adds is the same on every rank, and trained alike.
+
+    Raises ConfigError for an adapter that begins with values of a weight (``of_values``) in FSDP2's shards.
+    """
     parts = [(part, {id(p) for p in part.parameters()}) for part in loaded_models(model)]
+    if of_values and any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError(
+            f"init_lora_weights of this adapter makes it of values of the weights of {type(model).__name__}, "
+            "which FSDP2 has in shards; use init_lora_weights=True or 'gaussian', or DeepSpeed ZeRO-3"
+        )
     found = original()
     for part, before in parts:
         added = [p for p in part.parameters() if id(p) not in before]

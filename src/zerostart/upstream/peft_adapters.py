@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import ModuleType
@@ -55,11 +56,27 @@ _READ = PatchPoint(
         ),
     ),
 )
-TOUCHED = (_INJECTED, _MERGED, _SWITCHED, _READ)
+_GATHERED = PatchPoint(
+    library=PEFT,
+    owner="peft.utils.integrations",
+    names=("check_deepspeed_zero3_enabled",),
+    why="adapters that begin with values of a weight gather it, where transformers knows of no ZeRO-3, too",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "peft.utils.integrations:gather_params_ctx", has=("if not check_deepspeed_zero3_enabled(): ...",)
+        ),
+    ),
+)
+TOUCHED = (_INJECTED, _MERGED, _SWITCHED, _GATHERED, _READ)
 _REMEDY = "zerostart cannot take over adapters of models in shards"
 
-#: ``around(original, model)`` for a call that puts an adapter into ``model``.
-Injecting = Callable[[Callable[[], Any], nn.Module], Any]
+#: Kinds of ``init_lora_weights`` that look at no weight; the others that are named do.
+_OWN_BEGIN = ("gaussian", "eva", "orthogonal")
+
+#: ``around(original, model, of_values)`` for a call that puts an adapter into ``model``, which may be one
+#: that begins with values of its weights.
+Injecting = Callable[[Callable[[], Any], nn.Module, bool], Any]
 #: ``around(original, layer, what)`` for a layer's own ``merge`` or ``unmerge``.
 Merging = Callable[[Callable[[], Any], Any, str], Any]
 #: ``instead(original, model, **arguments)`` for ``get_peft_model_state_dict``.
@@ -83,6 +100,7 @@ class AdapterCalls(Held):
         later = stack.enter_context(ExitStack())
         stack.callback(self._classes.clear)
         stack.callback(when_imported(_LAYERS, functools.partial(self._layers_imported, later)))
+        stack.callback(when_imported(_GATHERED.owner, functools.partial(self._gathers, later)))
         stack.callback(when_imported(_FILES, functools.partial(self._files_imported, later)))
 
     def _layers_imported(self, stack: ExitStack, module: ModuleType) -> None:
@@ -90,8 +108,12 @@ class AdapterCalls(Held):
         original = module.BaseTuner.inject_adapter
 
         @functools.wraps(original)
-        def inject(tuner: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            found = self._injecting(functools.partial(original, tuner, model, *args, **kwargs), model)
+        def inject(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+            original_call = functools.partial(original, tuner, model, adapter_name, *args, **kwargs)
+            begins = getattr(tuner.peft_config[adapter_name], "init_lora_weights", True)
+            found = self._injecting(
+                original_call, model, isinstance(begins, str) and begins not in _OWN_BEGIN
+            )
             for kind in {type(m) for m in model.modules() if isinstance(m, module.BaseTunerLayer)}:
                 self._serve(stack, kind)
             return found
@@ -125,6 +147,18 @@ class AdapterCalls(Held):
             return self._merging(functools.partial(original, layer, *args, **kwargs), layer, name)
 
         return call
+
+    def _gathers(self, stack: ExitStack, module: ModuleType) -> None:
+        demand((_GATHERED,), _REMEDY)
+        (name,) = _GATHERED.names
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def enabled() -> bool:
+            # GatheredParameters leaves alone what is not partitioned.
+            return original() or "deepspeed" in sys.modules
+
+        stack.enter_context(replaced_wherever_imported(_GATHERED, name, original, enabled))
 
     def _files_imported(self, stack: ExitStack, module: ModuleType) -> None:
         demand((_READ,), _REMEDY)
