@@ -41,7 +41,7 @@ def run(make: Made, count: int) -> tuple[nn.Module, Optimizer, Iterator[float]]:
     def losses() -> Iterator[float]:
         while True:
             optimizer.zero_grad()
-            loss = model(torch.arange(4.0)).square().sum()
+            loss = model(torch.arange(4.0).to(model.weight.dtype)).square().sum()
             loss.backward()
             optimizer.step()
             yield loss.item()
@@ -93,6 +93,40 @@ def test_another_rule_is_refused_by_name(tmp_path: Path, name: str) -> None:
     assert all(map(torch.equal, model.parameters(), before))
     zerostart.load_state(tmp_path / "state", model)  # and so they are, as the optimizer is left out
     assert all(map(torch.equal, model.parameters(), weights))
+
+
+class Stochastic(Optimizer):
+    """Steps parameters in bf16 without masters: what is cut off is rounded up by chance."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                past = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+                past.mul_(group["momentum"]).add_(parameter.grad)
+                bits = (parameter.float() - group["lr"] * past.float()).view(torch.int32)
+                bits += torch.randint(1 << 16, bits.shape, dtype=torch.int32)
+                parameter.copy_((bits & -(1 << 16)).view(torch.float32))
+
+
+def test_rounding_by_chance_goes_on_as_it_was(tmp_path: Path) -> None:
+    def bf16(parameters: Any, lr: float) -> Optimizer:
+        kept = list(parameters)
+        for parameter in kept:
+            parameter.data = parameter.data.bfloat16()
+        return Stochastic(kept, lr)
+
+    model, optimizer, wanted = run(bf16, 2)
+    zerostart.save_state(tmp_path / "state", model, optimizer)
+    following = [next(wanted) for _ in range(4)]
+    model, optimizer, found = run(bf16, 1)
+    zerostart.load_state(tmp_path / "state", model, optimizer)
+    assert [next(found) for _ in range(4)] == following
+    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
 
 
 def test_a_state_that_was_not_saved_goes(tmp_path: Path) -> None:
