@@ -18,7 +18,7 @@ from torch import nn
 
 import zerostart
 from ranks import rank_outcomes, run_ranks
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, EngineError
 
 CONFIG = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 WAYS: dict[str, dict[str, Any]] = {
@@ -76,6 +76,9 @@ def keep(path: Path, out: Path) -> list[str]:
         with zerostart.gathered(model, weight) as whole:
             torch.save(whole, out / f"{rank}.pt")
         model.load_state_dict(model.state_dict())
+        for called in (model, model.x_embedder):
+            with pytest.raises(EngineError, match=r"nothing gathers yet: call deepspeed\.initialize"):
+                called(torch.ones(1, model.config.in_channels))
         engine = engine_of(model)
         engine.save_checkpoint(str(out / "checkpoint"))
         file = next((out / "checkpoint").rglob("zero_pp_rank_0*_model_states.pt"))
@@ -83,6 +86,7 @@ def keep(path: Path, out: Path) -> list[str]:
         if {type(t) for t in stored["module"].values()} != {torch.Tensor}:
             wrong.append("DeepSpeed's checkpoint has tensors of another class")
         engine.load_checkpoint(str(out / "checkpoint"))
+        model.x_embedder(torch.ones(1, model.config.in_channels))
         model.save_pretrained(out / way)
     return wrong
 

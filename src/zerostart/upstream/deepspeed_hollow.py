@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.patches import Held, note, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.versions import DEEPSPEED, TORCH
 
-__all__ = ["TOUCHED", "Hollow", "keep_from_loss"]
+__all__ = ["TOUCHED", "Hollow", "check_called", "keep_from_loss"]
 
 _OWN = PatchPoint(
     library=DEEPSPEED,
@@ -42,7 +42,19 @@ _COPIES = PatchPoint(
     why="a parameter that ZeRO-3 has partitioned is not copied or saved without its elements",
     lasts=Lasts.MODEL,
 )
-TOUCHED = (_OWN, _COPIES)
+_REGISTERED = Use(
+    library=DEEPSPEED,
+    owner="deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload",
+    names=("_register_deepspeed_module",),
+    why="a module whose partitions are gathered for its calls has a number",
+    shapes=(
+        Shape(
+            "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module",
+            has=("module.ds_id = X",),
+        ),
+    ),
+)
+TOUCHED = (_OWN, _COPIES, _REGISTERED)
 
 
 def _refuse() -> NoReturn:
@@ -88,6 +100,23 @@ def keep_from_loss(model: nn.Module) -> None:
             vars(parameter)["__reduce_ex__"] = types.MethodType(_reduced, parameter)
 
 
+def check_called(module: nn.Module) -> None:
+    """Raise EngineError for a call of a module whose partitions nothing gathers."""
+    if hasattr(module, "ds_id"):
+        return
+    for name, inner in module.named_modules():
+        own = (leaf for leaf, parameter in inner._parameters.items() if _is_hollow(parameter))
+        leaf = None if hasattr(inner, "ds_id") else next(own, None)
+        if leaf is not None:
+            where = f"{name}.{leaf}".lstrip(".")
+            raise EngineError(
+                f"{type(module).__name__} is called, and {where} is in shards (ZeRO-3), "
+                "which nothing gathers yet: call deepspeed.initialize or accelerator.prepare first, or load "
+                "what is not trained by zerostart.load_pipeline, or gather it with "
+                "deepspeed.zero.GatheredParameters"
+            )
+
+
 def _mark(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = state.get(prefix + name)
@@ -96,7 +125,7 @@ def _mark(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None
 
 
 def _is_hollow(parameter: Any) -> bool:
-    return not parameter.numel() and hasattr(parameter, "ds_id") and parameter.ds_numel > 0
+    return hasattr(parameter, "ds_id") and not parameter.numel() and parameter.ds_numel > 0
 
 
 def _copied(parameter: nn.Parameter, memo: Any) -> Any:
@@ -112,7 +141,7 @@ def _reduced(parameter: nn.Parameter, protocol: Any) -> Any:
 
 
 def _enter(stack: ExitStack) -> None:
-    demand((_OWN,))
+    demand((_OWN, _REGISTERED))
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     (name,) = _OWN.names

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from zerostart.engines.calls import OutsideInferenceMode, has_containers, leave_inference_mode
+from zerostart.upstream.deepspeed_hollow import check_called
 
 __all__ = ["keep_calls"]
 
@@ -33,7 +34,11 @@ class _Guard:
         self._follows = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leave inference mode, and pass containers by keyword."""
+        """Leave inference mode, and pass containers by keyword.
+
+        Raises EngineError where no engine gathers the partitions.
+        """
+        check_called(module)
         left, args, kwargs = leave_inference_mode(args, kwargs)
         if left is not None and not self._follows:
             # Only now, to come after the engine's hooks, which release what was gathered.
