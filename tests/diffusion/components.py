@@ -48,6 +48,12 @@ def wan(model: Any, **more: Any) -> Any:
     return model(latents, torch.tensor([500]), noise(1, 6, 16), **image, **more, return_dict=False)
 
 
+def wan_of_tokens(model: Any) -> Any:
+    """Each token has a time of its own, as in the model that makes videos of a first frame."""
+    times = torch.arange(12).mul(80)[None]
+    return model(noise(1, 4, 3, 4, 4), times, noise(1, 6, 16), return_dict=False)
+
+
 def vace(model: Any) -> Any:
     return wan(model, control_hidden_states=noise(1, 6, 3, 4, 4), control_hidden_states_scale=torch.ones(2))
 
@@ -228,6 +234,7 @@ COMPONENTS: dict[str, Component] = {
         vace,
         trained=True,
     ),
+    "wan2.2 5b": Component("WanTransformer3DModel", _WAN, wan_of_tokens, trained=True),
     "wan2.1 vae": Component("AutoencoderKLWan", _VAE, video(4, 2)),
     "wan2.2 vae": Component(
         "AutoencoderKLWan",

@@ -28,16 +28,22 @@ WAYS: Mapping[str, tuple[str, int, str, float | None]] = {
 
 
 #: What a family's largest module takes, and a little.
-LEAST = {"wan": 1 << 18, "qwen_image": 1 << 18, "flux": 1 << 18, "z_image": 5 << 18}
+LEAST = {
+    "wan": 1 << 18,
+    "wan_of_two": 1 << 18,
+    "flux2": 1 << 18,
+    "qwen_image": 1 << 18,
+    "flux": 1 << 18,
+    "z_image": 5 << 18,
+}
 
 
 def picture(pipe: Any, key: str) -> torch.Tensor:
     """What the pipeline makes of a prompt in two steps."""
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(3)
-    made = pipe(
-        "a cat sees the sea", num_inference_steps=2, output_type="pt", generator=generator, **CALLS[key]
-    )
+    prompt = "a cat sees the sea"
+    made = pipe(prompt=prompt, num_inference_steps=2, output_type="pt", generator=generator, **CALLS[key])
     found = torch.as_tensor(made[0])
     assert found.isfinite().all()
     return found
@@ -46,7 +52,7 @@ def picture(pipe: Any, key: str) -> torch.Tensor:
 def placements(pipe: Any, transformer: str) -> dict[str, str]:
     """Encoders offloaded, the VAE whole, the transformer as said."""
     models = [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]
-    kinds = {"vae": "replicate", "transformer": transformer}
+    kinds = {"vae": "replicate", "transformer": transformer, "transformer_2": transformer}
     return {name: kinds.get(name, "offload") for name in models}
 
 

@@ -15,11 +15,17 @@ __all__ = ["CALLS", "FAMILIES", "make_pipeline"]
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", "a", "cat", "sees", "the", "sea", "and", "sleeps", "user", "prompt")
 VOCABULARY = 120
 
+_WAN = {"height": 16, "width": 16, "num_frames": 5, "guidance_scale": 3.0, "max_sequence_length": 12}
 #: What each pipeline is called with, beside a prompt and a generator.
 CALLS: Mapping[str, Mapping[str, Any]] = {
-    "wan": {"height": 16, "width": 16, "num_frames": 5, "guidance_scale": 3.0, "max_sequence_length": 12},
+    "wan": _WAN,
+    "wan_of_two": _WAN,
     "qwen_image": {"height": 16, "width": 16, "max_sequence_length": 24, "negative_prompt": "a cat"},
     "flux": {"height": 16, "width": 16, "max_sequence_length": 12},
+    "flux2": {
+        **{"height": 16, "width": 16, "guidance_scale": 3.0, "max_sequence_length": 12},
+        "text_encoder_out_layers": (1, 2, 3),
+    },
     "z_image": {"height": 16, "width": 16, "max_sequence_length": 12},
 }
 
@@ -76,6 +82,14 @@ def wan() -> Any:
         scheduler=scheduler(shift=3.0),
         transformer=component("wan", out_channels=4, text_dim=16),
     )
+
+
+def wan_of_two() -> Any:
+    """Two experts, one for each half of the noise, as Wan2.2's larger models have."""
+    made = wan()
+    made.register_modules(transformer_2=component("wan", out_channels=4, text_dim=16))
+    made.register_to_config(boundary_ratio=0.9)
+    return made
 
 
 def qwen_image() -> Any:
@@ -136,22 +150,41 @@ def flux() -> Any:
     )
 
 
-def z_image() -> Any:
-    import diffusers
-    from transformers import Qwen3Config, Qwen3Model
+def qwen3(layers: int) -> Any:
+    from transformers import Qwen3Config
 
-    encoder = Qwen3Config(
+    return Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=8,
     )
+
+
+def flux2() -> Any:
+    """Klein, whose captions are three layers of Qwen3 side by side."""
+    import diffusers
+    from transformers import Qwen3ForCausalLM
+
+    return diffusers.Flux2KleinPipeline(
+        tokenizer=tokenizer(template=True),
+        text_encoder=Qwen3ForCausalLM(qwen3(3)),
+        vae=component("flux2_vae"),
+        scheduler=scheduler(use_dynamic_shifting=True),
+        transformer=component("flux2", in_channels=20, joint_attention_dim=48, guidance_embeds=False),
+    )
+
+
+def z_image() -> Any:
+    import diffusers
+    from transformers import Qwen3Model
+
     return diffusers.ZImagePipeline(
         tokenizer=tokenizer(template=True),
-        text_encoder=Qwen3Model(encoder),
+        text_encoder=Qwen3Model(qwen3(2)),
         vae=component("flux_vae", shift_factor=0.1),
         scheduler=scheduler(shift=3.0),
         transformer=component("z_image", cap_feat_dim=16),
@@ -160,8 +193,10 @@ def z_image() -> Any:
 
 FAMILIES: Mapping[str, Callable[[], Any]] = {
     "wan": wan,
+    "wan_of_two": wan_of_two,
     "qwen_image": qwen_image,
     "flux": flux,
+    "flux2": flux2,
     "z_image": z_image,
 }
 
@@ -173,5 +208,8 @@ def make_pipeline(key: str, path: Path) -> Path:
     for part in made.components.values():
         if isinstance(part, torch.nn.Module):
             randomise(part)
+            for name, buffer in part.named_buffers():
+                if name.endswith("running_var"):
+                    buffer.abs_()  # of which roots are taken
     made.save_pretrained(path)
     return path
