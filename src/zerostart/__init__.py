@@ -96,12 +96,13 @@ def load(
     """
     given = dict(locals())
     check_arguments(load, given)
-    from zerostart.integrations.serving import serve_saving
+    from zerostart.integrations.serving import serve_resizing, serve_saving
     from zerostart.loading.request import Request
     from zerostart.loading.run import run
 
     loaded = run(Request(**given))
     serve_saving(loaded)
+    serve_resizing(loaded)
     return loaded
 
 

@@ -28,8 +28,7 @@ from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.notices import Notice
 from zerostart.integrations.preparing import note_whole, partitioned, sharded
 from zerostart.integrations.pretrained import Call
-from zerostart.integrations.resizing import resize_token_embeddings
-from zerostart.integrations.serving import SAVE_PRETRAINED
+from zerostart.integrations.serving import SAVE_PRETRAINED, serve_resizing
 from zerostart.integrations.sharing import Sharing
 from zerostart.integrations.starts import Start
 from zerostart.loading.arguments import EnabledArguments
@@ -153,11 +152,6 @@ def _note(model: nn.Module, setup: str) -> None:
         _consolidation.hold(model)
 
 
-def _note_resizing(model: nn.Module) -> None:
-    if record_of(model).engine.units:
-        loading_parts.resize_by(model, functools.partial(resize_token_embeddings, model))
-
-
 class _Noting(Call):
     """A call that leaves a note of what the model was loaded for."""
 
@@ -172,7 +166,7 @@ class _Watched(_Noting):
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
-        _note_resizing(model)
+        serve_resizing(model)
         return found
 
 
@@ -182,7 +176,7 @@ class _WatchedStart(Start):
     def start(self, make: Callable[[], Any]) -> Any:
         model = super().start(make)
         _note(model, self.setup)
-        _note_resizing(model)
+        serve_resizing(model)
         return model
 
 
