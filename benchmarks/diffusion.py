@@ -9,17 +9,17 @@ the arms alternate. What is on the clock is the call of ``load_model`` alone.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from arms import back_free_memory, io_counters, memory, shard_bytes, start_gloo
+from arms import back_free_memory, io_counters, memory, prepare_ceiling, shard_bytes, start_gloo
 from cells import ROOT, Samples, run_cell, warm
 
 #: The released 1.3B, of which ``--layers`` may be fewer.
@@ -27,7 +27,11 @@ WAN: dict[str, Any] = {
     "has_image_input": False, "patch_size": [1, 2, 2], "in_dim": 16, "dim": 1536, "ffn_dim": 8960,
     "freq_dim": 256, "text_dim": 4096, "out_dim": 16, "num_heads": 12, "eps": 1e-6,
 }  # fmt: skip
-ARMS = ("diffsynth-zero3", "zerostart-zero3", "diffsynth-zero2", "zerostart-zero2")
+#: A ceiling reads the bytes that a rank ends up with into fresh memory, by the plainest means.
+ARMS = (
+    *("diffsynth-zero3", "zerostart-zero3", "ceiling-zero3"),
+    *("diffsynth-zero2", "zerostart-zero2", "ceiling-zero2"),
+)
 MIB = 1 << 20
 
 
@@ -38,9 +42,9 @@ def main() -> None:
         return
     folder, busy = checkpoint(options.layers), os.getloadavg()[0]
     warm(folder)
-    cells: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    cells: dict[str, list[dict[str, float]]] = {arm: [] for arm in options.arms}
     for repeat in range(options.repeats):
-        for arm in ARMS if repeat % 2 == 0 else reversed(ARMS):
+        for arm in options.arms if repeat % 2 == 0 else reversed(options.arms):
             given = ["--arm", arm, "--layers", str(options.layers)]
             ranks = run_cell("diffusion.py", given, options.ranks, 900)
             cells[arm].append(worst(ranks))
@@ -56,6 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "diffusion.json")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -102,6 +107,37 @@ def wan_class() -> Any:
     return WanModel
 
 
+def prepared(whose: str, stage: str, path: Path, layers: int) -> Callable[[], Any]:
+    """What is on the clock for one rank of an arm: it gives a model, or the bytes that it has read."""
+    if whose == "ceiling":
+        if stage == "2":  # each rank has all of it
+            os.environ.update(RANK="0", WORLD_SIZE="1")
+        return prepare_ceiling(path.parent)
+    import torch
+
+    kind = wan_class()
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": int(stage)}}
+    settings["bf16"] = {"enabled": True}
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import zerostart
+
+    deepspeed.init_distributed("gloo")
+    held = HfDeepSpeedConfig(settings)
+    if whose == "zerostart":
+        zerostart.enable(progress=False)
+    from diffsynth.core.loader import load_model
+
+    def load() -> Any:
+        assert held is not None  # It is held by a weak reference only.
+        # As pipelines call it: without the disk map what is read is a mapping of the file, at first use.
+        config = {**WAN, "num_layers": layers}
+        return load_model(kind, str(path), config, torch.bfloat16, "cpu", use_disk_map=True)
+
+    return load
+
+
 def run_arm(options: argparse.Namespace) -> None:
     """One rank of one cell."""
     import torch
@@ -110,39 +146,25 @@ def run_arm(options: argparse.Namespace) -> None:
     size = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     whose, _, stage = options.arm.partition("-zero")
-    kind, path = wan_class(), checkpoint(options.layers) / "wan.safetensors"
-    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": int(stage)}}
-    settings["bf16"] = {"enabled": True}
+    path = checkpoint(options.layers) / "wan.safetensors"
     start_gloo()
-    import deepspeed
-    from transformers.integrations import HfDeepSpeedConfig
-
-    import zerostart
-
-    deepspeed.init_distributed("gloo")
-    held = HfDeepSpeedConfig(settings)
-    ours = zerostart.enabled(progress=False) if whose == "zerostart" else contextlib.nullcontext()
-    with ours:
-        from diffsynth.core.loader import load_model
-
-        gc.collect()
-        back_free_memory(path.stat().st_size * 5 // 4 // (size if stage == "3" else 1))
-        dist.barrier()
-        before, read = memory(), io_counters()
-        started = time.monotonic()
-        # As pipelines call it: without the disk map what is read is a mapping of the file, at first use.
-        config = {**WAN, "num_layers": options.layers}
-        model = load_model(kind, str(path), config, torch.bfloat16, "cpu", use_disk_map=True)
-        ended = time.monotonic()
+    load = prepared(whose, stage, path, options.layers)
+    gc.collect()
+    back_free_memory(path.stat().st_size * 5 // 4 // (size if stage == "3" else 1))
     dist.barrier()
-    shard = shard_bytes(model) if stage == "3" else sum(p.nbytes for p in model.parameters())
+    before, read = memory(), io_counters()
+    started = time.monotonic()
+    made = load()
+    ended = time.monotonic()
+    dist.barrier()
+    whole = stage == "2" and whose != "ceiling"
+    shard = sum(p.nbytes for p in made.parameters()) if whole else shard_bytes(made)
     told = {
         "seconds": ended - started, "started": started, "ended": ended, "anonymous": before["RssAnon"],
         "mapped": before["RssFile"] + before["RssShmem"], "shard": shard,
         "read": io_counters()["rchar"] - read["rchar"],
     }  # fmt: skip
     options.result.write_text(json.dumps(told))
-    assert held is not None
     os._exit(0)  # The engines' own teardown takes seconds and is not what is measured.
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from zerostart import errors
 from zerostart.errors import ZerostartError
-from zerostart.integrations.verbs import drop_components, load_pipeline
+from zerostart.integrations.verbs import drop_components, load_pipeline, synced
 from zerostart.loading.argument_kinds import check_arguments
 from zerostart.loading.arguments import EnabledArguments, ForecastArguments, LoadArguments, documented, taken
 from zerostart.loading.placement import Placement
@@ -51,6 +51,7 @@ __all__ = [
     "report",
     "save",
     "save_state",
+    "synced",
     "verify",
 ]
 __version__ = "0.1.0.dev0"
@@ -96,14 +97,11 @@ def load(
     """
     given = dict(locals())
     check_arguments(load, given)
-    from zerostart.integrations.serving import serve_resizing, serve_saving
+    from zerostart.integrations.serving import serve
     from zerostart.loading.request import Request
     from zerostart.loading.run import run
 
-    loaded = run(Request(**given))
-    serve_saving(loaded)
-    serve_resizing(loaded)
-    return loaded
+    return run(Request(**given), serve)
 
 
 @documented(ForecastArguments)

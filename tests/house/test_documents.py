@@ -19,6 +19,7 @@ THEIRS = (
 )
 _QUOTED = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"(?<![\w./<{*-])[A-Za-z_][\w-]*(?:/[\w.-]+)*\.(?:py|md|yaml)(?![\w/])")
+_FUNCTION = re.compile(r"`((?:\w+/)+\w+\.py)::(\w+)`")
 _LINK = re.compile(r"\]\(([\w./-]+\.md)(?:#[\w-]+)?\)")
 
 
@@ -48,3 +49,16 @@ def test_files_that_are_named_are_there() -> None:
                 if "/" in name and name.partition("/")[0] not in THEIRS and not is_there(name, path)
             ]
     assert found == []
+
+
+def test_functions_that_are_named_are_there() -> None:
+    """As ``folder/file.py::name``, tests and others."""
+    lost, named = [], 0
+    for path, text in texts():
+        for file, name in _FUNCTION.findall(text):
+            named += 1
+            found = [base / file for base in (path.parent, *BASES) if (base / file).is_file()]
+            if not any(re.search(rf"^(def|class) {name}\b", one.read_text("utf-8"), re.M) for one in found):
+                lost.append(f"{path.relative_to(REPOSITORY)}: {file}::{name}")
+    assert lost == []
+    assert named > 20  # and are told apart from other words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class Case:
     kind: str = "qwen3"
     accumulate: int = 1
     stock: bool = False  # not loaded by zerostart
+    cpu_adam: bool = False  # DeepSpeed's own optimizer for what is offloaded
     options: dict[str, Any] = field(default_factory=dict)  # of FSDP2
 
     @property
@@ -101,7 +103,7 @@ class Run:
         self.model.train()
         if case.engine == "fsdp2" and case.stage == 0:
             self.model = nn.parallel.DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.AdamW(list(_groups(self.model, case.groups)), lr=RATE, eps=1e-4)
+        self.optimizer: Any = _adam(case)(list(_groups(self.model, case.groups)), lr=RATE, eps=1e-4)
         if case.engine == "deepspeed":
             import deepspeed
 
@@ -170,6 +172,14 @@ class Run:
         """Leave nothing behind for the next run in the process."""
         if self.case.engine == "deepspeed":
             self.model.destroy()
+
+
+def _adam(case: Case) -> Any:
+    if not case.cpu_adam:
+        return torch.optim.AdamW
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return partial(DeepSpeedCPUAdam, weight_decay=1e-2)  # as torch's has by itself
 
 
 def _groups(model: nn.Module, how: str) -> Iterator[Any]:

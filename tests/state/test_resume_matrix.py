@@ -8,7 +8,9 @@ import pytest
 from resuming import FSDP2, OFFLOADED, ZERO, Case, both, resumed, uninterrupted
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from parity import VOCABULARY, checkpoint
 from ranks import run_ranks
+from zerostart.upstream.extensions import load_operations
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}}
 SLOW = {
@@ -51,6 +53,7 @@ def test_losses_are_the_same_bits_with_every_option(
     assert run_ranks(both, 2, paths, {name: SLOW[name]}, tmp_path) == [[], []]
 
 
+CPU_ADAM = Case("deepspeed", 3, OFFLOADED, cpu_adam=True)
 CHANGES = {
     "FSDP2, 2 to 3": (FSDP2, 2, FSDP2, 3),
     "ZeRO-3, 1 to 2": (ZERO, 1, ZERO, 2),
@@ -84,6 +87,8 @@ CHANGES = {
     "replicas, 4 to 2": (Case("fsdp2", options={"replicate": 2}), 4, FSDP2, 2),
     "tensors, 2 to 1": (Case("fsdp2", tensors=2), 2, FSDP2, 3),
     "LoRA, ZeRO-3 to FSDP2": (Case("deepspeed", lora=True), 2, Case("fsdp2", lora=True), 3),
+    "DeepSpeed's CPU Adam, ZeRO-3 to FSDP2": (CPU_ADAM, 2, FSDP2, 3),
+    "torch's AdamW at ZeRO-2 to DeepSpeed's CPU Adam": (Case("deepspeed", 2), 2, CPU_ADAM, 2),
 }
 
 
@@ -91,6 +96,16 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_losses_go_on_elsewhere(name: str, paths: dict[str, Path], tmp_path: Path) -> None:
     one, ranks, other, others = CHANGES[name]
+    if one.cpu_adam or other.cpu_adam:
+        load_operations(("CPUAdamBuilder",), told=True)  # compiled once, before ranks would each
     wanted = run_ranks(uninterrupted, ranks, paths[one.kind], one, tmp_path / "state")[0]
     found = run_ranks(resumed, others, paths[one.kind], other, tmp_path / "state")[0]
     assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_vocabulary_that_no_number_of_ranks_divides_goes_on(tmp_path: Path) -> None:
+    path = checkpoint("qwen3", tmp_path, vocab_size=VOCABULARY + 1)
+    wanted = run_ranks(uninterrupted, 2, path, FSDP2, tmp_path / "state")[0]
+    for case, ranks in ((FSDP2, 3), (Case("deepspeed", 2), 3), (ZERO, 4)):
+        assert run_ranks(resumed, ranks, path, case, tmp_path / "state")[0] == pytest.approx(wanted, rel=1e-5)

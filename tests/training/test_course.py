@@ -13,7 +13,7 @@ from zerostart.training.course import course_of, departures
 
 GIVEN = {
     "model": {"source": "m"},
-    "data": {"source": "d"},
+    "data": {"source": "d", "held_out": 0.5},
     "task": {"name": "causal-lm"},
     "train": {"steps": 6},
     "output": {"directory": "o"},

@@ -286,6 +286,16 @@ def test_contradictions_are_told() -> None:
         ({"output": {"directory": "c", "remove_prefix": "a."}}, "output.remove_prefix is for files"),
         ({"lora": {"ranks": 2}}, "unknown key lora.ranks; did you mean lora.rank?"),
         ({"ema": {"decays": 2}}, "unknown key ema.decays; did you mean ema.decay?"),
+        ({"ema": {"decay": 0.1, "min_decay": 0.9}}, "ema: min_decay 0.9 is more than decay 0.1"),
+        (
+            {"ema": {"evaluate": True}},
+            "ema.evaluate is of examples that are held out, and none are: set data.h",
+        ),
+        (
+            {"train": {"steps": 1, "evaluate_every": 5}},
+            "train.evaluate_every is of examples that are held out",
+        ),
+        ({"output": {"directory": "c", "pipeline": True}}, "output.pipeline is for pipelines of diffusers"),
         ({**lora, "engine": {"name": "fsdp2", "expert_parallel": 2}}, "expert_parallel 2 is not available"),
     ]
     for changed, message in cases:

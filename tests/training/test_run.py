@@ -295,6 +295,12 @@ def test_mistakes_end_the_run_before_the_load(checkpoints, values):
     given = values(source, output="other")
     with pytest.raises(ConfigError, match=r"tracking\.trackers: nonsense is unknown; known are .*wandb"):
         run({**given, "tracking": {"trackers": ["nonsense"]}})
+    given = values(minilm_path(), output="long")
+    given["task"]["name"] = "masked-lm"
+    given["data"] |= {"tokenizer": None, "sequence_length": 515, "held_out": 0.0}
+    with pytest.raises(ConfigError, match=r"BertForMaskedLM has positions for 512 .*sequence_length"):
+        run(given)
+    given = values(source, output="other")
     given["data"]["tokenizer"] = str(minilm_path())
     with pytest.raises(ConfigError, match=r"tokenizer has 30522 tokens, but the model knows only 131"):
         run(given)

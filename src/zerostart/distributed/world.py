@@ -25,7 +25,7 @@ from zerostart.distributed.interrupts import HeldSignals
 from zerostart.distributed.reports import agreed_since, mark_agreed, now, report_of, restored
 from zerostart.errors import ConfigError, PeerError
 
-__all__ = ["World", "backend_of", "current_world", "default_device", "joined_world"]
+__all__ = ["World", "backend_of", "current_world", "default_device", "is_lost", "joined_world"]
 
 T = TypeVar("T")
 
@@ -204,7 +204,7 @@ class World:
             try:
                 yield prepared
             except BaseException as error:
-                if isinstance(error, RuntimeError) and _is_lost(error):
+                if isinstance(error, RuntimeError) and is_lost(error):
                     raise self._lost(during) from error
                 if self.size > 1 and agreed_since(error, begun) is None:
                     self._raise(error, report_of(error), None)  # by itself: nobody can be met
@@ -302,7 +302,7 @@ def _both_ways(data: bytes) -> tuple[int, int]:
     return number, -number
 
 
-def _is_lost(error: RuntimeError) -> bool:
+def is_lost(error: RuntimeError) -> bool:
     """Whether a collective raises it where another rank has gone; gloo has no exception of its own."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 

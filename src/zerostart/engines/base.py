@@ -311,6 +311,12 @@ class Engine(abc.ABC):
         Nothing is to be done where the engine takes up parameters as they are then.
         """
 
+    def share_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:  # noqa: B027
+        """Have ``added`` parameters of a loaded model the same on every rank, and trained alike; collective.
+
+        Nothing is to be done where the engine takes up parameters before they are trained.
+        """
+
     def begin_batch(self, model: nn.Module, last: bool) -> None:  # noqa: B027
         """Called before the forward of each batch whose gradients are accumulated for one step.
 

@@ -28,7 +28,7 @@ from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.notices import Notice
 from zerostart.integrations.preparing import note_whole, partitioned, sharded
 from zerostart.integrations.pretrained import Call
-from zerostart.integrations.serving import SAVE_PRETRAINED, serve_resizing
+from zerostart.integrations.serving import SAVE_PRETRAINED, serve_adapters, serve_resizing
 from zerostart.integrations.sharing import Sharing
 from zerostart.integrations.starts import Start
 from zerostart.loading.arguments import EnabledArguments
@@ -137,6 +137,7 @@ def _hold(model: nn.Module, setup: str) -> None:
     """Serve a loaded model's later calls: it may be prepared, and saved, long after its block."""
     _accelerate.hold(model)
     _saving.hold(model)
+    serve_adapters(model)
     made = record_of(model).report
     how = f"loaded in shards: {setup} on {made.world_size} ranks, in {made.phases['total']:.1f} s"
     # FSDP2 gives modules a class of their own.

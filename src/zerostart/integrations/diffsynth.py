@@ -68,7 +68,7 @@ class DiffSynthCall(Call):
 
         def build() -> nn.Module:
             made: nn.Module = kind(**config)
-            return made
+            return made if dtype is None else _without_integers(made, dtype)
 
         build.__name__ = kind.__name__
         with self.together():
@@ -97,6 +97,15 @@ class DiffSynthCall(Call):
             return state_dict
         paths = [path] if isinstance(path, str) else list(path)
         return Files(tuple(map(str, paths)), ", ".join(map(str, paths)))
+
+
+def _without_integers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """``model`` with its integer parameters (a count of batches) in ``dtype``, in which they are read too."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not (parameter.is_floating_point() or parameter.is_complex()):
+                module._parameters[name] = nn.Parameter(parameter.data.to(dtype), requires_grad=False)
+    return model
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:

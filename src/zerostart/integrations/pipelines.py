@@ -17,6 +17,7 @@ from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import default_device, joined_world
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.integrations.serving import serve_saving
+from zerostart.integrations.turns import explain_waiting
 from zerostart.loading.offload import load_offloaded, release
 from zerostart.loading.placement import Placement
 from zerostart.loading.record import record_of
@@ -166,11 +167,13 @@ def _placed(
         "engine_config": request.engine_config,
     }
     how = shared if placement.kind == "shard" else WHOLE
-    model = run(_own_request(request, component, kinds, placement, how))
-    serve_saving(model)
+    model = run(_own_request(request, component, kinds, placement, how), serve_saving)
     if component.name not in request.trainable:
         model.requires_grad_(False)
-        record_of(model).engine.make_callable(model)
+        engine = record_of(model).engine
+        engine.make_callable(model)
+        if not engine.whole:
+            explain_waiting(component.name, model)
     return model
 
 

@@ -23,6 +23,7 @@ from zerostart.upstream.diffusers_pipelines import name_classes
 __all__ = [
     "already_saved",
     "in_shards",
+    "push_to_hub",
     "save_adapters",
     "save_model",
     "save_pipeline",
@@ -79,6 +80,19 @@ def save_pretrained(original: Original, **call: Any) -> Any:
 def save_pipeline(original: Original, **call: Any) -> Any:
     """``DiffusionPipeline.save_pretrained``, which saves the models one by one."""
     name_classes(call["self"])
+    return original()
+
+
+def push_to_hub(original: Original, **call: Any) -> Any:
+    """``push_to_hub`` of a model or a pipeline; raises ConfigError for one in shards."""
+    parts = getattr(call["self"], "components", {"": call["self"]})
+    for name, part in parts.items():
+        if isinstance(part, nn.Module) and in_shards(part):
+            raise ConfigError(
+                f"push_to_hub of {name or type(part).__name__}, which is in shards, would upload from every "
+                "rank what it has; call save_pretrained(directory) on every rank, and upload the directory "
+                "from one (huggingface_hub.upload_folder)"
+            )
     return original()
 
 

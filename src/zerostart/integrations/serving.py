@@ -10,12 +10,14 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from zerostart.loading.record import record_of
+from zerostart.upstream.diffusers_lora import LoraShapes
+from zerostart.upstream.peft_adapters import AdapterCalls
 from zerostart.upstream.saving_calls import Replacement, SavingCalls
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["SAVE_PRETRAINED", "serve_resizing", "serve_saving"]
+__all__ = ["SAVE_PRETRAINED", "serve", "serve_adapters", "serve_resizing", "serve_saving"]
 
 
 def _by(name: str) -> Replacement:
@@ -34,8 +36,30 @@ SAVE_PRETRAINED = {
     "ModelMixin.save_pretrained": _by("save_pretrained"),
     "DiffusionPipeline.save_pretrained": _by("save_pipeline"),
     "PeftModel.save_pretrained": _by("save_adapters"),
+    "PushToHubMixin.push_to_hub": _by("push_to_hub"),
 }
 _pretrained = SavingCalls(SAVE_PRETRAINED)
+
+
+def _adapters(name: str) -> Any:
+    """``integrations.adapters``'s function of that name."""
+
+    def call_it(*args: Any, **kwargs: Any) -> Any:
+        from zerostart.integrations import adapters
+
+        return getattr(adapters, name)(*args, **kwargs)
+
+    return call_it
+
+
+_added = AdapterCalls(_adapters("injected"), _adapters("merged"), _adapters("disabled"), _adapters("read"))
+_shapes = LoraShapes(_adapters("shown"))
+
+
+def serve(model: nn.Module) -> None:
+    """All that is here, for a ``model`` of ``zerostart.load``; raises UpstreamError as ``serve_saving``."""
+    serve_saving(model)
+    serve_resizing(model)
 
 
 def serve_saving(model: nn.Module) -> None:
@@ -44,6 +68,16 @@ def serve_saving(model: nn.Module) -> None:
     Raises UpstreamError for a version of a library whose call is not known.
     """
     _pretrained.hold(model)
+    serve_adapters(model)
+
+
+def serve_adapters(model: nn.Module) -> None:
+    """Have PEFT and diffusers put adapters into a loaded ``model`` in shards, as long as it lives.
+
+    Raises UpstreamError as ``serve_saving``.
+    """
+    _added.hold(model)
+    _shapes.hold(model)
 
 
 def serve_resizing(model: nn.Module) -> None:

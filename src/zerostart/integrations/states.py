@@ -82,15 +82,17 @@ def load_checkpoint(original: Original, **call: Any) -> Any:
     path = state_in(call["load_dir"], _number(call["tag"]), call["tag"])
     if path is None:
         return original()
-    if call["load_module_only"] or not call["load_optimizer_states"] or call["custom_load_fn"] is not None:
+    if call["custom_load_fn"] is not None:
         raise ConfigError(
-            f"{path} was saved by zerostart, and is restored as a whole; for the model alone use "
-            f"zerostart.load({str(path / 'model')!r})"
+            f"{path} was saved by zerostart, and no custom_load_fn is called for it; leave it out, or "
+            f"take the model from zerostart.load({str(path / 'model')!r})"
         )
+    weights = call["load_module_only"]
     schedule = engine.lr_scheduler
     keeps = not call["load_lr_scheduler_states"] and hasattr(schedule, "state_dict")
     before = schedule.state_dict() if keeps else None
-    extra = load_state(path, engine, None)
+    stepped = call["load_optimizer_states"] and not weights
+    extra = load_state(path, engine, None, stepped=stepped, counters=not weights)
     if before is not None:
         schedule.load_state_dict(before)
     return str(path), _client_state(extra or {}, current_world())

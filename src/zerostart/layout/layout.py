@@ -79,8 +79,11 @@ def flat_partition(shape: Sequence[int], rank: int, world_size: int) -> Layout:
 def dimension_shard(shape: Sequence[int], dim: int, rank: int, world_size: int) -> Layout:
     """DTensor's ``Shard(dim)``: chunks of ``ceil(n / world_size)`` along ``dim``, the last short or empty.
 
-    The local storage has the size of a full chunk on every rank, as FSDP2 keeps it for its collectives.
+    The local storage has the size of a full chunk on every rank, as FSDP2 keeps it for its collectives. A
+    parameter without dimensions is whole on each.
     """
+    if not shape:
+        return replicated(shape)
     chunk = -(-shape[dim] // world_size)
     start, stop = min(rank * chunk, shape[dim]), min((rank + 1) * chunk, shape[dim])
     padded = (*shape[:dim], chunk, *shape[dim + 1 :])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -34,11 +34,11 @@ from zerostart.transfer.strategy import ReadDemand, TransferStats, agree_on_stra
 __all__ = ["rehearse", "run"]
 
 
-def run(request: Request) -> nn.Module:
-    """Load, collectively; see ``zerostart.load``."""
+def run(request: Request, then: Callable[[nn.Module], None] | None = None) -> nn.Module:
+    """Load, collectively; see ``zerostart.load``. ``then`` is called with the model as the last of it."""
     with undisturbed():
         world = joined_world()
-        return _Load(request, world, world).through()[0]
+        return _Load(request, world, world, then).through()[0]
 
 
 def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list[Shard]]:
@@ -62,6 +62,7 @@ class _Load:
     request: Request
     world: World
     place: World
+    then: Callable[[nn.Module], None] | None = None
 
     def __post_init__(self) -> None:
         self.clock = Clock()
@@ -97,6 +98,8 @@ class _Load:
             report = replace(self._report(known, moved, meter), tier=residence)
             record = self._record(known, placements, report)
             keep(known.built.model, record)
+            if self.then is not None:
+                self.then(known.built.model)
         return known.built.model, record, shards
 
     def _engine(self, meter: PeakMeter) -> Engine:

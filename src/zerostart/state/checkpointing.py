@@ -61,8 +61,7 @@ def save_state(
         except Exception as error:
             before = error
         world.raise_together(before, "the save before this one")
-        with world.phase("looking at what is saved"):
-            content = collected(model, optimizer, extra, world, frozen, beside)
+        content = collected(model, optimizer, extra, world, frozen, beside)
         _check_alike(content, world)
         place = agreed_place(path, world)
         if wait:
@@ -74,17 +73,15 @@ def save_state(
 
 def _check_alike(content: Content, world: World) -> None:
     """Raise ConfigError, on every rank, where one saves something else than the others; collective."""
-    with world.phase("comparing what is saved"):
-        names = zlib.crc32(repr((content.model[0], content.state[0])).encode())
-        groups = [group["parameters"] for group in content.document["optimizer"].get("groups", ())]
-        stepped = zlib.crc32(repr((content.document["optimizer"].get("class"), groups)).encode())
-        extra = zlib.crc32(json.dumps(content.document["extra"], sort_keys=True).encode())
-        for tensor in content.whole.values():
-            extra = zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, extra)
+    names = zlib.crc32(repr((content.model[0], content.state[0])).encode())
+    groups = [group["parameters"] for group in content.document["optimizer"].get("groups", ())]
+    stepped = zlib.crc32(repr((content.document["optimizer"].get("class"), groups)).encode())
+    extra = zlib.crc32(json.dumps(content.document["extra"], sort_keys=True).encode())
+    for tensor in content.whole.values():
+        extra = zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, extra)
     # Ranks with other tensors (gradients, states) would be at another place, and hear of it.
-    world.raise_together(None, f"saving the tensors with the checksum {names:08x}")
-    world.raise_together(None, f"saving the optimizer with the checksum {stepped:08x}")
-    told = world.all_gather_object(extra, "comparing extra")
+    place = f"saving the tensors with the checksum {names:08x} and the optimizer with {stepped:08x}"
+    told = world.all_gather_object(extra, place)
     other = next((rank for rank, theirs in enumerate(told) if theirs != told[0]), None)
     if other is not None:
         raise ConfigError(
@@ -104,9 +101,8 @@ def _write(place: Path, content: Content, saved: Path | None, world: World) -> N
         known = linked(saved, folder / MODEL, *content.model, world)
         if known is None:
             known = write_tensors(folder / MODEL, *content.model, world).digests
-        with world.phase("writing the model's configuration"):
-            if world.rank == 0:
-                save_settings(content.module, folder / MODEL, content.root, None)
+        if world.rank == 0:
+            save_settings(content.module, folder / MODEL, content.root, None)
         state = write_tensors(folder / STATE, *content.state, world, stem=STATE)
         publication.document.update(content.document, **{SAVED_AT: time.time_ns()})
         publication.add_digests(known, MODEL)

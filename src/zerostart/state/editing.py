@@ -26,7 +26,7 @@ from zerostart.upstream.deepspeed_editing import (
     row_major,
 )
 
-__all__ = ["gathered"]
+__all__ = ["gathered", "take"]
 
 #: Integers as wide as an element, in which two elements of one dtype are compared bit for bit.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -124,10 +124,10 @@ def _write_back(
             for first, length, place in runs:
                 low, high = max(first, start), min(first + length, start + part.numel())
                 if low < high:
-                    _take(storage, master, part[low - start : high - start], place + low - first)
+                    take(storage, master, part[low - start : high - start], place + low - first)
 
 
-def _take(storage: torch.Tensor, master: Master | None, new: torch.Tensor, place: int) -> None:
+def take(storage: torch.Tensor, master: Master | None, new: torch.Tensor, place: int) -> None:
     """Put ``new`` at ``place`` of ``storage``, and into the master what is not there already.
 
     A master has more bits than its parameter: where that stays as it is, so does the master.

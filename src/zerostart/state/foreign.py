@@ -9,8 +9,6 @@ from typing import Any
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.formats.found import Found
 from zerostart.checkpoint.training import training_states
-from zerostart.distributed.world import World
-from zerostart.loading.source import open_source
 from zerostart.state.values import encoded
 
 __all__ = ["OTHERS", "foreign_state"]
@@ -21,20 +19,12 @@ OTHERS = 0
 _SIMPLE = (bool, int, float, str, type(None))
 
 
-def foreign_state(path: Path, world: World) -> tuple[dict[str, Any], Catalog, Catalog] | None:
-    """The document and the catalogs of a state of DeepSpeed's, torch's or accelerate's; collective.
+def foreign_state(path: Path) -> tuple[dict[str, Any], Catalog, Catalog] | None:
+    """The document and the catalogs of a state of DeepSpeed's, torch's or accelerate's.
 
     It has what these save of a model and its optimizer; random states, schedules and the positions in the
     data are left to who saved them. None where ``path`` is no such directory.
     """
-    found = world.broadcast_object(lambda: _described(path), "looking at the training state")
-    if found is None:
-        return None
-    document, model, state = found
-    return document, open_source(model, world), open_source(state, world)
-
-
-def _described(path: Path) -> tuple[dict[str, Any], Catalog, Catalog] | None:
     if not path.is_dir() or (read := training_states(path)) is None:
         return None
     found, model, state = read

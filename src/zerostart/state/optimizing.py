@@ -20,8 +20,9 @@ from zerostart.errors import CheckpointError, ConfigError
 from zerostart.layout.flat import narrowed
 from zerostart.recipe import spelling
 from zerostart.state.places import Places
+from zerostart.state.rules import class_of
 from zerostart.state.values import decoded, dtype_of, encoded
-from zerostart.upstream.stepped import Member, Stepped
+from zerostart.upstream.stepped import Member, Stepped, rule_of
 
 __all__ = [
     "Kept",
@@ -144,17 +145,14 @@ def taken(steps: Sequence[Stepped], places: Places) -> dict[str, Any]:
                 numbers.setdefault(key, {}).setdefault(repr(held), (held, []))[1].extend(names)
     base = steps[0].optimizer
     return {
-        "class": _class(base),
+        "class": class_of(base),
+        "rule": rule_of(base),
         "numbers": {key: list(values.values()) for key, values in numbers.items()},
         "groups": [
             {"settings": _settings(base.param_groups[number], number), "parameters": names}
             for number, names in groups.items()
         ],
     }
-
-
-def _class(optimizer: torch.optim.Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _settings(group: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -175,8 +173,8 @@ def restored_moments(
     """Make the state that was saved, and give the tensors that are to be filled; the others are zero.
 
     ``stored`` has the dtypes of the saved tensors, as safetensors spells them, by ``optimizer/KEY/NAME``.
-    What had no state when it was saved has none. Raises CheckpointError where parameters that are stepped
-    together were saved with different numbers.
+    What had no state when it was saved has none, and what is there now besides goes. Raises CheckpointError
+    where parameters that are stepped together were saved with different numbers.
     """
     keys: dict[str, list[str]] = {}
     for path in stored:
@@ -192,9 +190,13 @@ def restored_moments(
             step.optimizer.state.pop(step.tensor, None)
             continue
         state = step.optimizer.state[step.tensor]
-        for key in dict.fromkeys(key for name in having for key in numbers.get(name, {})):
+        counted = dict.fromkeys(key for name in having for key in numbers.get(name, {}))
+        filled = dict.fromkeys(key for name in having for key in keys.get(name, ()))
+        for key in state.keys() - (counted | filled):  # of steps that are not those of the saved run
+            del state[key]
+        for key in counted:
             state[key] = _number(key, having, numbers, step, document)
-        for key in dict.fromkeys(key for name in having for key in keys.get(name, ())):
+        for key in filled:
             state[key] = values = _room(key, having, state.get(key), step, stored)
             for member, name in zip(step.members, names, strict=True):
                 if f"optimizer/{key}/{name}" in stored:
@@ -229,7 +231,7 @@ def _number(
                 "steps them together: resume with one that steps each by itself (engine='fsdp2')"
             )
     given = decoded(value, {})
-    if _class(step.optimizer) != document["class"]:
+    if class_of(step.optimizer) != document["class"]:
         if _is_torchs(step.optimizer):
             given = torch.tensor(float(plain), dtype=torch.float32, device="cpu")
         elif isinstance(plain, float) and plain.is_integer():
@@ -273,11 +275,9 @@ def _room(
 def restore_groups(steps: Sequence[Stepped], places: Places, document: Mapping[str, Any]) -> None:
     """Give each group the settings that its parameters had, wherever they stood in the saved groups.
 
-    Raises CheckpointError for an optimizer of another kind, for parameters that were not optimized then, and
-    for a group whose parameters had different settings.
+    Raises CheckpointError for parameters that were not optimized then, and for a group whose parameters had
+    different settings.
     """
-    for optimizer in {id(step.optimizer): step.optimizer for step in steps}.values():
-        _check_kind(optimizer, document)
     saved = {name: group["settings"] for group in document["groups"] for name in group["parameters"]}
     members: dict[int, list[str]] = {}
     for step in steps:
@@ -303,26 +303,10 @@ def restore_groups(steps: Sequence[Stepped], places: Places, document: Mapping[s
             _set(optimizer, number, settings, document["class"])
 
 
-def _check_kind(optimizer: torch.optim.Optimizer, document: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where ``optimizer`` computes with numbers that the one that was saved had not."""
-    saved_class = document["class"]
-    if saved_class in ("", _class(optimizer)):  # Others do not say which it was.
-        return
-    numbers = [key for key, value in optimizer.defaults.items() if type(value) in (int, float, tuple)]
-    for group in document["groups"]:
-        lacking = [key for key in numbers if key not in group["settings"]]
-        if lacking:
-            raise CheckpointError(
-                f"the state was saved by {saved_class}, which has no {', '.join(lacking)} as "
-                f"{_class(optimizer)} has, and cannot go on with its state: resume with the optimizer it "
-                "was saved with, or leave optimizer out for the weights alone"
-            )
-
-
 def _set(
     optimizer: torch.optim.Optimizer, number: int, settings: Mapping[str, Any], saved_class: str
 ) -> None:
-    group, same = optimizer.param_groups[number], _class(optimizer) == saved_class
+    group, same = optimizer.param_groups[number], class_of(optimizer) == saved_class
     for key, value in settings.items():
         if key in _HOW or not (same or key in group or key == "initial_lr"):
             continue

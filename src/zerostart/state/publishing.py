@@ -35,17 +35,13 @@ class Publication:
 def agreed_place(path: str | os.PathLike[str], world: World, doing: str = "saving to") -> Path:
     """The directory ``path`` as it is from everywhere, for the first rank's working directory; collective.
 
-    ``doing`` is what is done with it, in words. Raises ConfigError where a rank means another one, before
-    anything is made.
+    ``doing`` is what is done with it, in words. Inside a phase, as a rank may fail by itself. Raises
+    ConfigError where a rank means another one, before anything is made.
     """
-    with world.phase(f"looking at the place ({doing})"):
-        given = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
-        if not given:
-            raise ConfigError(f"{doing} {path!r}: give the path of a directory")
-    world.raise_together(None, f"{doing} {given}")
-    return world.broadcast_object(
-        lambda: Path(given).expanduser().absolute(), f"looking up the place ({doing})"
-    )
+    given = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    if not given:
+        raise ConfigError(f"{doing} {path!r}: give the path of a directory")
+    return world.broadcast_object(lambda: Path(given).expanduser().absolute(), f"{doing} {given}")
 
 
 @contextmanager
@@ -76,9 +72,8 @@ def publishing(path: str | os.PathLike[str], world: World, *, marker: str = MARK
                         "to a file system that all ranks share"
                     )
                 yield publication
-            with world.phase("publishing the files"):
-                if staging is not None:
-                    staging.complete(publication.document)
+            if staging is not None:
+                staging.complete(publication.document)
         except BaseException:
             if staging is not None:
                 staging.discard()

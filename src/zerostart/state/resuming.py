@@ -7,7 +7,7 @@ import os
 import random
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.publishing import recover
+from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name, whole_shard
@@ -32,6 +33,7 @@ from zerostart.state.linking import check_unchanged
 from zerostart.state.optimizing import Kept, gradient_of, masters_of, restore_groups, restored_moments
 from zerostart.state.publishing import agreed_place
 from zerostart.state.random_states import random_rows, set_random_rows
+from zerostart.state.rules import check_rule
 from zerostart.state.training_state import (
     FORMAT,
     MARKER,
@@ -80,12 +82,18 @@ class _Saved:
 
 
 def load_state(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Any, beside: Sequence[Kept] = ()
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any,
+    beside: Sequence[Kept] = (),
+    stepped: bool = True,
+    counters: bool = True,
 ) -> Any:
     """See ``zerostart.load_state``, which raises what this raises.
 
     ``beside`` are tensors that were kept for parameters, to be filled; raises CheckpointError where one was
-    not saved.
+    not saved. Without ``stepped`` an engine's masters come with the weights, and what the optimizer keeps for
+    them, gradients and random states stay as they are; without ``counters`` what the engine counts does.
     """
     settle_last()
     world = current_world()
@@ -95,30 +103,42 @@ def load_state(
             training = training_of(model, optimizer, world)
             check_restorable(training.places)
             _check_names(training, saved)
+            if stepped:
+                _check_optimizers(training, saved)
             wanted = [*_parameters(training, saved, world), *_beside(beside, saved)]
+        extra, rows = _extra(saved), _random_rows(saved) if stepped else {}
+        with torch.no_grad(), world.phase("planning what is restored"):
+            wanted += _masters(training, saved)
+            if stepped:
+                wanted += _moments(training, saved)
+            wanted += [(name, replicated(tensor.shape), tensor.view(-1)) for name, tensor in extra.items()]
+            wanted += [(name, _row(saved, name, world), row) for name, row in rows.items()]
+            plans = [
+                planned_reads(saved.model, _of(MODEL, wanted)),
+                planned_reads(saved.state, _of("", wanted)),
+            ]
         with torch.no_grad():
-            _read(saved, wanted, world)
-            if training.steps:
-                _restore_optimizer(training, saved, world)
+            for plan, storages, tuning in plans:
+                execute_together(plan, storages, Progress(plan.read_bytes, False), tuning, world)
             deepspeed.drop_gathered(training.places.parameters.values())
-        extra = _extra(saved, world)
         with world.phase("restoring counters and random states"):
-            _restore_engine(training, saved, extra)
+            if counters:
+                _restore_engine(training, saved, extra, stepped)
             _restore_modules(training, saved, extra)
-            _restore_random(saved, world)
+            _restore_random(saved, rows, world)
         return decoded(saved.document["extra"], extra)
 
 
 def _opened(path: Path, world: World) -> _Saved:
-    foreign = foreign_state(path, world)
+    found = world.broadcast_object(lambda: _described(path), "reading the checkpoint's document")
+    return replace(found, model=open_source(found.model, world), state=open_source(found.state, world))
+
+
+def _described(path: Path) -> _Saved:
+    """The training state at ``path``, or in what accelerate or the Trainer has made there."""
+    foreign = foreign_state(path)
     if foreign is not None:
         return _Saved(path, *foreign)
-    path, document = world.broadcast_object(lambda: _document(path), "reading the checkpoint's document")
-    return _Saved(path, document, open_source(path / MODEL, world), open_source(path / STATE, world))
-
-
-def _document(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The training state at ``path``, or in what accelerate or the Trainer has made there."""
     try:
         recover(path)
     except OSError as error:
@@ -146,7 +166,7 @@ def _document(path: Path) -> tuple[Path, dict[str, Any]]:
             "update zerostart"
         )
     check_unchanged(path, MODEL, document.get(SAVED_AT))
-    return path, document
+    return _Saved(path, document, open_catalog(path / MODEL), open_catalog(path / STATE))
 
 
 def _check_names(training: Training, saved: _Saved) -> None:
@@ -178,6 +198,15 @@ def _check_names(training: Training, saved: _Saved) -> None:
             unexpected,
             mismatched,
         )
+
+
+def _check_optimizers(training: Training, saved: _Saved) -> None:
+    """Raise unless what steps now can go on with what was saved, before anything is changed."""
+    document = saved.document["optimizer"]
+    if training.steps and not document:
+        raise ConfigError(f"{saved.path} was saved without an optimizer; leave optimizer out")
+    for optimizer in {id(step.optimizer): step.optimizer for step in training.steps}.values():
+        check_rule(optimizer, document)
 
 
 def _name(name: str, saved: _Saved) -> str:
@@ -218,19 +247,12 @@ def _source(name: str, dtype: torch.dtype, saved: _Saved) -> str:
     return f"{MODEL}/{name}"
 
 
-def _read(saved: _Saved, wanted: Sequence[_Wanted], world: World) -> None:
-    """Fill storages; collective. Raises what reading raises."""
+def _of(folder: str, wanted: Sequence[_Wanted]) -> list[_Wanted]:
+    """What is ``wanted`` of the folder with the model, or of the other one, by its names there."""
     prefix = f"{MODEL}/"
-    model = [(n.removeprefix(prefix), *rest) for n, *rest in wanted if n.startswith(prefix)]
-    state = [(n, *rest) for n, *rest in wanted if not n.startswith(prefix)]
-    for catalog, part in ((saved.model, model), (saved.state, state)):
-        _fill(catalog, part, world)  # type: ignore[arg-type]  # a name and the rest of it
-
-
-def _fill(catalog: Catalog, wanted: Iterable[_Wanted], world: World) -> None:
-    with world.phase("planning what is restored"):
-        plan, storages, tuning = planned_reads(catalog, wanted)
-    execute_together(plan, storages, Progress(plan.read_bytes, False), tuning, world)
+    if not folder:
+        return [item for item in wanted if not item[0].startswith(prefix)]
+    return [(n.removeprefix(prefix), layout, room) for n, layout, room in wanted if n.startswith(prefix)]
 
 
 def planned_reads(catalog: Catalog, wanted: Iterable[_Wanted]) -> tuple[Plan, list[torch.Tensor], Tuning]:
@@ -256,25 +278,27 @@ def planned_reads(catalog: Catalog, wanted: Iterable[_Wanted]) -> tuple[Plan, li
     return join(catalog, parts, PlanOptions(tuning.chunk_size)), storages, tuning
 
 
-def _restore_optimizer(training: Training, saved: _Saved, world: World) -> None:
+def _masters(training: Training, saved: _Saved) -> list[_Wanted]:
+    places = training.places
+    return [
+        (_source(kept.name, kept.shard.storage.dtype, saved), kept.shard.layout, kept.shard.storage)
+        for kept in masters_of(training.steps, places)
+        if kept.name not in saved.document["left_out"]
+        and not _same_memory(kept.shard, places.shards[kept.name])
+    ]
+
+
+def _moments(training: Training, saved: _Saved) -> list[_Wanted]:
+    """What the optimizer keeps, and gradients, for which room is made; its groups get their settings."""
     places, steps = training.places, training.steps
+    if not steps:
+        return []
     document = saved.document["optimizer"]
-    if not document:
-        raise ConfigError(f"{saved.path} was saved without an optimizer; leave optimizer out")
-    stored = saved.stored
-    with world.phase("making the optimizer's state"):
-        restore_groups(steps, places, document)
-        wanted = [
-            (_source(kept.name, kept.shard.storage.dtype, saved), kept.shard.layout, kept.shard.storage)
-            for kept in masters_of(steps, places)
-            if not _same_memory(kept.shard, places.shards[kept.name])
-        ]
-        moments = list(restored_moments(steps, places, document, stored))
-        wanted += [(f"optimizer/{k.key}/{k.name}", k.shard.layout, k.shard.storage) for k in moments]
-        wanted += [
-            (f"gradient/{k.name}", k.shard.layout, k.shard.storage) for k in _gradients(training, saved)
-        ]
-    _read(saved, wanted, world)
+    restore_groups(steps, places, document)
+    moments = restored_moments(steps, places, document, saved.stored)
+    wanted = [(f"optimizer/{k.key}/{k.name}", k.shard.layout, k.shard.storage) for k in moments]
+    gradients = _gradients(training, saved)
+    return wanted + [(f"gradient/{k.name}", k.shard.layout, k.shard.storage) for k in gradients]
 
 
 def _same_memory(a: Shard, b: Shard) -> bool:
@@ -312,27 +336,26 @@ def _gradients(training: Training, saved: _Saved) -> list[Kept]:
     return kept
 
 
-def _extra(saved: _Saved, world: World) -> dict[str, torch.Tensor]:
-    """The tensors of ``extra`` and of what the engine keeps, whole on every rank."""
-    found: dict[str, torch.Tensor] = {}
-    wanted: list[_Wanted] = []
-    for name, entry in saved.state.weights.items():
-        if name.partition("/")[0] in _OF_PARAMETERS | set(saved.document.get("beside", ())):
-            continue
-        found[name] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="cpu")
-        wanted.append((name, replicated(entry.shape), found[name].view(-1)))
-    _fill(saved.state, wanted, world)
-    return found
+def _extra(saved: _Saved) -> dict[str, torch.Tensor]:
+    """Room for the tensors of ``extra`` and of what the engine keeps, whole on every rank."""
+    kept = _OF_PARAMETERS | set(saved.document.get("beside", ()))
+    return {
+        name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="cpu")
+        for name, entry in saved.state.weights.items()
+        if name.partition("/")[0] not in kept
+    }
 
 
-def _restore_engine(training: Training, saved: _Saved, tensors: Mapping[str, torch.Tensor]) -> None:
+def _restore_engine(
+    training: Training, saved: _Saved, tensors: Mapping[str, torch.Tensor], gradients: bool
+) -> None:
     found = saved.document["engine"]
     if training.engine is None:
         if training.scaler is not None and found.get("scaler"):
             training.scaler.load_state_dict(decoded(found["scaler"], tensors))
         return
     deepspeed.set_counters(training.engine, found)
-    if "window" in found:
+    if "window" in found and gradients:
         deepspeed.set_window(training.engine, found["window"])
     if training.scheduler is not None and "schedule" in found:
         training.scheduler.load_state_dict(decoded(found["schedule"], tensors))
@@ -349,25 +372,28 @@ def _restore_modules(training: Training, saved: _Saved, tensors: Mapping[str, to
         modules[name].set_extra_state(decoded(state, tensors))
 
 
-def _restore_random(saved: _Saved, world: World) -> None:
-    """This rank's random states; with another number of ranks, new ones out of the saved and the rank."""
-    rows: dict[str, torch.Tensor] = {}
-    wanted: list[_Wanted] = []
+def _random_rows(saved: _Saved) -> dict[str, torch.Tensor]:
+    """Room for the random states that were saved of the generators that are here, by their names there."""
+    found = {f"random/{name}": now for name, now in random_rows().items()}
+    stored = {name: saved.state.weights[name].shape[1] for name in found if name in saved.state.weights}
+    return {name: torch.empty_like(now) for name, now in found.items() if stored.get(name) == now.numel()}
+
+
+def _row(saved: _Saved, name: str, world: World) -> Layout:
+    """Where this rank's row of the random states lies; with another number of ranks the first one."""
+    shape = saved.state.weights[name].shape
     same = saved.document["world_size"] == world.size
-    for name, now in random_rows().items():
-        entry = saved.state.weights.get(f"random/{name}")
-        if entry is None or entry.shape[1] != now.numel():
-            continue
-        rows[name] = torch.empty(entry.shape[1], dtype=now.dtype, device="cpu")
-        layout = dimension_shard(entry.shape, 0, world.rank if same else 0, entry.shape[0])
-        wanted.append((f"random/{name}", layout, rows[name]))
-    _fill(saved.state, wanted, world)
-    if "torch" not in rows:
+    return dimension_shard(shape, 0, world.rank if same else 0, shape[0])
+
+
+def _restore_random(saved: _Saved, rows: Mapping[str, torch.Tensor], world: World) -> None:
+    """This rank's random states; with another number of ranks, new ones out of the saved and the rank."""
+    if "random/torch" not in rows:
         return
-    if same:
-        set_random_rows(rows)
+    if saved.document["world_size"] == world.size:
+        set_random_rows({name.removeprefix("random/"): row for name, row in rows.items()})
         return
-    seed = zlib.crc32(rows["torch"].numpy().tobytes()) + world.rank
+    seed = zlib.crc32(rows["random/torch"].numpy().tobytes()) + world.rank
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

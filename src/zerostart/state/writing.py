@@ -93,31 +93,36 @@ def write_tensors(
     or counted by two, CheckpointError, on every rank; then no file is left.
     """
     begun = time.perf_counter()
-    with world.phase("planning what is written"):
-        listed = list(entries)
-        layout = plan_shards(listed, max_shard_size, stem, metadata, parameters, before)
-        digests = Digests(listed)
-        chunk, threads = _tuned(memory_limit)
-        plan, storages = planned(layout, outgoing, chunk)
-    described = repr((listed, parse_size(max_shard_size), metadata, parameters, before)).encode()
-    # With other tensors, or other files, a rank would write to places that are another's: it is told here.
-    world.raise_together(None, f"writing {stem} files with the checksum {zlib.crc32(described):08x}")
-    token = world.broadcast_object(lambda: uuid.uuid4().hex[:12], "naming the files")
-    writer = CheckpointWriter(directory, layout, token)
+    writer: CheckpointWriter | None = None
+
+    def begin() -> str:
+        nonlocal writer
+        token = uuid.uuid4().hex[:12]
+        writer = CheckpointWriter(directory, layout, token)
+        writer.create()
+        return token
+
     try:
         # All ranks leave this together: nobody still writes when the files are removed.
         with world.phase("writing the tensors"):
-            with world.phase("making the files"):
-                if world.rank == 0:
-                    writer.create()
-            with world.phase("writing to the files"):
-                write_out(plan, storages, writer, threads, digests.add_rows)
-                writer.close()
+            listed = list(entries)
+            layout = plan_shards(listed, max_shard_size, stem, metadata, parameters, before)
+            digests = Digests(listed)
+            chunk, threads = _tuned(memory_limit)
+            plan, storages = planned(layout, outgoing, chunk)
+            described = repr((listed, parse_size(max_shard_size), metadata, parameters, before)).encode()
+            # With other tensors, or other files, a rank would write to places that are another's: told here.
+            place = f"writing {stem} files with the checksum {zlib.crc32(described):08x}"
+            token = world.broadcast_object(begin, place)
+            writer = writer or CheckpointWriter(directory, layout, token)
+            write_out(plan, storages, writer, threads, digests.add_rows)
+            writer.close()
             known = digests.summed(world)
             if world.rank == 0:
                 writer.commit()
     except BaseException:
-        writer.discard()
+        if writer is not None:
+            writer.discard()
         raise
     return Written(layout, plan.nbytes, time.perf_counter() - begun, known)
 

@@ -44,6 +44,9 @@ Schedule = Literal[
     "constant_with_warmup",
     "inverse_sqrt",
 ]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+# NumPy's seeds have 32 bits, and each rank has one of its own.
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
 # YAML reads a bare `no` as false.
 Precision = Annotated[
     Literal["no", "bf16", "fp16"], BeforeValidator(lambda value: "no" if value is False else value)
@@ -135,12 +138,12 @@ class TrainingConfig(Section):
     accumulation: Positive = 1
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-5
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     schedule: Schedule = "linear"
     warmup_steps: Count = 0
     max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
     mixed_precision: Precision = "no"
-    seed: Count = 42
+    seed: Seed = 42
     evaluate_every: Count = 0
     checkpoint_blocks: bool | Literal["offload"] = False
     trainable: Annotated[list[str], Field(min_length=1)] | None = None

@@ -56,6 +56,11 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.ends)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest one."""
+        return max(end - start for start, end in zip((0, *self.ends), self.ends, strict=False))
+
     def digest(self) -> str:
         """A digest of all tokens and of where sequences end: equal for equal data, wherever they are from."""
         state = hashlib.blake2b(self.tokens.contiguous().numpy().data)

@@ -11,6 +11,8 @@ __all__ = ["Count", "Positive", "Section", "TaskConfig"]
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+#: The most that a number in torch holds (int64, float32).
+_MOST_INT, _MOST_FLOAT = 2**63 - 1, 3.4028234663852886e38
 
 
 class Section(BaseModel):
@@ -31,6 +33,21 @@ class Section(BaseModel):
             kinds = set(_kinds(cls.model_fields[info.field_name].annotation))
             if bool not in kinds and kinds & {int, float}:
                 raise ValueError("a number is wanted")
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _holds(cls, value: Any, info: ValidationInfo) -> Any:
+        """No number is larger than what it is computed with, and no text is one that no system takes."""
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, int) and abs(one) > _MOST_INT:
+                raise ValueError("Input should be a number that 64 bits hold")
+            if isinstance(one, float) and abs(one) > _MOST_FLOAT:
+                raise ValueError("Input should be a number that float32 holds, up to 3.4e38")
+            if isinstance(one, str) and "\0" in one:
+                raise ValueError("Input should have no NUL")
+        if value == "" and info.field_name in cls.places:  # pathlib takes it for the working directory
+            raise ValueError("Input should be a path")
         return value
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from zerostart.distributed.world import current_world
 from zerostart.engines import Engine
+from zerostart.errors import ConfigError
 from zerostart.loading.record import record_of
 from zerostart.training.buckets import Buckets, order_of
 from zerostart.training.config import TrainConfig
@@ -181,7 +182,7 @@ def check_surroundings(config: TrainConfig) -> None:
 def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items) -> Session:
     """Make the optimizer, schedule and loader for the loaded ``model`` and let accelerate prepare them.
 
-    Raises :class:`ConfigError` for data that does not fill one step.
+    Raises :class:`ConfigError` for data that does not fill one step, and a tracker that cannot begin.
     """
     train, engine = config.train, record_of(model).engine
     accelerator = _accelerator(config, engine)
@@ -209,7 +210,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
     scheduler = learning_rate_schedule(optimizer, train)
     if config.tracking.trackers:
-        accelerator.init_trackers(config.tracking.project, config={"train": train.model_dump_json()})
+        _begin_trackers(accelerator, config)
     draws = getattr(collator, "generator", None) is not None
     sharing = None
     if engine.mesh.sequence_parallel > 1:
@@ -221,6 +222,18 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     if config.ema is not None:
         opened.ema = Ema(config.ema, model, None if engine.wraps else prepared, current_world())
     return opened
+
+
+def _begin_trackers(accelerator: Any, config: TrainConfig) -> None:
+    """Raises ConfigError, whatever a tracker fails with: what it is made of is no part of ours."""
+    told, names = {"train": config.train.model_dump_json()}, config.tracking.trackers
+    try:
+        accelerator.init_trackers(config.tracking.project, config=told)
+    except Exception as error:
+        raise ConfigError(
+            f"tracking.trackers: {' or '.join(names)} cannot begin for tracking.project "
+            f"{config.tracking.project!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _prepared(accelerator: Any, loader: Any, place: int, count: int) -> Any:

@@ -14,6 +14,7 @@ def check_trained(config: TrainConfig) -> None:
     """Raise ValueError for sections that contradict each other in what is trained, averaged and saved."""
     output, lora = config.output, config.lora
     _check_best(config)
+    _check_held_out(config)
     if lora is not None and config.train.trainable:
         raise ValueError("train.trainable and lora both say what is trained; leave one of them out")
     if lora is not None and config.engine.expert_parallel > 1:
@@ -48,3 +49,19 @@ def _check_best(config: TrainConfig) -> None:
             "checkpoint.best compares held-out losses: hold examples out (held_out of data or task), and "
             "make checkpoint.every a multiple of train.evaluate_every"
         )
+
+
+def _check_held_out(config: TrainConfig) -> None:
+    """Raise ValueError for a held-out loss that is asked for where nothing is held out.
+
+    A task of somebody else that has no such key may hold examples out by itself.
+    """
+    asked = {"train.evaluate_every": config.train.evaluate_every}
+    asked["ema.evaluate"] = config.ema is not None and config.ema.evaluate
+    sections = [name for name in ("data", "task") if hasattr(getattr(config, name), "held_out")]
+    if sections and not any(getattr(config, name).held_out for name in sections):
+        for key in (key for key, value in asked.items() if value):
+            raise ValueError(
+                f"{key} is of examples that are held out, and none are: set {sections[0]}.held_out, or leave "
+                "it out"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from zerostart.training.sections import Positive, Section
 
@@ -59,6 +59,12 @@ class EmaConfig(Section):
     every: Positive = 1
     place: Literal["device", "host"] = "device"
     evaluate: bool = False
+
+    @model_validator(mode="after")
+    def _ordered(self) -> EmaConfig:
+        if self.min_decay > self.decay:
+            raise ValueError(f"min_decay {self.min_decay} is more than decay {self.decay}")
+        return self
 
     def decay_of(self, update: int) -> float:
         """What part of the average the update number ``update`` (from 1) keeps."""

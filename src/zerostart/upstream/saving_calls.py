@@ -87,6 +87,22 @@ _SAVE_ADAPTERS = PatchPoint(
         ),
     ),
 )
+_UPLOAD = PatchPoint(
+    library=TRANSFORMERS,
+    owner="transformers.utils.hub:PushToHubMixin",
+    names=("push_to_hub",),
+    why="each rank would save into a directory of its own, and upload it",
+    lasts=Lasts.MODEL,
+    shapes=(Shape("transformers.utils.hub:PushToHubMixin.push_to_hub", leads=("repo_id",)),),
+)
+_UPLOAD_DIFFUSERS = PatchPoint(
+    library=DIFFUSERS,
+    owner="diffusers.utils.hub_utils:PushToHubMixin",
+    names=("push_to_hub",),
+    why="the same, of models and pipelines of diffusers",
+    lasts=Lasts.MODEL,
+    shapes=(Shape("diffusers.utils.hub_utils:PushToHubMixin.push_to_hub", leads=("repo_id",)),),
+)
 _SAVE_MODEL = PatchPoint(
     library=ACCELERATE,
     owner=_ACCELERATOR,
@@ -268,6 +284,8 @@ TOUCHED = (
     _SAVE_MIXIN,
     _SAVE_PIPELINE,
     _SAVE_ADAPTERS,
+    _UPLOAD,
+    _UPLOAD_DIFFUSERS,
     _SAVE_MODEL,
     _FSDP,
     _REST,
@@ -304,7 +322,7 @@ class SavingCalls(Held):
             stack.callback(when_imported(module, functools.partial(self._imported, later, points)))
 
     def _imported(self, stack: ExitStack, points: list[PatchPoint], module: ModuleType) -> None:
-        demand(points, "zerostart.enable() cannot take over saving; use zerostart.save and save_state")
+        demand(points, "zerostart cannot take over this call; use zerostart.save and save_state")
         for point in points:
             owner = found(point.owner)
             for name, called in zip(point.names, _called(point), strict=True):

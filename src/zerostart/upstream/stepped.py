@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Member", "Stepped", "plain_steps"]
+__all__ = ["Member", "Stepped", "computes", "plain_steps", "rule_of"]
+
+#: Classes of DeepSpeed's that step by the rule of another, with the same states under the same keys.
+_SAME = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "FusedLion": "Lion", "DeepSpeedCPULion": "Lion"}
 
 
 @dataclass(frozen=True)
@@ -52,3 +56,29 @@ def plain_steps(optimizer: torch.optim.Optimizer) -> list[Stepped]:
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     ]
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> str:
+    """The rule by which an optimizer steps: one word for all classes that compute the same of the same state.
+
+    It is that of torch's class for what derives from one and has no ``step`` of its own, and ``AdamW`` for
+    all of Adam's whose weight decay is decoupled; of a class that is not known here it is the name.
+    """
+    kind = type(optimizer)
+    step: Any = inspect.unwrap(kind.step)
+    owner = step.__qualname__.partition(".")[0]
+    torchs = step.__module__.startswith("torch.optim.") and owner != torch.optim.Optimizer.__name__
+    rule = _SAME.get(kind.__name__, owner if torchs else kind.__name__)
+    if rule == "Adam" and any(_decouples(optimizer, group) for group in optimizer.param_groups):
+        return "AdamW"
+    return rule
+
+
+def _decouples(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    return bool(group.get("decoupled_weight_decay", getattr(optimizer, "adam_w_mode", False)))
+
+
+def computes(optimizer: torch.optim.Optimizer, setting: str) -> bool:
+    """Whether a group's ``setting`` of torch's optimizers is one that this one goes by."""
+    told_only = setting == "amsgrad" and type(optimizer).__name__ in _SAME  # and refused where it is true
+    return setting in optimizer.defaults and not told_only

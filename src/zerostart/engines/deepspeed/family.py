@@ -261,8 +261,10 @@ class ZeroThree(DeepSpeed):
     def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
         """See ``Engine``; the methods need nothing, as each module gathers its own parameters."""
         from zerostart.engines.deepspeed.calls import keep_calls
+        from zerostart.upstream.deepspeed_hollow import keep_from_loss
 
         keep_calls(model)
+        keep_from_loss(model)
 
     def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:
         """See ``Engine``."""

@@ -6,18 +6,21 @@ rank by itself, without any reduction of gradients, and nobody would notice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from zerostart.distributed.world import current_world
+from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
 
-__all__ = ["shard_added", "shard_around"]
+__all__ = ["shard_added", "shard_around", "share_added"]
 
 #: Modules that hold parameters for others and are never called, so that nothing would gather them.
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
@@ -28,11 +31,12 @@ def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> lis
 
     ``options`` are keyword arguments of ``fully_shard``. With ``fp32`` trainable ones are put in fp32 before,
     as the masters of mixed precision. Returns the names of the modules. Raises EngineError, naming the
-    parameter, where a module that is never called holds it.
+    parameter, where a module that is never called holds it, or it has no dimensions and is to be trained.
     """
+    check_frozen(model)
     added: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
-        own = [(leaf, p) for leaf, p in module._parameters.items() if p is not None]
+        own = [(leaf, p) for leaf, p in module._parameters.items() if p is not None and p.dim()]
         plain = [leaf for leaf, p in own if not isinstance(p, DTensor)]
         if not plain:
             continue
@@ -48,7 +52,8 @@ def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> lis
     for _, module in added:
         _hold_masters(module.parameters(recurse=False), fp32)
         # Small, and needed again in the backward: gathered once a step.
-        fully_shard(module, mesh=mesh, **{**options, "reshard_after_forward": False})
+        kept = {"reshard_after_forward": False, "ignored_params": scalars_of(module)}
+        fully_shard(module, mesh=mesh, **{**options, **kept})
     return [name for name, _ in added]
 
 
@@ -56,7 +61,40 @@ def shard_around(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> No
     """Shard what is around the sharded parts of ``model``, which is their root from now on; see above."""
     if not isinstance(model, FSDPModule):
         _hold_masters((p for p in model.parameters() if not isinstance(p, DTensor)), fp32)
-        fully_shard(model, mesh=_mesh_of(model), **options)
+        fully_shard(model, mesh=_mesh_of(model), ignored_params=scalars_of(model), **options)
+
+
+def share_added(model: nn.Module, added: Sequence[nn.Parameter]) -> None:
+    """Have ``added`` parameters with rank 0's values everywhere, and the mean of all ranks' gradients.
+
+    So they are whole, and right in a loop that does no more than FSDP2 asks for, until they are sharded.
+    """
+    values = [parameter.detach() for parameter in added if not parameter.is_meta]
+    with current_world().collectives("sharing what was added"):
+        for value in values if dist.is_initialized() else ():
+            dist.broadcast(value, src=0)
+    chosen = {id(parameter) for parameter in added}
+    for module in model.modules():
+        if any(id(p) in chosen for p in module._parameters.values()):
+            # At each call: a library may put other parameters in their place (``assign=True``).
+            module.register_forward_pre_hook(_average_all)
+            _average_all(module, ())
+
+
+def _average_all(module: nn.Module, args: object) -> None:
+    for parameter in module._parameters.values():
+        if parameter is None or isinstance(parameter, DTensor) or hasattr(parameter, "_zerostart_averaged"):
+            continue
+        if parameter.requires_grad:
+            parameter._zerostart_averaged = True  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(_average)  # type: ignore[no-untyped-call]
+
+
+def _average(parameter: torch.Tensor) -> None:
+    """Make the gradient the mean of all ranks'; what was accumulated before is that already."""
+    if dist.is_initialized() and parameter.grad is not None and not isinstance(parameter, DTensor):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
 
 
 def _hold_masters(parameters: Iterable[nn.Parameter], fp32: bool) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from zerostart.engines.calls import OutsideInferenceMode, Rebuilt, leave_inference_mode, rebuilt, write_back
+from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
 from zerostart.upstream.torch_fsdp2 import begin_at, in_backward
 
@@ -51,15 +52,18 @@ class _Root:
         self._begun = False
         units = (m for m in model.modules() if m is not model and isinstance(m, FSDPModule))
         inside = {id(parameter) for unit in units for parameter in unit.parameters()}
-        own = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
+        own = [name for name, p in model.named_parameters() if p.dim() and id(p) not in inside]
         # Such as a token for padding: pipelines read it between the calls of modules.
-        self._bare = own if len(own) == sum(1 for _ in model.parameters(recurse=False)) else []
+        self._bare = own if len(own) == sum(p.dim() > 0 for p in model.parameters(recurse=False)) else []
+        self._scalars = bool(scalars_of(model))
 
     def begin(self) -> None:
         """Called before a unit runs: it belongs to the model, whose own few parameters are whole by then.
 
-        Raises EngineError where these are to be trained.
+        Raises EngineError where these are to be trained, or any without dimensions.
         """
+        if self._scalars and torch.is_grad_enabled():
+            check_frozen(self._model)
         if not self._begun:
             begin_at(self._model)
             self._begun = True

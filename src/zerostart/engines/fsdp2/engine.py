@@ -20,10 +20,10 @@ from zerostart.distributed.world import World, default_device
 from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.storage import give_storage, holders, sharded, sharded_layout
-from zerostart.engines.fsdp2.units import units_of
+from zerostart.engines.fsdp2.units import scalars_of, units_of
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
-from zerostart.layout import Layout
+from zerostart.layout import Layout, replicated
 from zerostart.transfer import Arena
 
 __all__ = ["FSDP2Shards", "current_shards"]
@@ -59,15 +59,17 @@ class FSDP2Shards:
         """Wrap the model's blocks and then its root; give every local shard storage."""
         shares = self._mesh.shape[-1]
         dims = self._settings.dimensions(dict(model.named_parameters()), shares)
-        options = self._settings.options()
+        options = {**self._settings.options(), "ignored_params": scalars_of(model)}
         for unit in units_of(model, blocks_of(model, self._settings.wrap)):
             fully_shard(unit.module, mesh=self._mesh, **unit.options(options))
-        tensors = {name: sharded(parameter, name) for name, parameter in model.named_parameters()}
+        tensors = {name: sharded(p, name) for name, p in model.named_parameters() if p.dim()}
 
         def at(name: str, rank: int) -> Layout:
-            return sharded_layout(tensors[name], rank)
+            return sharded_layout(tensors[name], rank) if name in tensors else replicated(())
 
         def chunk(name: str) -> list[int]:
+            if name not in tensors:
+                return []
             shape = list(tensors[name].shape)
             shape[dims[name]] = -(-shape[dims[name]] // shares)
             return shape

@@ -145,9 +145,9 @@ class FSDP2(Engine):
             first.setdefault(share_of(rank), rank)
         return Placements(
             layout=lambda name, rank: dimension_shard(
-                tuple(parameters[name].shape), dims[name], share_of(rank), shares
+                tuple(parameters[name].shape), dims.get(name, 0), share_of(rank), shares
             ),
-            alike=lambda name: dims[name],
+            alike=dims.get,
             twin=lambda rank: first[share_of(rank)],
             homes=dict.fromkeys(parameters, HOST if settings.offloaded else DEVICE),
         )
@@ -236,6 +236,13 @@ class FSDP2(Engine):
 
         if self.units:
             shard_added(model, self.settings.options(), mixed_precision != "no")
+
+    def share_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
+        """See ``Engine``: a plain loop has nothing that would reduce their gradients."""
+        from zerostart.engines.fsdp2.added import share_added
+
+        if self.units and not self.mesh.parallel:
+            share_added(model, added)
 
     def begin_batch(self, model: nn.Module, last: bool) -> None:
         """See ``Engine``."""

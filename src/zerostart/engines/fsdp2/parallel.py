@@ -24,7 +24,7 @@ from zerostart.engines.fsdp2.layouts import expert_dimension, share_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.storage import give_storage
 from zerostart.engines.fsdp2.tensors import cut_tensors, distributed
-from zerostart.engines.fsdp2.units import units_of
+from zerostart.engines.fsdp2.units import scalars_of, units_of
 from zerostart.engines.names import loaded_names
 from zerostart.engines.placements import Placements
 from zerostart.engines.residence import Residence
@@ -75,11 +75,14 @@ class FSDP2ParallelShards:
             cut_tensors(model, self._parallelism, self._tensors)
         for module, own in expert_modules(model, self._parallelism).items():
             self._wrap_experts(module, own)
+        options = {**self._options, "ignored_params": scalars_of(model)}
         for unit in units_of(model, blocks_of(model, self._wrap)):
-            fully_shard(unit.module, mesh=self._dense, **unit.options(self._options))
+            fully_shard(unit.module, mesh=self._dense, **unit.options(options))
 
         def chunk(name: str) -> tuple[int, ...]:
             section = self._parallelism.section(name, shapes[name], self._rank).shape
+            if not section:
+                return ()
             owners = self._parallelism.owners(name, self._rank)[1]
             dim = expert_dimension(section, owners) if self._parallelism.is_expert(name) else 0
             return (*section[:dim], -(-section[dim] // owners), *section[dim + 1 :])

@@ -184,14 +184,12 @@ class FSDP2Settings:
         return int((self.mesh.mesh == rank).nonzero()[0][-1])
 
     def dimensions(self, parameters: Mapping[str, nn.Parameter], shares: int) -> dict[str, int]:
-        """The dimension that each parameter is sharded along; raises EngineError for what FSDP2 cannot."""
-        scalars = [name for name, parameter in parameters.items() if parameter.dim() == 0]
-        if scalars:
-            raise EngineError(
-                f"FSDP2 cannot shard parameters without dimensions ({', '.join(scalars[:4])}); give them one "
-                "dimension, or use engine='deepspeed'"
-            )
-        return {name: self._dimension(parameter, name, shares) for name, parameter in parameters.items()}
+        """The dimension that each parameter is sharded along; raises EngineError for what FSDP2 cannot.
+
+        One without dimensions is not sharded.
+        """
+        cut = {name: parameter for name, parameter in parameters.items() if parameter.dim()}
+        return {name: self._dimension(parameter, name, shares) for name, parameter in cut.items()}
 
     def _dimension(self, parameter: nn.Parameter, name: str, shares: int) -> int:
         """The dimension that ``parameter`` is sharded along; raises EngineError for one that FSDP2 cannot."""
@@ -204,7 +202,7 @@ class FSDP2Settings:
                 "or None"
             )
         dim: int = given.dim + parameter.dim() if given.dim < 0 else given.dim
-        if not 0 <= dim < max(1, parameter.dim()):
+        if not 0 <= dim < parameter.dim():
             raise EngineError(
                 f"shard_placement_fn returned {given} for {name}, of {parameter.dim()} dimensions"
             )

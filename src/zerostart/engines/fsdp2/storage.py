@@ -30,7 +30,7 @@ def give_storage(
     at: Callable[[str, int], Layout],
     chunk: Callable[[str], Sequence[int]],
 ) -> list[Shard]:
-    """Put the local tensor of each parameter over storage of its own.
+    """Put the local tensor of each parameter over storage of its own, and whole ones that are not sharded.
 
     ``at`` gives the layout of a parameter on any rank, ``chunk`` the shape of a full chunk of it, for which
     FSDP2 keeps room.
@@ -49,7 +49,7 @@ def give_storage(
         shards.append(Shard(name, layout, storage, functools.partial(at, name)))
     replace_everywhere(model, new)
     adopt_local_tensors(model)
-    for name, layout, _ in placed:
+    for name, layout, _ in (one for one in placed if parameters[one[0]].dim()):
         hide_padding(new[id(parameters[name])], layout.owned)
     return shards
 
@@ -66,8 +66,9 @@ def _from_its_start(part: torch.Tensor) -> torch.Tensor:
 
 
 def _over(old: nn.Parameter, name: str, local: torch.Tensor) -> nn.Parameter:
-    """``old``, a DTensor on meta, with another local tensor."""
-    new = nn.Parameter(over(sharded(old, name), local), requires_grad=old.requires_grad)
+    """``old``, on meta, with another local tensor; a DTensor, unless it has no dimension to be cut along."""
+    data = over(sharded(old, name), local) if old.dim() else local
+    new = nn.Parameter(data, requires_grad=old.requires_grad)
     new.__dict__.update({k: v for k, v in old.__dict__.items() if not k.startswith("_local")})
     return new
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zerostart.errors import EngineError
 
-__all__ = ["Unit", "let_cast", "units_of"]
+__all__ = ["Unit", "check_frozen", "let_cast", "scalars_of", "units_of"]
 
 _ATTRIBUTE = "_zerostart_computes_in"
 
@@ -50,6 +50,25 @@ def let_cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     setattr(parameter, _ATTRIBUTE, dtype)
 
 
+def scalars_of(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters without dimensions, which ``fully_shard`` takes for none of its own if it is told so.
+
+    They are whole on every rank, and not trained: nothing would reduce their gradients.
+    """
+    return {parameter for parameter in model.parameters() if not parameter.dim()}
+
+
+def check_frozen(model: nn.Module) -> None:
+    """Raise EngineError, naming them, where parameters without dimensions are to be trained."""
+    trained = [name for name, p in model.named_parameters() if not p.dim() and p.requires_grad]
+    if trained:
+        raise EngineError(
+            f"FSDP2 cannot train parameters without dimensions ({', '.join(trained[:4])}): it shards none, "
+            "and reduces no gradient of one; freeze them (requires_grad_(False)), give them a dimension, "
+            "or use engine='deepspeed'"
+        )
+
+
 def _kind(parameter: nn.Parameter) -> Kind:
     return parameter.dtype, getattr(parameter, _ATTRIBUTE, parameter.dtype)
 
@@ -76,7 +95,7 @@ def _split(module: nn.Module, done: set[int], names: dict[int, str]) -> tuple[li
     """Units to be made inside ``module``, and the one kind of what is left in it (None: nothing)."""
     own: dict[Kind, str] = {}
     for name, parameter in module.named_parameters(recurse=False):
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter.dim():
             own.setdefault(_kind(parameter), f"{names[id(module)]}.{name}".lstrip("."))
     if len(own) > 1:
         found = ", ".join(f"{name} is {_spelled(kind)}" for kind, name in own.items())

@@ -16,6 +16,7 @@ from torch import nn
 from zerostart.checkpoint.source import resolve_source
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.training.data import Sequences, file_digests, iter_documents, split_held_out, tokenize
+from zerostart.training.positions import check_positions
 from zerostart.training.sections import TaskConfig
 from zerostart.training.tasks.base import Batch, Collator, Items, Task
 
@@ -58,14 +59,14 @@ class _Language(Task):
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
         self._options: dict[str, Any] = {}  # further arguments of the forward
+        self._longest = 0  # tokens of a sequence
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
-        """Raise ValueError for a component of a pipeline, which no language model is loaded from."""
-        if config.model.component is not None:
-            raise ValueError(
-                f"model.component is for pipelines of diffusers, not for task.name {config.task.name}"
-            )
+        """Raise ValueError for what is of a pipeline, which no language model is loaded from or saved in."""
+        told = {"model.component": config.model.component, "output.pipeline": config.output.pipeline or None}
+        for key in (key for key, value in told.items() if value is not None):
+            raise ValueError(f"{key} is for pipelines of diffusers, not for task.name {config.task.name}")
 
     @property
     def _data(self) -> DataConfig:
@@ -103,7 +104,9 @@ class _Language(Task):
 
     def items(self, world: World) -> Sequences:
         """The sequences of ``data``. Raises :class:`ConfigError`."""
-        return tokenize(iter_documents(self._data), self.tokenizer, self._data)
+        found = tokenize(iter_documents(self._data), self.tokenizer, self._data)
+        self._longest = found.longest
+        return found
 
     def split(self, items: Items) -> tuple[Items, Items | None]:
         """By ``data.held_out``. Raises :class:`ConfigError` where none are left to train on."""
@@ -126,7 +129,8 @@ class _Language(Task):
     def builder(self) -> Callable[[], nn.Module]:
         """A callable that builds the model class.
 
-        It raises :class:`ConfigError` when models of this type have no head for the task.
+        It raises :class:`ConfigError` when models of this type have no head for the task, or positions for
+        fewer tokens than a sequence has.
         """
 
         def build() -> nn.Module:
@@ -135,6 +139,7 @@ class _Language(Task):
             except ValueError as error:
                 message = f"task {self.config.task.name} has no model of type {self.settings.model_type}"
                 raise ConfigError(f"{message}: {error}") from error
+            check_positions(model, self.settings.get_text_config(), self._longest, "data.sequence_length")
             return model
 
         return build

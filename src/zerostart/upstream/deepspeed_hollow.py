@@ -1,0 +1,132 @@
+"""Partitions that ZeRO-3 leaves in a model's place: tensors without elements, which nobody may save for it.
+
+``state_dict()`` of a model at stage 3 has them under the names of its weights, and so has a copy of it. What
+is saved of that is a file without a model, and nothing says so. Here such a tensor says so when its bytes
+are asked for; DeepSpeed's own checkpoints have them as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from zerostart.errors import ConfigError
+from zerostart.upstream.patches import Held, note, replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.versions import DEEPSPEED, TORCH
+
+__all__ = ["TOUCHED", "Hollow", "keep_from_loss"]
+
+_OWN = PatchPoint(
+    library=DEEPSPEED,
+    owner="deepspeed.runtime.engine:DeepSpeedEngine",
+    names=("module_state_dict",),
+    why="DeepSpeed's checkpoints have its partitions beside tensors without elements, as without zerostart",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "deepspeed.runtime.engine:DeepSpeedEngine.module_state_dict",
+            leads=("destination", "prefix", "keep_vars", "exclude_frozen_parameters"),
+        ),
+    ),
+)
+_COPIES = PatchPoint(
+    library=TORCH,
+    owner="torch.nn:Parameter",
+    writes=("__deepcopy__", "__reduce_ex__"),
+    why="a parameter that ZeRO-3 has partitioned is not copied or saved without its elements",
+    lasts=Lasts.MODEL,
+)
+TOUCHED = (_OWN, _COPIES)
+
+
+def _refuse() -> NoReturn:
+    raise ConfigError(
+        "this is a parameter of a model in shards (ZeRO-3), which has no elements where it is: each rank has "
+        "a part of it. What is saved or copied now would be lost. Save the model with zerostart.save(model, "
+        "directory) or save_pretrained, a checkpoint with engine.save_checkpoint or zerostart.save_state, on "
+        "every rank; whole tensors are in zerostart.full_tensors(model) and zerostart.gathered(model, name)"
+    )
+
+
+class Hollow(torch.Tensor):
+    """A tensor without elements, of a ``state_dict()``, that is no weight; copies of it are such tensors."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise ConfigError, where it is empty."""
+        return super().__reduce_ex__(protocol) if self.numel() else _refuse()  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Raise ConfigError, where it is empty."""
+        return super().__deepcopy__(memo) if self.numel() else _refuse()  # type: ignore[no-untyped-call]
+
+    def data_ptr(self) -> int:
+        """Raise ConfigError, where it is empty: files of safetensors are written from there."""
+        return super().data_ptr() if self.numel() else _refuse()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ConfigError, where it is empty."""
+        return super().numpy(*args, **kwargs) if self.numel() else _refuse()
+
+
+def keep_from_loss(model: nn.Module) -> None:
+    """Have the partitioned parameters of ``model`` refuse to be saved or copied while they are empty.
+
+    Raises UpstreamError for a DeepSpeed that is not known.
+    """
+    _own.hold(model)
+    note(_COPIES, model)
+    model.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_id"):
+            vars(parameter)["__deepcopy__"] = types.MethodType(_copied, parameter)
+            vars(parameter)["__reduce_ex__"] = types.MethodType(_reduced, parameter)
+
+
+def _mark(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        tensor = state.get(prefix + name)
+        if tensor is not None and tensor is not parameter and _is_hollow(parameter):
+            state[prefix + name] = tensor.as_subclass(Hollow)
+
+
+def _is_hollow(parameter: Any) -> bool:
+    return not parameter.numel() and hasattr(parameter, "ds_id") and parameter.ds_numel > 0
+
+
+def _copied(parameter: nn.Parameter, memo: Any) -> Any:
+    if _is_hollow(parameter):
+        _refuse()
+    return nn.Parameter.__deepcopy__(parameter, memo)  # type: ignore[no-untyped-call]
+
+
+def _reduced(parameter: nn.Parameter, protocol: Any) -> Any:
+    if _is_hollow(parameter):
+        _refuse()
+    return nn.Parameter.__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
+
+
+def _enter(stack: ExitStack) -> None:
+    demand((_OWN,))
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    (name,) = _OWN.names
+    original = getattr(DeepSpeedEngine, name)
+
+    @functools.wraps(original)
+    def plain(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        state = original(engine, *args, **kwargs)
+        for key, tensor in state.items():
+            if isinstance(tensor, Hollow):
+                state[key] = tensor.as_subclass(torch.Tensor)
+        return state
+
+    stack.enter_context(replaced(_OWN, DeepSpeedEngine, name, plain))
+
+
+_own = Held(_enter)

@@ -1,0 +1,71 @@
+"""Flux's LoRAs in diffusers, which are compared with the shapes of the weights they are for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from zerostart.upstream.on_import import when_imported
+from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.versions import DIFFUSERS
+
+__all__ = ["TOUCHED", "LoraShapes"]
+
+_FLUX = PatchPoint(
+    library=DIFFUSERS,
+    owner="diffusers.loaders.lora_pipeline:FluxLoraLoaderMixin",
+    names=("_maybe_expand_transformer_param_shape_or_error_", "_maybe_expand_lora_state_dict"),
+    why="a LoRA is compared with the shapes of whole weights, where ZeRO-3 shows none",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "diffusers.loaders.lora_pipeline:FluxLoraLoaderMixin"
+            "._maybe_expand_transformer_param_shape_or_error_",
+            leads=("transformer", "lora_state_dict", "norm_state_dict"),
+        ),
+        Shape(
+            "diffusers.loaders.lora_pipeline:FluxLoraLoaderMixin._maybe_expand_lora_state_dict",
+            leads=("transformer", "lora_state_dict"),
+        ),
+    ),
+)
+TOUCHED = (_FLUX,)
+
+#: A context in which a model shows the shapes of its whole weights; it may raise, for what is to be loaded.
+Shown = Callable[[nn.Module, Mapping[str, Any]], AbstractContextManager[None]]
+
+
+class LoraShapes(Held):
+    """Has both comparisons run in ``shown(transformer, what is loaded)``."""
+
+    def __init__(self, shown: Shown) -> None:
+        super().__init__(self._enter)
+        self._shown = shown
+
+    def _enter(self, stack: ExitStack) -> None:
+        later = stack.enter_context(ExitStack())
+        stack.callback(when_imported(_FLUX.owner.partition(":")[0], functools.partial(self._imported, later)))
+
+    def _imported(self, stack: ExitStack, module: ModuleType) -> None:
+        demand(TOUCHED, "zerostart cannot have LoRAs loaded into a Flux in shards")
+        owner = module.FluxLoraLoaderMixin
+        for name in _FLUX.names:
+            new: Any = classmethod(self._sent(vars(owner)[name].__func__))
+            stack.enter_context(replaced(_FLUX, owner, name, new))
+
+    def _sent(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def call(
+            cls: Any, transformer: nn.Module, lora_state_dict: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            given = {**(lora_state_dict or {}), **dict(*args[:1]), **kwargs.get("norm_state_dict", {})}
+            with self._shown(transformer, given):
+                return original(cls, transformer, lora_state_dict, *args, **kwargs)
+
+        return call

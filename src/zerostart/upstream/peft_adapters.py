@@ -1,0 +1,172 @@
+"""PEFT's adapters: where they are put into a model, merged into its weights, and read out of it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from zerostart.upstream.on_import import when_imported
+from zerostart.upstream.patches import Held, replaced, replaced_wherever_imported
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.versions import PEFT
+
+__all__ = ["TOUCHED", "AdapterCalls"]
+
+_LAYERS = "peft.tuners.tuners_utils"
+_FILES = "peft.utils.save_and_load"
+_INJECTED = PatchPoint(
+    library=PEFT,
+    owner="peft.tuners.tuners_utils:BaseTuner",
+    names=("inject_adapter",),
+    why="adapters that are put into a model in shards are the same on every rank, and stay so",
+    lasts=Lasts.MODEL,
+    shapes=(Shape("peft.tuners.tuners_utils:BaseTuner.inject_adapter", leads=("model", "adapter_name")),),
+)
+_MERGED = PatchPoint(
+    library=PEFT,
+    owner="peft.tuners.tuners_utils:BaseTunerLayer",
+    names=("merge", "unmerge"),
+    why="a weight in shards is whole while PEFT adds an adapter to it, or takes it out",
+    lasts=Lasts.MODEL,
+)
+_SWITCHED = PatchPoint(
+    library=PEFT,
+    owner="peft.tuners.tuners_utils:BaseTunerLayer",
+    names=("enable_adapters",),
+    why="what is merged is taken out when a layer is switched off, and not in the midst of a forward",
+    lasts=Lasts.MODEL,
+    shapes=(Shape("peft.tuners.tuners_utils:BaseTunerLayer.enable_adapters", leads=("enabled",)),),
+)
+_READ = PatchPoint(
+    library=PEFT,
+    owner="peft.utils.save_and_load",
+    names=("get_peft_model_state_dict",),
+    why="adapters in shards are put together, where PEFT would give what a rank has",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "peft.utils.save_and_load:get_peft_model_state_dict",
+            leads=("model", "state_dict", "adapter_name"),
+        ),
+    ),
+)
+_GATHERED = PatchPoint(
+    library=PEFT,
+    owner="peft.utils.integrations",
+    names=("check_deepspeed_zero3_enabled",),
+    why="adapters that begin with values of a weight gather it, where transformers knows of no ZeRO-3, too",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "peft.utils.integrations:gather_params_ctx", has=("if not check_deepspeed_zero3_enabled(): ...",)
+        ),
+    ),
+)
+TOUCHED = (_INJECTED, _MERGED, _SWITCHED, _GATHERED, _READ)
+_REMEDY = "zerostart cannot take over adapters of models in shards"
+
+#: Kinds of ``init_lora_weights`` that look at no weight; the others that are named do.
+_OWN_BEGIN = ("gaussian", "eva", "orthogonal")
+
+#: ``around(original, model, of_values)`` for a call that puts an adapter into ``model``, which may be one
+#: that begins with values of its weights.
+Injecting = Callable[[Callable[[], Any], nn.Module, bool], Any]
+#: ``around(original, layer, what)`` for a layer's own ``merge`` or ``unmerge``.
+Merging = Callable[[Callable[[], Any], Any, str], Any]
+#: ``instead(original, model, **arguments)`` for ``get_peft_model_state_dict``.
+Reading = Callable[..., Any]
+
+
+class AdapterCalls(Held):
+    """Has the calls go to functions that are given the original, and told when a layer is switched off."""
+
+    def __init__(
+        self, injecting: Injecting, merging: Merging, disabling: Callable[[Any], None], reading: Reading
+    ) -> None:
+        super().__init__(self._enter)
+        self._disabling = disabling
+        self._injecting = injecting
+        self._merging = merging
+        self._reading = reading
+        self._classes: set[tuple[type, str]] = set()
+
+    def _enter(self, stack: ExitStack) -> None:
+        later = stack.enter_context(ExitStack())
+        stack.callback(self._classes.clear)
+        stack.callback(when_imported(_LAYERS, functools.partial(self._layers_imported, later)))
+        stack.callback(when_imported(_GATHERED.owner, functools.partial(self._gathers, later)))
+        stack.callback(when_imported(_FILES, functools.partial(self._files_imported, later)))
+
+    def _layers_imported(self, stack: ExitStack, module: ModuleType) -> None:
+        demand((_INJECTED, _MERGED, _SWITCHED), _REMEDY)
+        original = module.BaseTuner.inject_adapter
+
+        @functools.wraps(original)
+        def inject(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+            original_call = functools.partial(original, tuner, model, adapter_name, *args, **kwargs)
+            begins = getattr(tuner.peft_config[adapter_name], "init_lora_weights", True)
+            found = self._injecting(
+                original_call, model, isinstance(begins, str) and begins not in _OWN_BEGIN
+            )
+            for kind in {type(m) for m in model.modules() if isinstance(m, module.BaseTunerLayer)}:
+                self._serve(stack, kind)
+            return found
+
+        stack.enter_context(replaced(_INJECTED, module.BaseTuner, "inject_adapter", inject))
+        switched = module.BaseTunerLayer.enable_adapters
+
+        @functools.wraps(switched)
+        def switch(layer: Any, enabled: bool) -> Any:
+            if not enabled:
+                self._disabling(layer)
+            return switched(layer, enabled)
+
+        stack.enter_context(replaced(_SWITCHED, module.BaseTunerLayer, "enable_adapters", switch))
+
+    def _serve(self, stack: ExitStack, kind: type) -> None:
+        """Replace what a class of layers, or what it is made of, has under the two names."""
+        for owner, name in self._own(kind):
+            self._classes.add((owner, name))
+            stack.enter_context(replaced(_MERGED, owner, name, self._sent(vars(owner)[name], name)))
+
+    def _own(self, kind: type) -> Iterator[tuple[type, str]]:
+        for owner in kind.__mro__:
+            for name in _MERGED.names:
+                if name in vars(owner) and (owner, name) not in self._classes:
+                    yield owner, name
+
+    def _sent(self, original: Any, name: str) -> Any:
+        @functools.wraps(original)
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._merging(functools.partial(original, layer, *args, **kwargs), layer, name)
+
+        return call
+
+    def _gathers(self, stack: ExitStack, module: ModuleType) -> None:
+        demand((_GATHERED,), _REMEDY)
+        (name,) = _GATHERED.names
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def enabled() -> bool:
+            # GatheredParameters leaves alone what is not partitioned.
+            return original() or "deepspeed" in sys.modules
+
+        stack.enter_context(replaced_wherever_imported(_GATHERED, name, original, enabled))
+
+    def _files_imported(self, stack: ExitStack, module: ModuleType) -> None:
+        demand((_READ,), _REMEDY)
+        (name,) = _READ.names
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def read(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._reading(original, model, *args, **kwargs)
+
+        stack.enter_context(replaced_wherever_imported(_READ, name, original, read))
