@@ -97,11 +97,11 @@ def load(
     """
     given = dict(locals())
     check_arguments(load, given)
-    from zerostart.integrations.serving import serve_saving
+    from zerostart.integrations.serving import serve
     from zerostart.loading.request import Request
     from zerostart.loading.run import run
 
-    return run(Request(**given), serve_saving)
+    return run(Request(**given), serve)
 
 
 @documented(ForecastArguments)

@@ -1,4 +1,4 @@
-"""Embeddings of a model that FSDP2 has sharded, resized by transformers' method, train as in one process."""
+"""Embeddings of a model that is in shards, resized by transformers' method, train as in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHANGES = {"more": (9, None, True), "fewer": (-8, None, True), "padded": (3, 64,
 
 def change(model: Any, more: int, multiple: int | None, mean: bool, seed: int) -> Any:
     torch.manual_seed(seed)
-    count = model.get_input_embeddings().weight.shape[0] + more
+    count = model.config.get_text_config().vocab_size + more  # for partitions have no shape of their own
     return model.resize_token_embeddings(count, pad_to_multiple_of=multiple, mean_resizing=mean)
 
 
@@ -155,3 +155,49 @@ def test_a_failure_on_one_rank_loses_nothing(checkpoints: TinyCheckpoints) -> No
     told = run_ranks(fails_on_one, 2, checkpoints("qwen3_moe_aligned"))
     assert len(set(told)) == 1
     assert "rank 1" in told[0]
+
+
+def partitions(path: Path, folder: Path, edits: list[str]) -> None:
+    """At ZeRO-3, of which transformers is told nothing: by ``load``, or by ``enabled(engine=...)``."""
+    import deepspeed
+    import transformers
+
+    for number, edit in enumerate(edits):
+        plain = transformers.AutoModelForCausalLM.from_pretrained(path)
+        change(plain, *CHANGES[edit], seed=7)
+        expected = plain.state_dict()
+        if number % 2:
+            model: Any = zerostart.load(path, progress=False)
+        else:
+            with zerostart.enabled(engine="deepspeed", zero_stage=3):
+                model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        resized = change(model, *CHANGES[edit], seed=7 + torch.distributed.get_rank())
+        assert resized is model.get_input_embeddings()
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        config["zero_allow_untested_optimizer"] = True
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        found = dict(zerostart.full_tensors(engine, rank=None))
+        assert {name for name in expected if not torch.equal(found[name], expected[name])} == set()
+        zerostart.save(engine, folder / edit)
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder / edit).state_dict()
+        assert {name for name in expected if not torch.equal(again[name], expected[name])} == set()
+        batch = batch_of(model)
+        loss = engine(input_ids=batch, labels=batch).loss
+        assert loss.item() == pytest.approx(plain(input_ids=batch, labels=batch).loss.item(), rel=1e-5)
+        engine.backward(loss)
+        engine.step()
+        with pytest.raises(zerostart.ZerostartError, match="resize them before initialize"):
+            model.resize_token_embeddings(len(expected) + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "edits"),
+    [
+        ("qwen3", ["more"]),
+        pytest.param("qwen3", ["fewer", "padded"], marks=pytest.mark.slow),
+        pytest.param("qwen3_moe_aligned", ["more", "fewer", "padded"], marks=pytest.mark.slow),
+    ],
+)
+def test_partitions(kind: str, edits: list[str], checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    run_ranks(partitions, 2, checkpoints(kind), tmp_path, edits)

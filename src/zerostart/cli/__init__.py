@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     app = application()
     try:
-        app(None if argv is None else list(argv))
+        # By ``python -m zerostart``, too, whose usage would name a command that it does not have.
+        app(None if argv is None else list(argv), prog_name="zerostart")
     except SystemExit as done:
         ended = done
     # A script of ``zerostart run`` ends the process itself, and has no frame of the command line below it.

@@ -28,8 +28,7 @@ from zerostart.integrations.diffusion import DiffusionCall
 from zerostart.integrations.notices import Notice
 from zerostart.integrations.preparing import note_whole, partitioned, sharded
 from zerostart.integrations.pretrained import Call
-from zerostart.integrations.resizing import resize_token_embeddings
-from zerostart.integrations.serving import SAVE_PRETRAINED, serve_adapters
+from zerostart.integrations.serving import SAVE_PRETRAINED, serve_adapters, serve_resizing
 from zerostart.integrations.sharing import Sharing
 from zerostart.integrations.starts import Start
 from zerostart.loading.arguments import EnabledArguments
@@ -154,11 +153,6 @@ def _note(model: nn.Module, setup: str) -> None:
         _consolidation.hold(model)
 
 
-def _note_resizing(model: nn.Module) -> None:
-    if record_of(model).engine.units:
-        loading_parts.resize_by(model, functools.partial(resize_token_embeddings, model))
-
-
 class _Noting(Call):
     """A call that leaves a note of what the model was loaded for."""
 
@@ -173,7 +167,7 @@ class _Watched(_Noting):
 
     def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
         found = super().load(model, files, state_dict, config)
-        _note_resizing(model)
+        serve_resizing(model)
         return found
 
 
@@ -183,7 +177,7 @@ class _WatchedStart(Start):
     def start(self, make: Callable[[], Any]) -> Any:
         model = super().start(make)
         _note(model, self.setup)
-        _note_resizing(model)
+        serve_resizing(model)
         return model
 
 

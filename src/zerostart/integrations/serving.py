@@ -1,13 +1,15 @@
-"""The later ``save_pretrained`` of every model that is loaded, by whichever entrance.
+"""Later calls of every model that is loaded, by whichever entrance: ``save_pretrained`` and resizing.
 
 Its libraries would write what a rank has: of a model that ZeRO-3 shards, tensors without elements, and say
-nothing. Imports nothing that is heavy: what saves is imported when something is saved.
+nothing. Imports nothing that is heavy: what saves or resizes is imported when something is.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
+from zerostart.loading.record import record_of
 from zerostart.upstream.diffusers_lora import LoraShapes
 from zerostart.upstream.peft_adapters import AdapterCalls
 from zerostart.upstream.saving_calls import Replacement, SavingCalls
@@ -15,7 +17,7 @@ from zerostart.upstream.saving_calls import Replacement, SavingCalls
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["SAVE_PRETRAINED", "serve_adapters", "serve_saving"]
+__all__ = ["SAVE_PRETRAINED", "serve", "serve_adapters", "serve_resizing", "serve_saving"]
 
 
 def _by(name: str) -> Replacement:
@@ -54,6 +56,12 @@ _added = AdapterCalls(_adapters("injected"), _adapters("merged"), _adapters("dis
 _shapes = LoraShapes(_adapters("shown"))
 
 
+def serve(model: nn.Module) -> None:
+    """All that is here, for a ``model`` of ``zerostart.load``; raises UpstreamError as ``serve_saving``."""
+    serve_saving(model)
+    serve_resizing(model)
+
+
 def serve_saving(model: nn.Module) -> None:
     """Have ``save_pretrained`` of a loaded ``model`` save its shards, as long as it lives.
 
@@ -70,3 +78,17 @@ def serve_adapters(model: nn.Module) -> None:
     """
     _added.hold(model)
     _shapes.hold(model)
+
+
+def serve_resizing(model: nn.Module) -> None:
+    """Have ``resize_token_embeddings`` of a loaded ``model``, if it has that, resize its shards."""
+    if not record_of(model).engine.whole and hasattr(model, "resize_token_embeddings"):
+        from zerostart.upstream.transformers_loading import resize_by
+
+        resize_by(model, functools.partial(_resize, model))
+
+
+def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    from zerostart.integrations.resizing import resize_token_embeddings
+
+    return resize_token_embeddings(model, *args, **kwargs)

@@ -35,6 +35,7 @@ __all__ = [
     "TOUCHED",
     "Override",
     "Starting",
+    "knowing_partitions",
     "require",
     "resize_by",
 ]
@@ -86,11 +87,12 @@ _STARTING = PatchPoint(
     lasts=Lasts.BLOCK,
     shapes=(Shape(f"{_MODEL}._from_config", leads=("config",), has=("model = cls(config, ...)",)),),
 )
-_NO_ZERO3 = PatchPoint(
+_ZERO3 = PatchPoint(
     library=TRANSFORMERS,
     owner="transformers.modeling_utils",
     names=("is_deepspeed_zero3_enabled",),
-    why="the contexts for building are those without a DeepSpeed configuration",
+    why="the contexts for building are those without a DeepSpeed configuration; embeddings of partitions "
+    "are resized as with one",
     lasts=Lasts.CALL,
     shapes=(
         Shape(
@@ -150,14 +152,14 @@ _RESIZING = PatchPoint(
     library=TRANSFORMERS,
     owner=_MODEL,
     names=("resize_token_embeddings",),
-    why="of the one model: embeddings that FSDP2 has sharded are whole while they are resized",
+    why="of the one model: embeddings that are in shards are whole while they are resized",
     lasts=Lasts.MODEL,
 )
 TOUCHED = (
     _ENTRY,
     _BUILDING,
     _STARTING,
-    _NO_ZERO3,
+    _ZERO3,
     _QUANTIZER,
     _LOADING,
     _FINALIZING,
@@ -204,6 +206,15 @@ def resize_by(model: Any, function: Callable[..., Any]) -> None:
     """Have ``model.resize_token_embeddings`` call ``function``, as long as the model lives."""
     model.resize_token_embeddings = function
     note(_RESIZING, model)
+
+
+@contextlib.contextmanager
+def knowing_partitions() -> Iterator[None]:
+    """Inside, methods of models gather partitions, also where no configuration tells of ZeRO-3."""
+    from transformers import modeling_utils
+
+    with replaced(_ZERO3, modeling_utils, "is_deepspeed_zero3_enabled", lambda: True):
+        yield
 
 
 class Starting(Protocol):
@@ -382,5 +393,5 @@ def _finalize_model_loading(original: Any) -> Any:
 @contextlib.contextmanager
 def _no_zero3(modeling_utils: Any) -> Iterator[None]:
     """Inside, the module sees no DeepSpeed configuration."""
-    with replaced(_NO_ZERO3, modeling_utils, "is_deepspeed_zero3_enabled", lambda: False):
+    with replaced(_ZERO3, modeling_utils, "is_deepspeed_zero3_enabled", lambda: False):
         yield
