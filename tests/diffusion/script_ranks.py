@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import runpy
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from tests.adoption.launching import REHEARSAL
 from tests.diffusion.oracle import import_diffsynth
+from tests.diffusion.script_precision import PATCHED, in_fp32
 from tests.diffusion.script_rows import append_rows
 
 __all__ = ["ranked"]
@@ -41,6 +43,9 @@ def ranked(
     import diffsynth.configs.model_configs as table
 
     append_rows(table)
+    if "ZEROSTART_FP32" in os.environ:
+        for name in PATCHED:
+            in_fp32(importlib.import_module(name))
     if not hasattr(torch.cpu, "empty_cache"):
         torch.cpu.empty_cache = lambda: None  # which DiffSynth asks for where it moves weights
     if importlib.util.find_spec("librosa") is None:

@@ -79,6 +79,8 @@ class Route:
     config: str | Mapping[str, Any] | None
     module: str | None = "zerostart"
     processes: int = 2
+    #: Whether pipelines are in fp32, and not in the bf16 of the scripts.
+    fp32: bool = False
 
 
 _ZERO2 = "flux/model_training/full/accelerate_config.yaml"
@@ -96,6 +98,14 @@ _EXACT = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
 }
+
+
+def _fp32(stage: int) -> Mapping[str, Any]:
+    """Without clipping, too, as the scripts are without DeepSpeed."""
+    changed = {"bf16": {"enabled": False}, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    return {**_EXACT, **changed}
+
+
 ROUTES: Mapping[str, Route] = {
     "stock zero2": Route(_ZERO2, None),
     "stock zero3": Route(_ZERO3, None),
@@ -110,6 +120,11 @@ ROUTES: Mapping[str, Route] = {
     "zero3 exact alone": Route(_EXACT, processes=1),
     "stock plain": Route(None, None, 1),
     "plain": Route(None, processes=1),
+    "stock zero2 fp32": Route(_fp32(2), None, fp32=True),
+    "zero2 fp32": Route(_fp32(2), fp32=True),
+    "zero3 fp32": Route(_fp32(3), fp32=True),
+    "stock plain fp32": Route(None, None, 1, fp32=True),
+    "zero3 alone fp32": Route(_fp32(3), processes=1, fp32=True),
 }
 
 
@@ -195,6 +210,7 @@ def run(
         "ZEROSTART_RECORD": str(out),
         "ZEROSTART_BEGUN": str(time.time()),
         "DIFFSYNTH_SKIP_DOWNLOAD": "True",
+        **({"ZEROSTART_FP32": "1"} if chosen.fp32 else {}),
     }
     if launched or FAMILIES[family].launched:
         output = _launched(script, arguments, out, config, environment, timeout, chosen)

@@ -285,6 +285,37 @@ def test_what_is_saved_after_mixed_precision_are_the_master_weights(checkpoints,
     assert json.loads(Path(result.directory, "config.json").read_text())["dtype"] == "float32"
 
 
+def run_and_square(values):
+    """The norm that a run of one step tells, and the squares of its own share of what it stepped with."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    squares = []
+
+    def look(optimizer, *_):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                grad = parameter.grad
+                squares.append(float(getattr(grad, "_local_tensor", grad).double().square().sum()))
+
+    register_optimizer_step_pre_hook(look)  # a process of its own: nothing to restore
+    (entry,) = [one for one in metrics(run(values)) if "loss" in one]
+    return entry["gradient_norm"], sum(squares)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "stage"), [("fsdp2", 3), ("deepspeed", 3), ("deepspeed", 2)])
+def test_clipping_in_bf16(checkpoints, values, engine, stage):
+    """The norm is that of fp32 but for bf16's rounding, and what is stepped with has the one asked for."""
+    path, options = checkpoints("qwen3"), {"steps": 1, "max_grad_norm": 0.05, "warmup_steps": 0}
+    ((expected, squares),) = run_ranks(run_and_square, 1, values(path, output="one", batch_size=4, **options))
+    assert squares == pytest.approx(0.05**2, rel=1e-4)
+    given = values(path, engine, mixed_precision="bf16", **options)
+    given["engine"] |= {"zero_stage": stage}
+    ranks = run_ranks(run_and_square, 2, given)
+    assert sum(own for _, own in ranks) == pytest.approx(0.05**2, rel=1e-3)
+    assert [norm for norm, _ in ranks] == pytest.approx([expected] * 2, rel=0.02)
+
+
 def test_mistakes_end_the_run_before_the_load(checkpoints, values):
     source = checkpoints("qwen3")
     given = values(source)

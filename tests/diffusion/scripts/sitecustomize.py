@@ -8,6 +8,7 @@ import os
 from types import ModuleType
 
 from tests.diffusion.script_memory import watch
+from tests.diffusion.script_precision import PATCHED, in_fp32
 from tests.diffusion.script_rows import append_rows
 
 from zerostart.upstream.on_import import when_imported
@@ -29,5 +30,8 @@ if "ZEROSTART_ROWS" in os.environ:
     watch()
     when_imported("torch", _declare)
     when_imported("diffsynth.configs.model_configs", append_rows)
+    if "ZEROSTART_FP32" in os.environ:
+        for name in PATCHED:
+            when_imported(name, in_fp32)
     if "ZEROSTART_REHEARSAL" in os.environ:
         when_imported("accelerate", _rehearse)
