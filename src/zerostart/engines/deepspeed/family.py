@@ -175,7 +175,8 @@ class DeepSpeed(Engine):
 
     def accelerate(self, mixed_precision: str) -> AccelerateSetup:
         """See ``Engine``."""
-        return accelerate_setup(mixed_precision, self.config or {}, self.mesh.sequence_parallel)
+        ranks = self.mesh.sequence_parallel, self.mesh.world_size
+        return accelerate_setup(mixed_precision, self.config or {}, *ranks)
 
     def begin_sharing(self, model: nn.Module) -> None:
         """See ``Engine``: what is evaluated is shared, too."""

@@ -46,9 +46,12 @@ def training_config(stage: int, job: TrainingJob, given: Mapping[str, Any]) -> d
 
 
 def accelerate_setup(
-    mixed_precision: str, config: Mapping[str, Any], sequence_parallel: int
+    mixed_precision: str, config: Mapping[str, Any], sequence_parallel: int, world_size: int
 ) -> AccelerateSetup:
-    """accelerate's plugin with the configuration ``config``, and Ulysses, which accelerate starts."""
+    """accelerate's plugin with the configuration ``config``, and Ulysses, which accelerate starts.
+
+    ``world_size`` ranks in groups of ``sequence_parallel``, each of which sees one batch.
+    """
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, InitProcessGroupKwargs
 
@@ -62,6 +65,8 @@ def accelerate_setup(
             ),
             "parallelism_config": ParallelismConfig(
                 sp_size=sequence_parallel,
+                # Of this accelerate makes the size of a step that DeepSpeed then holds against its own.
+                dp_shard_size=world_size // sequence_parallel,
                 sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa"),
             )
             if sequence_parallel > 1
