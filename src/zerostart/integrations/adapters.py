@@ -19,6 +19,7 @@ from zerostart.loading.record import loaded_models, record_of
 from zerostart.state.editing import take
 from zerostart.state.full_tensors import whole_tensor
 from zerostart.upstream.deepspeed_editing import master_of
+from zerostart.upstream.deepspeed_edits import is_gathered
 
 __all__ = ["disabled", "injected", "merged", "read", "shown"]
 
@@ -58,7 +59,9 @@ def merged(original: Callable[[], Any], layer: Any, what: str) -> Any:
         if isinstance(unit, FSDPModule):
             unit.reshard()  # what a forward has left gathered would be changed, and lost
     shards = found_shards(layer, world)
-    return _merged_whole(original, layer, shards, what) if shards else original()
+    if not shards or any(is_gathered(layer.get_parameter(name)) for name in shards):
+        return original()  # inside GatheredParameters, whose modifier's values are kept, or nobody's
+    return _merged_whole(original, layer, shards, what)
 
 
 def disabled(layer: Any) -> None:

@@ -27,7 +27,7 @@ from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit
 from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["TOUCHED", "check_outside", "check_step", "note", "note_loaded", "watching"]
+__all__ = ["TOUCHED", "check_outside", "check_step", "is_gathered", "note", "note_loaded", "watching"]
 
 _GATHERED = "deepspeed.runtime.zero.partition_parameters:GatheredParameters"
 _WATCH = PatchPoint(
@@ -53,7 +53,7 @@ _NOTED = PatchPoint(
     lasts=Lasts.CALL,
 )
 TOUCHED = (_WATCH, _NOTED)
-_ATTRIBUTE = "_zerostart_version"
+_ATTRIBUTE, _INSIDE = "_zerostart_version", "_zerostart_gathered"
 #: Integers as wide as an element.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _REMEDY = (
@@ -67,6 +67,11 @@ def note(parameters: Iterable[Any]) -> None:
     for parameter in parameters:
         # With its identity: attributes may go from one parameter to another.
         setattr(parameter, _ATTRIBUTE, (id(parameter), parameter._version))
+
+
+def is_gathered(parameter: torch.Tensor) -> bool:
+    """Whether the ZeRO-3 ``parameter`` is inside a ``GatheredParameters`` that is being watched."""
+    return getattr(parameter, _INSIDE, 0) > 0
 
 
 def note_loaded(module: torch.nn.Module, _: Any = None) -> None:
@@ -145,6 +150,7 @@ def _imported(stack: ExitStack, call: Callable[[Any], str], module: ModuleType) 
     def entered(self: Any) -> Any:
         result = enter(self)
         if self.enabled:
+            _count(self.params, 1)
             outside = {id(p) for p in _lost(self.params)}
             self._zerostart_before = [(_print(p), id(p) in outside) for p in self.params]
         return result
@@ -152,6 +158,8 @@ def _imported(stack: ExitStack, call: Callable[[Any], str], module: ModuleType) 
     @functools.wraps(leave)
     def exit_(self: Any, *exc: Any) -> Any:
         before = getattr(self, "_zerostart_before", None)
+        if before is not None:
+            _count(self.params, -1)
         if before is None or (exc and exc[0] is not None):
             return leave(self, *exc)
         wrong = _judged(self, before)
@@ -165,6 +173,11 @@ def _imported(stack: ExitStack, call: Callable[[Any], str], module: ModuleType) 
 
     stack.enter_context(replaced(_WATCH, gathered, "__enter__", entered))
     stack.enter_context(replaced(_WATCH, gathered, "_exit", exit_))
+
+
+def _count(parameters: Iterable[Any], more: int) -> None:
+    for parameter in parameters:
+        setattr(parameter, _INSIDE, getattr(parameter, _INSIDE, 0) + more)
 
 
 def _judged(context: Any, before: Sequence[tuple[Any, bool]]) -> list[tuple[list[Any], str]]:
