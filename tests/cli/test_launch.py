@@ -64,6 +64,19 @@ def test_a_result_that_is_not_finite_is_null_in_json(worker, tmp_path):
     json.loads((tmp_path / "status").read_text(), parse_constant=pytest.fail)
 
 
+def test_a_rank_that_is_aborted_after_its_result_has_ended_well(worker):
+    """As threads of torch do at times, which are not down when the interpreter is."""
+    module, env = worker("""
+        import atexit
+        atexit.register(os.abort) if rank else time.sleep(1)
+        return rank
+    """)
+    assert run_local_ranks(module, [], 2, grace=0.2, env=env) == [0, 1]
+    module, env = worker("os.abort() if rank else time.sleep(1)")
+    with pytest.raises(PeerError, match=r"rank 1 was killed by signal 6 \(SIGABRT\)"):
+        run_local_ranks(module, [], 2, env=env)
+
+
 def test_only_rank_zero_writes_to_the_terminal(worker, capfd):
     module, env = worker('print(f"rank {rank} speaks", flush=True)')
     run_local_ranks(module, [], 2, env=env)

@@ -59,8 +59,15 @@ class _Worker:
             if os.waitid(os.P_PID, self.process.pid, flags) is None:
                 return False
             _signal_group(self.process.pid, signal.SIGKILL)
-            self.returncode = self.process.wait()
+            self.returncode = self._ended(self.process.wait())
         return True
+
+    def _ended(self, code: int) -> int:
+        """How the rank ended: well, too, where its interpreter was aborted after it had told its result.
+
+        Threads of torch's stores and process groups run while it is taken down, and all is written by then.
+        """
+        return 0 if -code in (signal.SIGABRT, signal.SIGSEGV) and "result" in self.report() else code
 
     def report(self) -> dict[str, Any]:
         """What the rank wrote before it ended; empty when it could not."""
