@@ -265,7 +265,16 @@ class ZeroThree(DeepSpeed):
         from zerostart.upstream.deepspeed_hollow import keep_from_loss
 
         keep_calls(model)
-        keep_from_loss(model)
+        keep_from_loss(model, list(model.parameters()))
+
+    def share_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
+        """See ``Engine``; ``deepspeed.initialize`` partitions them, and each rank gives a part of its own."""
+        from zerostart.engines.added import with_first_values
+        from zerostart.upstream.deepspeed_hollow import keep_from_loss
+
+        keep_from_loss(model, added)
+        if not self.mesh.parallel:
+            with_first_values(lambda: added)
 
     def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:
         """See ``Engine``."""

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zerostart.distributed.world import current_world
+from zerostart.engines.added import with_first_values
 from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
 from zerostart.upstream.torch_fsdp2 import whole_tensor
@@ -73,13 +73,9 @@ def share_added(model: nn.Module, added: Sequence[nn.Parameter]) -> None:
 
     So they are whole, and right in a loop that does no more than FSDP2 asks for, until they are sharded.
     """
-    mine = {id(parameter): parameter for parameter in added}
-    with current_world().collectives("sharing what was added"):
-        # Copies of the model's own modules (``modules_to_save``) are of shards that no unit gathers.
-        whole = {key: _whole(one) if isinstance(one, DTensor) else one for key, one in mine.items()}
-        for parameter in whole.values() if dist.is_initialized() else ():
-            if not parameter.is_meta:
-                dist.broadcast(parameter.detach(), src=0)
+    # Copies of the model's own modules (``modules_to_save``) are of shards that no unit gathers.
+    values = with_first_values(lambda: [_whole(p) if isinstance(p, DTensor) else p for p in added])
+    whole = dict(zip(map(id, added), values, strict=True))
     modules = dict(model.named_modules())
     for name, module in modules.items():
         own = {leaf: whole[id(p)] for leaf, p in module._parameters.items() if id(p) in whole}
