@@ -354,8 +354,10 @@ def _restore_engine(
         if training.scaler is not None and found.get("scaler"):
             training.scaler.load_state_dict(decoded(found["scaler"], tensors))
         return
+    if not gradients:  # without which no window goes on
+        found = {key: value for key, value in found.items() if key != "window"}
     deepspeed.set_counters(training.engine, found)
-    if "window" in found and gradients:
+    if "window" in found:
         deepspeed.set_window(training.engine, found["window"])
     if training.scheduler is not None and "schedule" in found:
         training.scheduler.load_state_dict(decoded(found["schedule"], tensors))
