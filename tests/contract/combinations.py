@@ -114,6 +114,7 @@ TRAINED: Mapping[str, Mapping[str, str]] = {
         "S": _SEQUENCES,
         "T": "tests/tensors/test_tensors_deepspeed.py",
         "E + S": _SEQUENCES,
+        "E + T": "tests/tensors/test_experts_and_tensors.py",
     },
     "fsdp2": {
         "E": "tests/identity/test_parallel_fsdp2.py",
