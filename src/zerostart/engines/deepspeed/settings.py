@@ -219,6 +219,12 @@ class DeepSpeedSettings:
             )
         if size == 1:
             return
+        if mesh.sequence_parallel > 1:
+            raise ConfigError(
+                f"tensor_parallel={size} with sequence_parallel={mesh.sequence_parallel} is not available on "
+                "deepspeed, whose ranks that share tensors must have the same tokens of a sequence; use one "
+                "of them, or engine='fsdp2'"
+            )
         if mesh.expert_parallel > 1:
             raise ConfigError(
                 f"expert_parallel={mesh.expert_parallel} with tensor_parallel={size} is not available on "
