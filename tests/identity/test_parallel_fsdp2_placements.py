@@ -145,7 +145,9 @@ def unsharded(path: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(path).state_dict())
 
 
-@pytest.mark.parametrize("axes", [TENSORS, EXPERTS, BOTH], ids=str)
+@pytest.mark.parametrize(
+    "axes", [BOTH, pytest.param(TENSORS, marks=SLOW), pytest.param(EXPERTS, marks=SLOW)], ids=str
+)
 def test_plans_no_more_than_the_slices(axes: dict[str, int], folder: Path) -> None:
     path = checkpoint("mixtral", folder, hidden_size=256, intermediate_size=512, head_dim=64)
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -210,7 +210,8 @@ class FSDP2Settings:
         dim: int = given.dim + parameter.dim() if given.dim < 0 else given.dim
         if not 0 <= dim < parameter.dim():
             raise EngineError(
-                f"shard_placement_fn returned {given} for {name}, of {parameter.dim()} dimensions"
+                f"shard_placement_fn returned {given} for {name}, of {parameter.dim()} dimensions; use one "
+                "of them, or None"
             )
         return dim
 
