@@ -187,6 +187,12 @@ class DeepSpeed(Engine):
         ranks = self.mesh.sequence_parallel, self.mesh.world_size
         return accelerate_setup(mixed_precision, self.config or {}, *ranks)
 
+    def spare_unreached(self, model: nn.Module) -> None:
+        """See ``Engine``: in flat tensors its gradient is zero."""
+        from zerostart.engines.deepspeed.unreached import spare_unreached
+
+        spare_unreached(model)
+
     def begin_sharing(self, model: nn.Module) -> None:
         """See ``Engine``: what is evaluated is shared, too."""
         from zerostart.upstream.deepspeed_ulysses import evaluate_in_parts
