@@ -52,7 +52,7 @@ def picture(pipe: Any, key: str) -> torch.Tensor:
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(3)
     arguments = {**CALLS[key], "num_inference_steps": 1, "output_type": "latent"}
-    found = torch.as_tensor(pipe("a cat sees the sea", generator=generator, **arguments)[0])
+    found = torch.as_tensor(pipe(prompt="a cat sees the sea", generator=generator, **arguments)[0])
     assert found.isfinite().all()
     return found
 
