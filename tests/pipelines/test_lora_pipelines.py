@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import zerostart
 from ranks import rank_outcomes, run_ranks
+from zerostart.integrations.adapters import read
 from zerostart.loading.record import record_of
 
 #: Nothing stays gathered between two calls.
@@ -243,6 +244,15 @@ def test_a_lora_that_changes_weights_is_refused(what: str, words: str, way: str,
         assert outcome.error == "zerostart.errors.ConfigError", outcome.describe()
         with pytest.raises(AssertionError, match=words):
             raise AssertionError(outcome.message)
+
+
+def test_what_peft_computes_of_an_adapter_in_shards_is_refused() -> None:
+    """Of what only has a shape here."""
+    linear = nn.Linear(3, 3)
+    model = zerostart.load(linear.state_dict(), lambda: nn.Linear(3, 3), engine="fsdp2", progress=False)
+    assert torch.equal(read(lambda model, state_dict: state_dict, model)["weight"], linear.weight)
+    with pytest.raises(zerostart.errors.ConfigError, match=r"PEFT computes bias .*full_tensors"):
+        read(lambda model, state_dict: {**state_dict, "bias": state_dict["bias"] + 1}, model)
 
 
 def of_values(path: Path, way: str) -> tuple[str, float]:

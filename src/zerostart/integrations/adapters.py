@@ -127,7 +127,7 @@ def _write(shard: Shard, parameter: nn.Parameter, whole: torch.Tensor) -> None:
 def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """``get_peft_model_state_dict``: of a model in shards, whole tensors, on every rank.
 
-    Raises ConfigError where not every rank calls it.
+    Raises ConfigError where not every rank calls it, and where PEFT computes what it saves.
     """
     given = dict(zip(("state_dict", "adapter_name"), args, strict=False)) | kwargs
     world = current_world()
@@ -147,6 +147,12 @@ def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: A
     wanted = {name: by_twin[id(twin)] for name, twin in chosen.items() if id(twin) in by_twin}
     if not wanted:
         return original(model, *args, **kwargs)
+    computed = next((name for name, t in chosen.items() if t.is_meta and name not in wanted), None)
+    if computed is not None:
+        raise ConfigError(
+            f"PEFT computes {computed} of an adapter that is in shards here; pass it state_dict= with whole tensors "
+            "under the names of model.state_dict() (zerostart.full_tensors has them)"
+        )
     all_come(f"get_peft_model_state_dict of a {type(model).__name__} in shards")
     with world.phase("putting an adapter together"):
         return {name: _whole(wanted[name]) if name in wanted else chosen[name] for name in chosen}
