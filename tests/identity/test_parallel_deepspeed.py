@@ -61,7 +61,7 @@ def test_experts_train_as_in_one_process(
         *((kind, 2, 2, 2) for kind in MODELS),
         ("gpt_oss", 2, 4, 1),
         *(pytest.param(kind, 2, 4, 1, marks=pytest.mark.slow) for kind in MODELS if kind != "gpt_oss"),
-        ("qwen3_moe", 4, 4, 1),
+        pytest.param("qwen3_moe", 4, 4, 1, marks=pytest.mark.slow),
         ("mixtral", 1, 2, 1),
     ],
 )

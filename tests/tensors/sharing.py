@@ -15,7 +15,17 @@ from torch import nn
 import zerostart
 from parity import CLIP, Trace, batches, optimizer
 
-__all__ = ["SECTIONS", "SHARING", "Case", "compared", "config_of", "loaded", "slices", "whole_model"]
+__all__ = [
+    "SECTIONS",
+    "SHARING",
+    "Case",
+    "compared",
+    "config_of",
+    "loaded",
+    "slices",
+    "whole_gradients",
+    "whole_model",
+]
 
 #: Ranks that share tensors, in all cases.
 SHARING = 2
@@ -127,7 +137,7 @@ def _trained(model: nn.Module, config: dict[str, Any]) -> tuple[Trace, dict[str,
         loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
         engine.backward(loss)
         if not trace.gradients:
-            trace.gradients = dict(_gradients(model))
+            trace.gradients = dict(whole_gradients(model))
         engine.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
@@ -142,7 +152,7 @@ def _trained(model: nn.Module, config: dict[str, Any]) -> tuple[Trace, dict[str,
     return trace, after
 
 
-def _gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole gradients, put together by DeepSpeed's own layers."""
     from deepspeed.utils import safe_get_full_grad
 

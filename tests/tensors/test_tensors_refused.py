@@ -47,10 +47,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "both tp_plan and a preset_model in tensor_parallel",
     ),
     (
-        {"expert_parallel": 2, "tensor_parallel": 2},
-        "expert_parallel=2 with tensor_parallel=2 is not available on deepspeed",
-    ),
-    (
         {"tensor_parallel": 2, "engine_config": zero(zero_hpz_partition_size=2)},
         "tensor_parallel=2 with zero_hpz_partition_size=2 is not available",
     ),

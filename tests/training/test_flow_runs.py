@@ -66,8 +66,11 @@ CASES = [
 
 
 def test_a_run_is_that_of_one_process(tmp_path):
-    """Texts of several lengths; a step is of 2 batches of 2 on 2 ranks, over the end of an epoch of 12."""
-    values = configured(tmp_path, "qwen-image", "deepspeed", 3, accumulation=2)
+    """Texts of several lengths; a step is of 2 batches of 2 on 2 ranks, over the end of an epoch of 12.
+
+    The last block's text goes nowhere: without a gradient it does not decay.
+    """
+    values = configured(tmp_path, "qwen-image", "deepspeed", 3, accumulation=2, weight_decay=0.5)
     found = check(values, "qwen-image", 2)
     assert found[0]["items"] == [8, 8, 8]
     draws = {(number, t) for rank in found for batch in rank["batches"] for number, t, _ in batch}
@@ -88,16 +91,27 @@ def test_on_fsdp2_and_with_what_is_held_out(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "engine", "stage", "checkpointing"), CASES)
-def test_every_family_is_trained_as_by_one_process(family, engine, stage, checkpointing, tmp_path):
-    values = configured(tmp_path, family, engine, stage, steps=30, checkpoint_blocks=checkpointing)
+@pytest.mark.parametrize(("family", "engine", "stage", "blocks"), CASES)
+def test_every_family_is_trained_as_by_one_process(family, engine, stage, blocks, tmp_path):
+    values = configured(tmp_path, family, engine, stage, steps=30, weight_decay=0.1, checkpoint_blocks=blocks)
     check(values, family, 2)
 
 
 @pytest.mark.slow
-def test_replicas_of_what_is_not_used_whole(tmp_path):
+@pytest.mark.parametrize(("engine", "stage"), [("fsdp2", 0), ("deepspeed", 0), ("deepspeed", 1)])
+def test_replicas_of_what_is_not_used_whole(engine, stage, tmp_path):
     """The last block's text of Qwen-Image goes nowhere: DDP has to look for such gradients."""
-    check(configured(tmp_path, "qwen-image", "fsdp2", 0), "qwen-image", 2)
+    check(configured(tmp_path, "qwen-image", engine, stage, weight_decay=0.5), "qwen-image", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_decay_where_optimizers_step_parts(stage, tmp_path):
+    """Sub-groups of ZeRO-3, and states on the host."""
+    values = configured(tmp_path, "qwen-image", "deepspeed", stage, weight_decay=0.5)
+    settings = {"sub_group_size": 20_000, "offload_optimizer": {"device": "cpu"}}
+    values["engine"]["config"] = {"zero_optimization": settings, "zero_force_ds_cpu_optimizer": False}
+    check(values, "qwen-image", 2)
 
 
 @pytest.mark.slow
@@ -135,7 +149,7 @@ def test_replicas_but_for_gradients_that_are_rounding(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_goes_on_on_other_ranks(family, engine, stage, ranks, tmp_path):
     """It dies after step 17 of 30 on 2 ranks, and goes on from 15 on 1 or 3; a step is of 6 examples."""
-    values = configured(tmp_path, family, engine, stage, steps=30, batch_size=3)
+    values = configured(tmp_path, family, engine, stage, steps=30, batch_size=3, weight_decay=0.1)
     values |= {"checkpoint": {"every": 15}, "resume": "auto"}
     first = run_ranks(recorded_run, 2, values, 17, timeout=280)
     values["train"]["batch_size"] = 6 // ranks

@@ -10,7 +10,8 @@ described in GShard (Lepikhin et al., 2020, section 3.2), here without a capacit
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -38,13 +39,18 @@ def expert_modules(model: nn.Module, parallelism: Parallelism) -> dict[nn.Module
     return found
 
 
-def exchange_tokens(experts: nn.Module, group: dist.ProcessGroup, counts: Sequence[int]) -> None:
+def exchange_tokens(
+    experts: nn.Module, group: dist.ProcessGroup, counts: Sequence[int], copies: int = 1
+) -> None:
     """Make ``experts``, which holds this rank's experts alone, serve the tokens of all ranks of ``group``.
 
-    ``counts`` is the number of experts of each rank of the group; experts are numbered rank by rank.
+    ``counts`` is the number of experts of each rank of the group; experts are numbered rank by rank. Each
+    token is sent ``copies`` times, by the ranks that share tensors: the gradients of experts are divided by
+    that, where the engine divides them by the batches and not by the ranks.
     """
     module: Any = experts
     own_forward = module.forward
+    run = functools.partial(_run, own_forward) if copies == 1 else _dividing(own_forward, copies)
     rank, size = dist.get_rank(group), len(counts)
     module.num_experts = counts[rank]
     owner = torch.repeat_interleave(torch.arange(size, device="cpu"), torch.tensor(counts, device="cpu"))
@@ -54,13 +60,13 @@ def exchange_tokens(experts: nn.Module, group: dist.ProcessGroup, counts: Sequen
         hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         with _local_parameters(experts):
-            return _serve(own_forward, group, (owner, first), hidden_states, top_k_index, top_k_weights)
+            return _serve(run, group, (owner, first), hidden_states, top_k_index, top_k_weights)
 
     module.forward = forward
 
 
 def _serve(
-    own_forward: Any,
+    run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     group: dist.ProcessGroup,
     owners: tuple[torch.Tensor, torch.Tensor],
     hidden_states: torch.Tensor,
@@ -81,7 +87,7 @@ def _serve(
     tokens = travel(hidden_states[order // top_k_index.shape[-1]], outgoing, incoming, group)
     numbers = pairs.new_empty(sum(incoming))
     dist.all_to_all_single(numbers, pairs - first[to], incoming, outgoing, group=group)
-    results: torch.Tensor = travel(_run(own_forward, tokens, numbers), incoming, outgoing, group)
+    results: torch.Tensor = travel(run(tokens, numbers), incoming, outgoing, group)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=device)
     by_token: torch.Tensor = results[back].view(*top_k_index.shape, -1)
@@ -99,6 +105,30 @@ def _run(own_forward: Any, tokens: torch.Tensor, numbers: torch.Tensor) -> torch
     weights = torch.ones((len(tokens), 1), dtype=tokens.dtype, device=tokens.device)
     result: torch.Tensor = own_forward(tokens, numbers.unsqueeze(-1), weights)
     return result
+
+
+def _dividing(own_forward: Any, copies: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """``_run`` whose gradients of parameters are divided by ``copies``, and those of tokens are not."""
+    scaled: Any = _Scaled.apply
+
+    def run(tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = scaled(_run(own_forward, scaled(tokens, copies), numbers), 1 / copies)
+        return result
+
+    return run
+
+
+class _Scaled(torch.autograd.Function):
+    """What is given; its gradient times ``factor``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.factor, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import lcm, prod
 
 import torch
 import torch.distributed as dist
@@ -190,7 +190,7 @@ def placed_whole(
 
     def twin(rank: int) -> int:
         # With an exchange each rank wants a share of its own; without, ranks differ in what is cut alone.
-        return rank if parts else max(mesh.expert(rank)[0], mesh.tensor(rank)[0]) if cut else 0
+        return rank if parts else rank % lcm(mesh.expert_parallel, mesh.tensor_parallel) if cut else 0
 
     return Placements(
         layout=lambda name, rank: runs[name](rank) if name in runs else replicated(parameters[name].shape),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -21,12 +21,13 @@ def resolve(
     experts_given: Mapping[str, str] | None = None,
     tensors_given: Mapping[str, str] | None = None,
     section: Mapping[str, Any] | None = None,
+    decide: Callable[[ParallelPlan], ParallelPlan] | None = None,
 ) -> Parallelism:
     """What ``mesh`` does to the parameters of ``model`` (on meta, with its true shapes).
 
     Plans that are given (module or parameter names to transformers' styles; ``section``: DeepSpeed's
-    ``tensor_parallel``) come before what the model declares. Raises ConfigError, in one sentence with the
-    remedy.
+    ``tensor_parallel``) come before what the model declares. An engine that cuts tensors by rules of its own
+    gives ``decide``, which gets the experts' plan. Raises ConfigError, in one sentence with the remedy.
     """
     if not mesh.parallel:
         return Parallelism(mesh)
@@ -35,7 +36,10 @@ def resolve(
     if mesh.expert_parallel > 1:
         experts = _experts(model, mesh, shapes, experts_given)
     if mesh.tensor_parallel > 1:
-        tensors = _tensors(model, mesh, shapes, tensors_given, section)
+        if decide is not None:
+            tensors = decide(experts)
+        else:
+            tensors = _tensors(model, mesh, shapes, tensors_given, section)
         tensors = _without_experts(tensors, experts)
     return Parallelism(mesh, experts, tensors, shapes)
 

@@ -2,7 +2,15 @@
 
 from zerostart.layout.layout import Layout, Placed, dimension_shard, flat_partition, replicated
 from zerostart.layout.mesh import Mesh
-from zerostart.layout.plans import Cut, Parallelism, ParallelPlan, Ranges, expert_plan, tensor_plan
+from zerostart.layout.plans import (
+    Cut,
+    Parallelism,
+    ParallelPlan,
+    Ranges,
+    expert_plan,
+    rules_without,
+    tensor_plan,
+)
 from zerostart.layout.section import Section, chunk, entire, packed, ranged
 
 __all__ = [
@@ -22,5 +30,6 @@ __all__ = [
     "packed",
     "ranged",
     "replicated",
+    "rules_without",
     "tensor_plan",
 ]

@@ -24,6 +24,7 @@ __all__ = [
     "cut_of",
     "expand",
     "expert_plan",
+    "rules_without",
     "tensor_plan",
 ]
 
@@ -119,12 +120,22 @@ def expand(rules: Mapping[str, str], name: str, parameter: bool) -> str | None:
     A parameter falls under its module's rule, a module under no other's. Source:
     ``transformers/distributed/parallel_utils.py``, ``_get_parameter_plan``.
     """
-    for exact in (name, re.sub(r"\.\d+(?=\.|$)", ".*", name)):
+    for exact in _spellings(name):
         if exact in rules:
             return rules[exact]
         if parameter and "." in exact and exact.rpartition(".")[0] in rules:
             return rules[exact.rpartition(".")[0]]
     return None
+
+
+def _spellings(name: str) -> tuple[str, str]:
+    return name, re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def rules_without(rules: Mapping[str, str], plan: ParallelPlan) -> dict[str, str]:
+    """The rules of other parameters and modules than those that ``plan`` names."""
+    known = {spelling for name in (*plan.cuts, *plan.modules) for spelling in _spellings(name)}
+    return {name: style for name, style in rules.items() if name not in known}
 
 
 def tensor_plan(

@@ -60,7 +60,6 @@ logger = logging.getLogger("zerostart")
 _Wanted = tuple[str, Layout, torch.Tensor]
 #: What tensors of the state are kept for, in the first part of their names; other ones are whole.
 _OF_PARAMETERS = frozenset({"master", "optimizer", "gradient", "random"})
-
 #: accelerate's and the Trainer's files of an optimizer that one rank has gathered.
 _WHOLE_OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
 

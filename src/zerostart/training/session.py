@@ -205,6 +205,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
             # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
             # for a module that is sharded already it has nothing to do.
             prepared = accelerator.prepare(optimizer)
+        engine.spare_unreached(model)
         engine.begin_sharing(model)
     loader = _prepared(accelerator, loader, place, count)
     # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.

@@ -32,12 +32,21 @@ _OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _MARKS = PatchPoint(
     library=DEEPSPEED,
     owner=_OPTIMIZER,
-    writes=("allreduce", "group_name"),
-    why="a gradient is summed over the ranks that hold the same experts, and divided by all ranks",
+    writes=("allreduce", "group_name", "tensor_model_parallel"),
+    why="a gradient is summed over the ranks that hold the same experts, and divided by all batches; "
+    "every rank counts its own in the norm, also where ranks share tensors",
     lasts=Lasts.MODEL,
     shapes=(
         Shape(
             "deepspeed.moe.utils:is_moe_param", has=("hasattr(param, 'allreduce') and not param.allreduce",)
+        ),
+        Shape(
+            "deepspeed.runtime.utils:is_model_parallel_parameter",
+            has=("if hasattr(p, 'tensor_model_parallel') and p.tensor_model_parallel: ...",),
+        ),
+        Shape(
+            f"{_OPTIMIZER}.get_grad_norm_direct",
+            has=("if is_model_parallel_parameter(p) or self.model_parallel_rank == 0: ...",),
         ),
         Shape(f"{_OPTIMIZER}.is_moe_group", has=("'moe' in group and group['moe']",)),
         Shape(
@@ -65,6 +74,7 @@ def mark_flat_expert(parameter: Any, groups: ExpertGroups) -> None:
     demand((*TOUCHED, *GROUPING), "Use zero_stage=3")
     parameter.allreduce = False
     parameter.group_name = groups.name
+    parameter.tensor_model_parallel = True
     mark_expert_of(parameter, _held.ticket())
 
 

@@ -26,15 +26,11 @@ from zerostart.upstream.deepspeed_flat_experts import mark_flat_expert
 __all__ = ["expert_cutter", "expert_shards", "flat_expert_shards"]
 
 
-def expert_cutter(
-    world: World, parallelism: Parallelism, partitioned: bool
-) -> Callable[[nn.Module], None] | None:
-    """What leaves this rank's experts in a model; None where ranks share none. Collective.
+def expert_cutter(world: World, parallelism: Parallelism, partitioned: bool) -> Callable[[nn.Module], None]:
+    """What leaves this rank's experts in a model. Collective.
 
     ``partitioned``: experts are partitioned further, and not kept whole.
     """
-    if parallelism.mesh.expert_parallel == 1:
-        return None
     require_groups()
     with world.collectives("making the experts' groups"):
         groups = ExpertGroups(parallelism.mesh.expert_parallel)
@@ -60,7 +56,7 @@ def _cut(
             mark(local)
             note_shared(local, groups.size)
             module._parameters[leaf] = local
-        exchange_tokens(module, groups.experts, counts)
+        exchange_tokens(module, groups.experts, counts, copies=parallelism.mesh.tensor_parallel)
 
 
 def _local(old: nn.Parameter | None, shape: tuple[int, ...]) -> nn.Parameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
@@ -19,6 +20,7 @@ from zerostart.engines.deepspeed.training import HOST_BACKEND, KEPT, accelerate_
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.flat_memory import after_load as after_load_whole
 from zerostart.engines.memory import Held, Moment, Optimizer, Target
+from zerostart.engines.parallelism import resolve
 from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
 from zerostart.engines.sequences import check_heads
 from zerostart.engines.shard import Shard
@@ -99,9 +101,11 @@ class DeepSpeed(Engine):
         """See ``Engine``; what is cut over ranks that share tensors, DeepSpeed itself says."""
         if self.mesh.tensor_parallel == 1:
             return super().parallelism(model)
-        from zerostart.engines.deepspeed.tensors import tensor_parallelism
+        from zerostart.engines.deepspeed.tensors import tensor_cuts
 
-        return tensor_parallelism(model, self.mesh, self.settings.tensors, self.settings.tp_plan)
+        size, settings = self.mesh.tensor_parallel, self.settings
+        cuts = functools.partial(tensor_cuts, model, size, settings.tensors, settings.tp_plan)
+        return resolve(model, self.mesh, settings.ep_plan, decide=cuts)
 
     def cutter(self, world: World, parallelism: Parallelism, partitioned: bool) -> Cutter:
         """What leaves this rank's experts or slices in a model. Collective.
@@ -111,9 +115,14 @@ class DeepSpeed(Engine):
         from zerostart.engines.deepspeed.experts import expert_cutter
         from zerostart.engines.deepspeed.tensors import tensor_cutter
 
+        settings, owners = self.settings, None
+        cuts = list[Callable[[nn.Module], None]]()
         if self.mesh.tensor_parallel > 1:
-            return tensor_cutter(world, parallelism, self.settings.tensors, self.settings.tp_plan)
-        return expert_cutter(world, parallelism, partitioned), None
+            cut, owners = tensor_cutter(world, parallelism, settings.tensors, settings.tp_plan)
+            cuts.append(cut)
+        if self.mesh.expert_parallel > 1:
+            cuts.append(expert_cutter(world, parallelism, partitioned))
+        return functools.partial(_cut_all, cuts) if cuts else None, owners
 
     @property
     def parameter_dtype(self) -> torch.dtype | None:
@@ -177,6 +186,12 @@ class DeepSpeed(Engine):
         """See ``Engine``."""
         ranks = self.mesh.sequence_parallel, self.mesh.world_size
         return accelerate_setup(mixed_precision, self.config or {}, *ranks)
+
+    def spare_unreached(self, model: nn.Module) -> None:
+        """See ``Engine``: in flat tensors its gradient is zero."""
+        from zerostart.engines.deepspeed.unreached import spare_unreached
+
+        spare_unreached(model)
 
     def begin_sharing(self, model: nn.Module) -> None:
         """See ``Engine``: what is evaluated is shared, too."""
@@ -291,6 +306,11 @@ class ZeroThree(DeepSpeed):
     ) -> list[Moment]:
         """See ``Engine``."""
         return memory3.after_load(held, self.settings, optimizer, target)
+
+
+def _cut_all(cuts: Sequence[Callable[[nn.Module], None]], model: nn.Module) -> None:
+    for cut in cuts:
+        cut(model)
 
 
 def _partition(name: str, section: Any, place: int, owners: int) -> Layout:

@@ -15,7 +15,7 @@ from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Mesh
 from zerostart.layout.flat import FlatRules
 
-__all__ = ["DeepSpeedSettings"]
+__all__ = ["TENSOR_RULES", "DeepSpeedSettings"]
 
 #: Smallest partition, in bytes, that DeepSpeed swaps (MIN_AIO_BYTES).
 MIN_SWAP = 1 << 20
@@ -28,6 +28,8 @@ _DTYPES = {**_PRECISIONS, "fp32": torch.float32, "float32": torch.float32, "floa
 _OPTIMIZERS = {"adam": "fused_adamw", "adamw": "fused_adamw", "sgd": "sgd"}
 #: Without one of these DeepSpeed reduces no gradients of experts at stages 1 and 2.
 _REDUCING = ("contiguous_gradients", "reduce_scatter")
+#: What of the section ``tensor_parallel`` says which layers are cut.
+TENSOR_RULES = ("preset_model", "partition_config")
 _ZERO = "engine_config['zero_optimization']"
 _ALL_REDUCE = "stage3_use_all_reduce_for_fetch_params"
 
@@ -219,14 +221,13 @@ class DeepSpeedSettings:
             )
         if size == 1:
             return
-        if mesh.expert_parallel > 1:
+        if mesh.sequence_parallel > 1:
             raise ConfigError(
-                f"expert_parallel={mesh.expert_parallel} with tensor_parallel={size} is not available on "
-                "deepspeed in this version: its norm at stages 1 and 2 leaves out experts of all but the "
-                "first of the ranks that share tensors, and at stage 3 it combines both in expert layers "
-                "of its own alone; use engine='fsdp2', or set one of the two to 1"
+                f"tensor_parallel={size} with sequence_parallel={mesh.sequence_parallel} is not available on "
+                "deepspeed, whose ranks that share tensors must have the same tokens of a sequence; use one "
+                "of them, or engine='fsdp2'"
             )
-        ruled = [key for key in ("preset_model", "partition_config") if self.tensors.get(key)]
+        ruled = [key for key in TENSOR_RULES if self.tensors.get(key)]
         if ruled and self.tp_plan is not None:
             raise ConfigError(
                 f"engine_config has both tp_plan and a {ruled[0]} in tensor_parallel; use one of them"

@@ -15,28 +15,32 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import World
+from zerostart.engines.deepspeed.settings import TENSOR_RULES
 from zerostart.errors import ConfigError, EngineError
-from zerostart.layout import Mesh, Parallelism, ParallelPlan, Ranges
+from zerostart.layout import Parallelism, ParallelPlan, Ranges, rules_without
 from zerostart.models import library_of
 from zerostart.upstream import deepspeed_tensors as upstream
 from zerostart.upstream.deepspeed_slices import Slice, slices_of
 from zerostart.upstream.deepspeed_tensor_engine import TensorGroups, mark_sliced
 
-__all__ = ["tensor_cutter", "tensor_parallelism"]
+__all__ = ["tensor_cutter", "tensor_cuts"]
 
 
-def tensor_parallelism(
-    model: nn.Module, mesh: Mesh, section: Mapping[str, Any], given: Mapping[str, str] | None
-) -> Parallelism:
-    """What DeepSpeed makes of ``model`` (on meta, with its true shapes) for the ranks that share tensors.
+def tensor_cuts(
+    model: nn.Module,
+    size: int,
+    section: Mapping[str, Any],
+    given: Mapping[str, str] | None,
+    experts: ParallelPlan,
+) -> ParallelPlan:
+    """What DeepSpeed cuts of ``model`` (on meta, in its true shapes) for ``size`` ranks that share tensors.
 
-    ``section`` is the configuration's, ``given`` a plan in transformers' styles in its place. Raises
-    ConfigError for a model that DeepSpeed does not cut, or in a way that leaves a rank without a part, and
-    EngineError where it takes a parameter for one of another shape.
+    ``section`` is the configuration's, ``given`` a plan in transformers' styles in its place, ``experts``
+    what is shared otherwise. Raises ConfigError for a model that DeepSpeed does not cut, or in a way that
+    leaves a rank without a part, and EngineError where it takes a parameter for one of another shape.
     """
-    size, kind = mesh.tensor_parallel, type(model).__name__
-    if given is not None:
-        section = {**section, **upstream.rules_of_plan(given)}
+    kind = type(model).__name__
+    section = _ruled(model, section, given, experts)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tried, library = copy.deepcopy(model), library_of(model)
     library.tie(tried, set(library.ties(tried)))
@@ -52,7 +56,7 @@ def tensor_parallelism(
             raise EngineError(
                 f"DeepSpeed takes {name} for {list(piece.shape)}, and it is {list(shapes[name])}"
             )
-    return Parallelism(mesh, ParallelPlan(), ParallelPlan(cuts), shapes)
+    return ParallelPlan(cuts)
 
 
 def _cut(name: str, piece: Slice, size: int) -> Ranges:
@@ -74,14 +78,31 @@ def tensor_cutter(
 ) -> tuple[Callable[[nn.Module], None], dist.ProcessGroup]:
     """What leaves this rank's slices in a model, and the ranks that have the same ones. Collective.
 
-    Arguments are as in ``tensor_parallelism``.
+    Arguments are as in ``tensor_cuts``; the section's rules are settled with the model.
     """
     upstream.require_layers()
-    if given is not None:
-        section = {**section, **upstream.rules_of_plan(given)}
     with world.collectives("making the groups that share tensors"):
         groups = TensorGroups(parallelism.mesh.tensor_parallel)
-    return lambda model: _sliced(model, parallelism, section, groups), groups.owners
+
+    def cut(model: nn.Module) -> None:
+        _sliced(model, parallelism, _ruled(model, section, given, parallelism.experts), groups)
+
+    return cut, groups.owners
+
+
+def _ruled(
+    model: nn.Module, section: Mapping[str, Any], given: Mapping[str, str] | None, experts: ParallelPlan
+) -> Mapping[str, Any]:
+    """The section with the plan that is ``given``, or where neither says more with the model's own.
+
+    DeepSpeed knows no style of experts, and refuses a plan that has one: what ranks share by ``experts`` is
+    left out.
+    """
+    if given is None and experts.cuts and not any(section.get(key) for key in TENSOR_RULES):
+        given = library_of(model).parallel_rules(model, "tp")
+    if not given:
+        return section
+    return {**section, **upstream.rules_of_plan(rules_without(given, experts))}
 
 
 def _sliced(

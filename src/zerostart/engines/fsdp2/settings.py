@@ -132,18 +132,22 @@ class FSDP2Settings:
             return
         axis = "expert_parallel" if mesh.expert_parallel > 1 else "tensor_parallel"
         size = self.reshard_after_forward
-        for there, key in (
-            (self.mesh is not None, "mesh"),
-            (self.replicate > 1, "replicate"),
-            (self.shard_placement_fn is not None, "shard_placement_fn"),
-            (self.offloaded, "offload_policy"),
-            (isinstance(size, int) and not isinstance(size, bool), "reshard_after_forward"),
-        ):
-            if there:
-                remedy = f"set {key} to True or False" if key == "reshard_after_forward" else f"remove {key}"
+        if self.mesh is not None:
+            raise ConfigError(
+                f"{axis}={getattr(mesh, axis)} with engine_config['mesh'] is not available: the load makes "
+                f"the mesh that its axes ask for; use replicate= for replicas, or {axis}=1"
+            )
+        if isinstance(size, int) and not isinstance(size, bool):
+            raise ConfigError(
+                f"{axis}={getattr(mesh, axis)} with engine_config['reshard_after_forward']={size} is not "
+                "available: torch's fully_shard reshards no parameter that is cut by another mesh to a part "
+                f"of the ranks; set reshard_after_forward to True or False, or use {axis}=1"
+            )
+        for axis in ("expert_parallel", "tensor_parallel"):
+            if mesh.world_size % (self.replicate * getattr(mesh, axis)):
                 raise ConfigError(
-                    f"{axis}={getattr(mesh, axis)} with engine_config[{key!r}] is not available in this "
-                    f"version; {remedy}, or use {axis}=1"
+                    f"replicate={self.replicate} with {axis}={getattr(mesh, axis)} does not divide the "
+                    f"{mesh.world_size} ranks; use fewer replicas: each has all that {axis} shares out"
                 )
 
     def shape(self, world_size: int) -> tuple[int, int]:
@@ -188,11 +192,13 @@ class FSDP2Settings:
 
         One without dimensions is not sharded.
         """
-        cut = {name: parameter for name, parameter in parameters.items() if parameter.dim()}
-        return {name: self._dimension(parameter, name, shares) for name, parameter in cut.items()}
+        found = {name: self.dimension(p, name) for name, p in parameters.items() if p.dim()}
+        for name, dim in found.items():
+            self.check_even(name, parameters[name].shape, dim, shares)
+        return found
 
-    def _dimension(self, parameter: nn.Parameter, name: str, shares: int) -> int:
-        """The dimension that ``parameter`` is sharded along; raises EngineError for one that FSDP2 cannot."""
+    def dimension(self, parameter: nn.Parameter, name: str) -> int:
+        """The dimension that ``parameter`` is to be sharded along; raises EngineError for none of its own."""
         given = self.shard_placement_fn(parameter) if self.shard_placement_fn is not None else None
         if given is None:
             given = Shard(0)
@@ -204,14 +210,18 @@ class FSDP2Settings:
         dim: int = given.dim + parameter.dim() if given.dim < 0 else given.dim
         if not 0 <= dim < parameter.dim():
             raise EngineError(
-                f"shard_placement_fn returned {given} for {name}, of {parameter.dim()} dimensions"
-            )
-        if dim and parameter.shape[dim] % shares:
-            raise EngineError(
-                f"FSDP2 shards evenly along dimensions other than 0, and {name} has {parameter.shape[dim]} "
-                f"elements along dimension {dim} for {shares} ranks; return Shard(0) or None for it"
+                f"shard_placement_fn returned {given} for {name}, of {parameter.dim()} dimensions; use one "
+                "of them, or None"
             )
         return dim
+
+    def check_even(self, name: str, shape: Sequence[int], dim: int, shares: int) -> None:
+        """Raise EngineError unless FSDP2 can shard a tensor of that shape along ``dim``."""
+        if dim and shape[dim] % shares:
+            raise EngineError(
+                f"FSDP2 shards evenly along dimensions other than 0, and {name} has {shape[dim]} "
+                f"elements along dimension {dim} for {shares} ranks; return Shard(0) or None for it"
+            )
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of ``fully_shard`` other than the mesh; what is not set keeps its default."""
