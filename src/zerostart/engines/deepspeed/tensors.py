@@ -35,9 +35,9 @@ def tensor_cuts(
 ) -> ParallelPlan:
     """What DeepSpeed cuts of ``model`` (on meta, in its true shapes) for ``size`` ranks that share tensors.
 
-    ``section`` is the configuration's, ``given`` a plan in transformers' styles in its place, ``experts`` what
-    is shared otherwise. Raises ConfigError for a model that DeepSpeed does not cut, or in a way that leaves a
-    rank without a part, and EngineError where it takes a parameter for one of another shape.
+    ``section`` is the configuration's, ``given`` a plan in transformers' styles in its place, ``experts``
+    what is shared otherwise. Raises ConfigError for a model that DeepSpeed does not cut, or in a way that
+    leaves a rank without a part, and EngineError where it takes a parameter for one of another shape.
     """
     kind = type(model).__name__
     section = _ruled(model, section, given, experts)
