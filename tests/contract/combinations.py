@@ -86,6 +86,9 @@ ENGINES: Mapping[str, Mapping[str, Setting]] = {
         "`reduce_scatter: false`": Setting(zero={"reduce_scatter": False}),
         "`contiguous_gradients: false`": Setting(zero={"contiguous_gradients": False}),
         "`gradient_predivide_factor`": Setting(config={"gradient_predivide_factor": 2.0}),
+        "the same, `reduce_scatter: false`": Setting(
+            config={"gradient_predivide_factor": 2.0}, zero={"reduce_scatter": False}
+        ),
         "`use_data_before_expert_parallelism`": Setting(config={"use_data_before_expert_parallelism": True}),
         "the pass `autotp` of `compile`": Setting(config={"compile": {"passes": ["autotp"]}}),
         "`tp_plan` beside `preset_model`": Setting(config=_BOTH),

@@ -87,6 +87,7 @@ class DeepSpeed(Engine):
         """See ``Engine``."""
         self.settings.check_stage(self.zero_stage, self.mesh.expert_parallel > 1)
         self.settings.check_sequences(self.zero_stage, self.mesh.sequence_parallel)
+        self.settings.check_scaling(self.zero_stage, self.mesh.data(0)[1])
 
     @classmethod
     def configured_tensors(cls, config: Mapping[str, Any]) -> int:
