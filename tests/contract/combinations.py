@@ -112,6 +112,7 @@ ENGINES: Mapping[str, Mapping[str, Setting]] = {
         "`reshard_after_forward: 2`": Setting(_FSDP2, {"reshard_after_forward": 2}),
         "`shard_placement_fn`": Setting(f"{_FSDP2}, {_PLACED}", {"shard_placement_fn": _first_dimension}),
         "`exchange=True` of the load": _EXCHANGE,
+        "`tensor_parallel.autotp_size: 4`": Setting(config={"tensor_parallel": {"autotp_size": 4}}),
         "the axes of 3 ranks": Setting(size=3),
         "the axes of 4 ranks": Setting(size=4),
     },
