@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training.flow_items import FAMILIES, configured, losses_alone, opened, recorded_run, train_alone
+from tests.training.flow_items import (
+    FAMILIES,
+    configured,
+    losses_alone,
+    mean_alone,
+    opened,
+    recorded_run,
+    train_alone,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ranks import run_ranks
@@ -95,6 +103,27 @@ def test_on_fsdp2_and_with_what_is_held_out(tmp_path):
 def test_every_family_is_trained_as_by_one_process(family, engine, stage, blocks, tmp_path):
     values = configured(tmp_path, family, engine, stage, steps=30, weight_decay=0.1, checkpoint_blocks=blocks)
     check(values, family, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "engine", "stage"), [("wan", "deepspeed", 2), ("qwen-image", "fsdp2", 3)])
+def test_buckets_of_batches(family, engine, stage, tmp_path):
+    """Latents of two sizes, in a step of 3 batches a rank, each of one; held-out batches are not full."""
+    values = configured(tmp_path, family, engine, stage, count=41, sizes=2, accumulation=3, weight_decay=0.1)
+    values["task"] |= {"held_out": 0.17, "shift": 2.0}
+    found = check(values, family, 2)
+    items = torch.load(values["task"]["path"])
+    shapes = [{items[number]["latents"].shape for number, *_ in batch} for batch in found[0]["batches"]]
+    assert all(len(shape) == 1 for shape in shapes)
+    assert len(set.union(*shapes)) == 2
+    held = {number: (number, *drawn) for rank in found for number, *drawn in rank["held"]}
+    assert sorted(held) == list(range(34, 41))
+    draws, model = list(held.values()), opened(values, family)
+    with torch.no_grad():
+        before = mean_alone(model, items, family, draws).item()
+        model.load_state_dict(saved(found[0]["directory"]))
+        after = mean_alone(model, items, family, draws).item()
+    assert found[0]["held_out"] == pytest.approx({0: before, 3: after}, rel=EXACT)
 
 
 @pytest.mark.slow
