@@ -43,23 +43,31 @@ def sources(checkpoints, tmp_path_factory):
 
 
 def ours(values):
-    """A run: the batches of each step as this rank had them, and losses."""
+    """A run: the batches of each step as this rank had them, those held out, and losses of both."""
     from zerostart.training import runner
     from zerostart.training.registry import task_class
 
-    batches = []
+    made = []  # of what is held out, and of what is trained on
     task = task_class(values["task"]["name"])
     collators = task.collator
 
     def recording(*arguments):
-        collate = collators(*arguments)
-        return lambda items: batches.append(collate(items)) or batches[-1]
+        collate, batches = collators(*arguments), []
+        made.append(batches)
+
+        def collating(items):
+            batches.append(collate(items))
+            return batches[-1]
+
+        collating.generator = getattr(collate, "generator", None)
+        return collating
 
     task.collator = recording
     result = runner.train(parse_config(values))
     lines = map(json.loads, Path(result.directory, "metrics.jsonl").read_text().splitlines())
-    used = STEPS * values["train"]["accumulation"]
-    return batches[:used], [line["loss"] for line in lines if "loss" in line]
+    held, batches = made
+    losses = [line["loss"] for line in lines if "loss" in line]
+    return batches[: STEPS * values["train"]["accumulation"]], losses, held, result.held_out
 
 
 def mean_over_tokens(outputs, labels, num_items_in_batch=None):
@@ -68,16 +76,21 @@ def mean_over_tokens(outputs, labels, num_items_in_batch=None):
     return total / num_items_in_batch
 
 
+def automatic(values):
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    return AutoModelForCausalLM if values["task"]["name"] == "causal-lm" else AutoModelForMaskedLM
+
+
 def theirs(source, batches, values, out, own_loss):
     """The Trainer on this rank's ``batches``: losses of rank 0, and weights."""
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     class Given(Trainer):
         def get_train_dataloader(self):
             return DataLoader(batches, batch_size=None)
 
     given = values["train"]
-    automatic = AutoModelForCausalLM if values["task"]["name"] == "causal-lm" else AutoModelForMaskedLM
     arguments = TrainingArguments(
         output_dir=out,
         max_steps=STEPS,
@@ -96,11 +109,22 @@ def theirs(source, batches, values, out, own_loss):
         optim="adamw_torch",
         ddp_backend="gloo",
     )
-    model = automatic.from_pretrained(source)
+    model = automatic(values).from_pretrained(source)
     trainer = Given(model, arguments, compute_loss_func=mean_over_tokens if own_loss else None)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     return losses, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def mean_loss(model, batches, causal):
+    """Of all tokens that ``batches`` predict, each batch once."""
+    total = count = 0
+    for batch in {batch["input_ids"].numpy().tobytes(): batch for batch in batches}.values():
+        labels = batch["labels"][:, 1:] if causal else batch["labels"]
+        logits = model(batch["input_ids"], batch["attention_mask"]).logits[:, : labels.shape[1]]
+        total += cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
+        count += int((labels != -100).sum())
+    return total / count
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -109,8 +133,9 @@ def theirs(source, batches, values, out, own_loss):
 @pytest.mark.parametrize("kind", ["causal-lm", "bert", "modernbert"])
 def test_as_the_trainer(kind, ranks, accumulation, packing, sources, tokenizer_path, tmp_path):
     text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": TEXT[:length]}) + "\n" for length in LENGTHS))
-    data = {"source": str(text), "tokenizer": str(tokenizer_path), "sequence_length": 32}
+    documents = [(TEXT[n % 40 :] + TEXT)[:length] for n, length in enumerate(LENGTHS)]
+    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    data = {"source": str(text), "tokenizer": str(tokenizer_path), "sequence_length": 32, "held_out": 0.1}
     values = {
         "model": {"source": str(sources[kind])},
         "data": data | {"packing": packing},
@@ -121,10 +146,10 @@ def test_as_the_trainer(kind, ranks, accumulation, packing, sources, tokenizer_p
         "output": {"directory": str(tmp_path / "out")},
     }
     found = run_ranks(ours, ranks, values, timeout=200)
-    predicted = {int((batch["labels"] != -100).sum()) for batches, _ in found for batch in batches}
+    predicted = {int((batch["labels"] != -100).sum()) for batches, *_ in found for batch in batches}
     assert len(predicted) > 1 or (packing and kind == "causal-lm")
     beside = (values, str(tmp_path / "theirs"), kind == "bert")
-    given = [(str(sources[kind]), batches, *beside) for batches, _ in found]
+    given = [(str(sources[kind]), batches, *beside) for batches, *_ in found]
     losses, weights = run_ranks(on_own, ranks, given, timeout=200)[0]
     assert found[0][1] == pytest.approx(losses, rel=EXACT)
     saved = load_file(tmp_path / "out" / "model.safetensors")
@@ -133,6 +158,13 @@ def test_as_the_trainer(kind, ranks, accumulation, packing, sources, tokenizer_p
         wrong = torch.linalg.vector_norm(tensor - weights[name])
         assert wrong <= EXACT * max(1.0, torch.linalg.vector_norm(weights[name])), name
     assert not math.isclose(losses[0], losses[-1], rel_tol=1e-3)
+    causal, held = kind == "causal-lm", [batch for _, _, batches, _ in found for batch in batches]
+    model = automatic(values).from_pretrained(sources[kind]).eval()
+    with torch.no_grad():
+        before = mean_loss(model, held, causal)
+        model.load_state_dict(weights)
+        after = mean_loss(model, held, causal)
+    assert found[0][3] == pytest.approx({0: before, STEPS: after}, rel=EXACT)
 
 
 def on_own(given):
