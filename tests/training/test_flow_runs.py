@@ -212,8 +212,9 @@ def test_in_bf16_the_losses_are_near(family, engine, stage, tmp_path):
     values = configured(tmp_path, family, engine, stage, mixed_precision="bf16")
     values["task"]["held_out"] = 0.25
     found = run_ranks(recorded_run, 1, values, timeout=280)[0]
-    times = torch.tensor([t for batch in found["batches"] for _, t, _ in batch])
-    assert torch.equal(times, times.bfloat16().float())
+    unit = 1000 if family == "wan" else 1  # as its pipeline tells times
+    told = unit * torch.tensor([t for batch in found["batches"] for _, t, _ in batch])
+    torch.testing.assert_close(told, told.bfloat16().float(), rtol=1e-6, atol=0)
     losses, _ = train_alone(values, family, by_steps([found], 1)[:1])
     assert found["losses"][0] == pytest.approx(losses[0], rel=0.03)
     assert all(loss == loss for loss in found["losses"])
