@@ -86,6 +86,9 @@ ENGINES: Mapping[str, Mapping[str, Setting]] = {
         "`reduce_scatter: false`": Setting(zero={"reduce_scatter": False}),
         "`contiguous_gradients: false`": Setting(zero={"contiguous_gradients": False}),
         "`gradient_predivide_factor`": Setting(config={"gradient_predivide_factor": 2.0}),
+        "the same, `reduce_scatter: false`": Setting(
+            config={"gradient_predivide_factor": 2.0}, zero={"reduce_scatter": False}
+        ),
         "`use_data_before_expert_parallelism`": Setting(config={"use_data_before_expert_parallelism": True}),
         "the pass `autotp` of `compile`": Setting(config={"compile": {"passes": ["autotp"]}}),
         "`tp_plan` beside `preset_model`": Setting(config=_BOTH),
@@ -109,6 +112,7 @@ ENGINES: Mapping[str, Mapping[str, Setting]] = {
         "`reshard_after_forward: 2`": Setting(_FSDP2, {"reshard_after_forward": 2}),
         "`shard_placement_fn`": Setting(f"{_FSDP2}, {_PLACED}", {"shard_placement_fn": _first_dimension}),
         "`exchange=True` of the load": _EXCHANGE,
+        "`tensor_parallel.autotp_size: 4`": Setting(config={"tensor_parallel": {"autotp_size": 4}}),
         "the axes of 3 ranks": Setting(size=3),
         "the axes of 4 ranks": Setting(size=4),
     },

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from test_parallel_fsdp2 import train
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import zerostart
@@ -78,6 +78,17 @@ def test_trains_as_in_one_process(
         assert differences(found, wanted) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 1), (4, 2)])
+def test_gradients_of_experts_reduced_in_half_precision(world: int, replicas: int, folder: Path) -> None:
+    """The gradient of an expert with one owner is divided once, as all others."""
+    path = checkpoint("qwen3_moe", folder)
+    wanted = run_ranks(alone, 1, path)[0]
+    config = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16), "replicate": replicas}
+    for found in run_ranks(train, world, path, 1, {**EXPERTS, "engine_config": config}):
+        assert differences(found, wanted, tolerance=1e-2) == []
+
+
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [
@@ -114,13 +125,14 @@ def keep(path: Path, before: Any, after: Any, folder: Path) -> tuple[int, int, A
     model = zerostart.load(path, progress=False, **options)
     read = zerostart.report(model).read_bytes
     planned = zerostart.plan(path, world_size=4, **options).ranks[dist.get_rank()].read_bytes
-    optim = optimizer(model)
+    digest, optim = zerostart.digest(model), optimizer(model)
     step(model, optim, axes, 1)
     zerostart.save(model, folder / "saved")
     zerostart.save_state(folder / "state", model, optim)
     step(model, optim, axes, 2)
     placed, axes = after
     other = zerostart.load(path, engine="fsdp2", engine_config=PLACED[placed](), progress=False, **axes)
+    assert zerostart.digest(other) == digest
     resumed = optimizer(other)
     zerostart.load_state(folder / "state", other, resumed)
     step(other, resumed, axes, 2)

@@ -16,6 +16,8 @@ import torch
 from tests.documents.folders import make_folders
 from tests.training.test_samples import check_alike, pictures
 
+from zerostart.training.samples.files import write_drawn
+
 ZEROSTART = [sys.executable, "-c", "from zerostart.cli import main; main()"]
 PROMPTS = ["a cat", "the sea sleeps"]
 STEPS = 8
@@ -37,6 +39,8 @@ VALUES: dict[str, Any] = {
     "samples.seed": 5,
     "ema.decay": 0.9,
 }
+#: What differs for videos, which are learnt from pictures here: how many frames are drawn.
+VIDEOS: dict[str, Any] = {"media.num_frames": 1, "samples.num_frames": 5}
 
 
 def run(folder: Path, *words: str) -> str:
@@ -74,8 +78,8 @@ def members(session: int) -> list[str]:
     return found
 
 
-def drawn(model: Path, out: Path, exported: Path | None) -> list[torch.Tensor]:
-    """By diffusers, with the model that was exported or the LoRA in ``out``, [1, 3, H, W] each."""
+def drawn(model: Path, out: Path, exported: Path | None, **more: Any) -> list[torch.Tensor]:
+    """By diffusers, with the model that was exported or the LoRA in ``out``, [F, 3, H, W] each."""
     import diffusers
 
     pipe = diffusers.DiffusionPipeline.from_pretrained(model)
@@ -84,11 +88,38 @@ def drawn(model: Path, out: Path, exported: Path | None) -> list[torch.Tensor]:
     else:
         pipe.transformer = type(pipe.transformer).from_pretrained(exported)
     pipe.set_progress_bar_config(disable=True)
-    size = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "pt"}
-    return [
-        pipe(prompt, generator=torch.Generator().manual_seed(5 + number), **size)[0]
+    size = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "pt", **more}
+    made = [
+        pipe(prompt=prompt, generator=torch.Generator().manual_seed(5 + number), **size)[0]
         for number, prompt in enumerate(PROMPTS)
     ]
+    return [one[0] if one.dim() == 5 else one for one in made]
+
+
+def check_videos(found: list[torch.Tensor], folder: Path, before: Path, scratch: Path) -> None:
+    """What is in the files of ``folder`` is what ``found`` is in files of that kind, which lose a little."""
+    written, others = played(folder), played(before)
+    for number, frames in enumerate(found):
+        write_drawn(scratch / "found" / f"{number}", frames, fps=16)
+    expected = played(scratch / "found")
+    assert len(written) == len(expected) == len(found)
+    for one, same, other in zip(written, expected, others, strict=True):
+        assert one.shape == same.shape
+        off, moved = float((one - same).abs().mean()), float((one - other).abs().mean())
+        assert off < 1 / 255, off
+        assert moved > 2 * off, (moved, off)
+
+
+def played(folder: Path) -> list[torch.Tensor]:
+    """The frames of each video in ``folder``, [F, H, W, 3] from 0 to 1."""
+    import av
+
+    found = []
+    for path in sorted(folder.glob("*.mp4")):
+        with av.open(str(path)) as container:
+            frames = [torch.tensor(one.to_ndarray(format="rgb24")) for one in container.decode(video=0)]
+        found.append(torch.stack(frames) / 255)
+    return found
 
 
 @pytest.mark.slow
@@ -98,6 +129,9 @@ def drawn(model: Path, out: Path, exported: Path | None) -> list[torch.Tensor]:
         ("flux", ("--engine", "deepspeed", "--zero-stage", "2", "--lora"), 1),
         ("z-image", ("--engine", "deepspeed", "--zero-stage", "3"), 1),
         ("flux", ("--engine", "fsdp2"), 3),
+        ("wan", ("--engine", "deepspeed", "--zero-stage", "3", "--lora"), 3),
+        ("wan", ("--engine", "deepspeed", "--zero-stage", "2"), 3),
+        ("wan", ("--engine", "fsdp2"), 1),
     ],
 )
 def test_from_an_empty_directory_to_pictures(
@@ -109,7 +143,8 @@ def test_from_an_empty_directory_to_pictures(
     out, last = tmp_path / "out" / "run", f"step-{STEPS:08d}"
     run(tmp_path, "config", family, "run.yaml", *options)
     lora = {"lora.rank": 4} if "--lora" in options else {}
-    values = [f"{name}={value}" for name, value in {**VALUES, **lora}.items()]
+    videos = VIDEOS if family == "wan" else {}
+    values = [f"{name}={value}" for name, value in {**VALUES, **lora, **videos}.items()]
     run(tmp_path, "cache", "run.yaml", *values, "train.batch_size=3", "--nproc", "2")
     training = ("train", "run.yaml", *values)
     killed(tmp_path, out / "checkpoints" / "step-00000004", *training, "train.batch_size=3", "--nproc", "2")
@@ -119,8 +154,11 @@ def test_from_an_empty_directory_to_pictures(
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
     if not lora:
         run(tmp_path, "export", os.fspath(out / "checkpoints" / last), "exported")
-    found = drawn(tmp_path / "model", out, None if lora else tmp_path / "exported")
+    exported, before = None if lora else tmp_path / "exported", out / "samples" / "step-00000000"
+    if videos:
+        found = drawn(tmp_path / "model", out, exported, num_frames=5)
+        check_videos(found, out / "samples" / last, before, tmp_path)
+        return
     wanted = pictures(out / "samples" / last)
-    check_alike(found, wanted)
-    before = pictures(out / "samples" / "step-00000000")
-    assert not all(torch.equal(one, other) for one, other in zip(before, wanted, strict=True))
+    check_alike(drawn(tmp_path / "model", out, exported), wanted)
+    assert not all(torch.equal(one, other) for one, other in zip(pictures(before), wanted, strict=True))

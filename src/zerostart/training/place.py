@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.durable import sync_directory
+from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.replacing import MARKER as MODEL_MARKER
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
@@ -42,10 +43,10 @@ def claimed(config: TrainConfig, world: World) -> Iterator[Path]:
     Raises, on every rank, ConfigError where something is in it that may not go, or the model that is trained
     is, and WriteError where another run is at work in it.
     """
-    directory = Path(config.output.directory).expanduser().absolute()
     stack = contextlib.ExitStack()
 
     def claim() -> Path:
+        directory = expanded(config.output.directory).absolute()
         try:
             directory.mkdir(parents=True, exist_ok=True)
             occupied = not all(_is_free(entry.name) for entry in directory.iterdir())

@@ -52,14 +52,15 @@ class DeepSpeedSettings:
     ``accumulates``: dtype in which gradients are kept, None for the model's own; ``optimizer``: the one that
     the engine is to make, as ``zerostart.plan`` names it, None for none.
 
-    What goes together: ``sequence_parallel`` are the ranks that share sequences, ``unaveraged`` the settings
-    with which their gradients have no one mean; ``one_dtype`` names the settings with which DeepSpeed handles
-    trainable parameters of one dtype only, ``unshared`` those at the top with which experts cannot be shared
-    over ranks, ``unreduced`` those of ``zero_optimization`` with which stages 1 and 2 do not reduce their
-    gradients. ``ep_plan`` and ``tp_plan``, which are zerostart's, come before the model's own plans.
-    ``tensors`` is the section ``tensor_parallel``, ``autotp_size`` its number of ranks, ``autoep_size`` that
-    of an enabled section ``expert_parallel``, 0 where they do not say; ``compiles_tensors``: a compiler's
-    pass does the collectives of tensors.
+    What goes together: ``sequence_parallel`` are the ranks that share sequences, ``unaveraged`` the
+    settings with which their gradients have no one mean, ``scaled`` those that DeepSpeed refuses at stages
+    2 and 3 where it scatters gradients, ``predivide`` what it divides them by before; ``one_dtype`` names
+    the settings with which DeepSpeed handles trainable parameters of one dtype only, ``unshared`` those at
+    the top with which experts cannot be shared over ranks, ``unreduced`` those of ``zero_optimization``
+    with which stages 1 and 2 do not reduce their gradients. ``ep_plan`` and ``tp_plan``, which are
+    zerostart's, come before the model's own plans. ``tensors`` is the section ``tensor_parallel``,
+    ``autotp_size`` its number of ranks, ``autoep_size`` that of an enabled section ``expert_parallel``, 0
+    where they do not say; ``compiles_tensors``: a compiler's pass does the collectives of tensors.
     """
 
     stage: int | None = None
@@ -84,6 +85,8 @@ class DeepSpeedSettings:
     optimizer: str | None = None
     sequence_parallel: int = 1
     unaveraged: tuple[str, ...] = ()
+    scaled: tuple[str, ...] = ()
+    predivide: float = 1.0
     one_dtype: tuple[str, ...] = ()
     unshared: tuple[str, ...] = ()
     unreduced: tuple[str, ...] = ()
@@ -122,6 +125,8 @@ class DeepSpeedSettings:
             optimizer=_optimizer(known),
             sequence_parallel=number(known, "sequence_parallel_size", 1),
             unaveraged=_unaveraged(known, zero),
+            predivide=_predivide(known),
+            scaled=_scaled(known) if zero.get("reduce_scatter", True) is not False else (),
             unshared=tuple(setting for setting, there in unshared.items() if there),
             unreduced=tuple(key for key in _REDUCING if zero.get(key, True) is False),
             ep_plan=known.get("ep_plan"),
@@ -183,6 +188,21 @@ class DeepSpeedSettings:
                 f"sequence_parallel={size} with {setting} is not available in this version: DeepSpeed then "
                 "takes the mean of some gradients over all ranks, and of others over those with a batch of "
                 f"their own; leave {setting.split('=')[0]} out of engine_config, or use sequence_parallel=1"
+            )
+
+    def check_scaling(self, zero_stage: int, averaging: int) -> None:
+        """Raise ConfigError for gradients of ``averaging`` ranks that DeepSpeed scales wrongly, or not."""
+        if zero_stage == 3 and self.predivide == averaging > 1 and not self.scaled:
+            raise ConfigError(
+                f"gradient_predivide_factor={self.predivide} for the mean of {averaging} ranks at stage 3 is "
+                "not available: DeepSpeed divides gradients by it, and does not multiply them by it again; "
+                "use another factor"
+            )
+        for setting in self.scaled if zero_stage > 1 else ():
+            raise ConfigError(
+                f"{setting} at stage {zero_stage} is not available: DeepSpeed refuses it where it scatters "
+                "gradients; leave it out of engine_config, or set reduce_scatter to False in "
+                "engine_config['zero_optimization']"
             )
 
     def check_mesh(self, mesh: Mesh) -> None:
@@ -272,12 +292,23 @@ class DeepSpeedSettings:
 
 
 def _unaveraged(config: Mapping[str, Any], zero: Mapping[str, Any]) -> tuple[str, ...]:
-    predivided = config.get("gradient_predivide_factor", 1.0)
-    found = {
-        f"gradient_predivide_factor={predivided}": predivided not in (1.0, "auto"),
-        "reduce_scatter=False": zero.get("reduce_scatter") is False,
-    }
-    return tuple(setting for setting, there in found.items() if there)
+    whole = ("reduce_scatter=False",) if zero.get("reduce_scatter") is False else ()
+    return (*_predivided(config), *whole)
+
+
+def _scaled(config: Mapping[str, Any]) -> tuple[str, ...]:
+    before = ("prescale_gradients",) if config.get("prescale_gradients") is True else ()
+    return (*_predivided(config), *before)
+
+
+def _predivided(config: Mapping[str, Any]) -> tuple[str, ...]:
+    factor = _predivide(config)
+    return () if factor == 1.0 else (f"gradient_predivide_factor={factor}",)
+
+
+def _predivide(config: Mapping[str, Any]) -> float:
+    factor = config.get("gradient_predivide_factor", 1.0)
+    return 1.0 if factor == "auto" else factor
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:

@@ -23,7 +23,7 @@ def spare_unreached(engine: Any) -> None:
     What has been reached once is stepped from then on, as DeepSpeed does, also where it gets no gradient.
     """
     steps = steps_of(engine)
-    decayed = [step for step in steps if step.optimizer.param_groups[step.group]["weight_decay"]]
+    decayed = [step for step in steps if step.optimizer.param_groups[step.group].get("weight_decay")]
     if decayed:
         spared = _Spared(engine, {id(m.parameter): m.parameter for step in decayed for m in step.members})
         for optimizer in {id(step.optimizer): step.optimizer for step in decayed}.values():

@@ -83,6 +83,11 @@ class FSDP2(Engine):
         """See ``Engine``."""
         _ = self.settings
 
+    @classmethod
+    def configured_tensors(cls, config: Mapping[str, Any]) -> int:
+        """See ``Engine``; it is ``autotp_size``, as in DeepSpeed's section."""
+        return FSDP2Settings.of(config).autotp_size
+
     def check_mesh(self) -> None:
         """See ``Engine``; raises ConfigError."""
         self.settings.check_mesh(self.mesh)
@@ -118,7 +123,7 @@ class FSDP2(Engine):
 
     def given_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
         """See ``Engine``."""
-        return self.settings.ep_plan, self.settings.tp_plan, self.settings.tensor_parallel
+        return self.settings.ep_plan, self.settings.tp_plan, self.settings.rules
 
     def let_cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """See ``Engine``."""

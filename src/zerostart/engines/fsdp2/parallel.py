@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,12 +112,16 @@ class FSDP2ParallelShards:
 
     def _wrap_experts(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         """Shard one experts module over its owners."""
+        policy, alone = options.get("mp_policy"), self._owners.shape[-1] == 1
+        if alone and policy is not None and torch.float16 in (policy.reduce_dtype, policy.param_dtype):
+            # What is reduced in half precision FSDP2 divides before and after, and of one owner in between.
+            options = {**options, "mp_policy": replace(policy, reduce_dtype=torch.float32)}
         fully_shard(module, mesh=self._owners, **options)
         unit: Any = module
         unit.set_gradient_divide_factor(float(self._parallelism.mesh.world_size))
         # As a sum that is divided afterwards: gloo has no reduction with a factor, and NCCL's gives zeros in
         # bfloat16 (pytorch #190745). One owner has nothing to reduce, and FSDP2 divides anyway.
-        unit.set_force_sum_reduction_for_comms(self._owners.shape[-1] > 1)
+        unit.set_force_sum_reduction_for_comms(not alone)
 
 
 def parallel_shards(

@@ -125,8 +125,24 @@ class FSDP2Settings:
         """Whether that host memory is page-locked."""
         return isinstance(self.offload_policy, CPUOffloadPolicy) and self.offload_policy.pin_memory
 
+    @property
+    def autotp_size(self) -> int:
+        """How many ranks the section ``tensor_parallel`` has share tensors; 1 where it says nothing of it."""
+        return int((self.tensor_parallel or {}).get("autotp_size") or 1)
+
+    @property
+    def rules(self) -> Mapping[str, Any] | None:
+        """The section ``tensor_parallel``, if it says more than how many ranks."""
+        section = self.tensor_parallel
+        return None if section is not None and section.keys() == {"autotp_size"} else section
+
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise ConfigError for a mesh that cannot be trained with these settings."""
+        if self.autotp_size not in (1, mesh.tensor_parallel):
+            raise ConfigError(
+                f"tensor_parallel={mesh.tensor_parallel}, and engine_config['tensor_parallel'] has "
+                f"autotp_size={self.autotp_size}; use one number for both, or leave one out"
+            )
         if not mesh.parallel:
             self.shape(mesh.world_size)
             return
