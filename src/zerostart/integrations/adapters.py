@@ -150,8 +150,8 @@ def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: A
     computed = next((name for name, t in chosen.items() if t.is_meta and name not in wanted), None)
     if computed is not None:
         raise ConfigError(
-            f"PEFT computes {computed} of an adapter that is in shards here; pass it state_dict= with whole tensors "
-            "under the names of model.state_dict() (zerostart.full_tensors has them)"
+            f"PEFT computes {computed} of an adapter that is in shards here; pass it state_dict= with whole "
+            "tensors under the names of model.state_dict() (zerostart.full_tensors has them)"
         )
     all_come(f"get_peft_model_state_dict of a {type(model).__name__} in shards")
     with world.phase("putting an adapter together"):
