@@ -31,7 +31,7 @@ class Loop:
         elif "FSDP_VERSION" in environment:
             from zerostart.upstream.accelerate_preparing import Override
 
-            Override(lambda accelerator, model: False, lambda accelerator, model: None).open()
+            Override(lambda model: False, lambda accelerator, model: None).open()
         handler = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=20))
         project = ProjectConfiguration(str(path.parent), automatic_checkpoint_naming=False)
         options = {"cpu": True} if "FSDP_VERSION" in environment else {}

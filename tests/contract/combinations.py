@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zerostart.errors import ZerostartError
@@ -62,6 +63,7 @@ class Setting:
 
 
 _MATRIX, _NVME = "tests/identity/test_deepspeed_matrix.py", "tests/identity/test_deepspeed_nvme.py"
+_PLACED = "tests/identity/test_parallel_fsdp2_placements.py"
 _FSDP2 = "tests/identity/test_fsdp2_placements.py"
 _EXCHANGE = Setting("tests/identity/test_exchange.py", request={"exchange": True})
 _BOTH = {"tp_plan": {"a": "colwise"}, "tensor_parallel": {"preset_model": "llama"}}
@@ -104,14 +106,21 @@ ENGINES: Mapping[str, Mapping[str, Setting]] = {
     },
     "fsdp2": {
         "on the device": Setting("tests/identity/test_stages.py"),
-        "`offload_policy`": Setting(_FSDP2, {"offload_policy": POLICY}),
-        "`replicate: 2`": Setting(_FSDP2, {"replicate": 2}),
+        "`offload_policy`": Setting(f"{_FSDP2}, {_PLACED}", {"offload_policy": POLICY}),
+        "`replicate: 2`": Setting(f"{_FSDP2}, {_PLACED}", {"replicate": 2}),
+        "`replicate: 8`": Setting(config={"replicate": 8}),
+        "`mesh`": Setting(
+            _FSDP2, {"mesh": DeviceMesh("cpu", list(range(RANKS)), _init_backend=False, _rank=0)}
+        ),
         "`reshard_after_forward: 2`": Setting(_FSDP2, {"reshard_after_forward": 2}),
-        "`shard_placement_fn`": Setting(_FSDP2, {"shard_placement_fn": _first_dimension}),
+        "`shard_placement_fn`": Setting(f"{_FSDP2}, {_PLACED}", {"shard_placement_fn": _first_dimension}),
         "`exchange=True` of the load": _EXCHANGE,
+        "`tensor_parallel.autotp_size: 4`": Setting(config={"tensor_parallel": {"autotp_size": 4}}),
         "the axes of 3 ranks": Setting(size=3),
+        "the axes of 4 ranks": Setting(size=4),
     },
 }
+_RINGS = "tests/identity/test_parallel_fsdp2_sequences.py"
 _SEQUENCES, _EXPERTS = "tests/identity/test_sequences.py", "tests/identity/test_parallel_placements.py"
 #: What trains the axes that are served, by engine.
 TRAINED: Mapping[str, Mapping[str, str]] = {
@@ -124,10 +133,12 @@ TRAINED: Mapping[str, Mapping[str, str]] = {
     },
     "fsdp2": {
         "E": "tests/identity/test_parallel_fsdp2.py",
-        "S": _SEQUENCES,
+        "S": _RINGS,
         "T": "tests/identity/test_parallel_fsdp2.py",
-        "E + S": _SEQUENCES,
+        "E + S": _RINGS,
         "E + T": "tests/identity/test_parallel_fsdp2.py",
+        "S + T": _RINGS,
+        "E + S + T": _RINGS,
     },
 }
 

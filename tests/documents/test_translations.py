@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import PurePosixPath
 
 import pytest
 from tests.documents.blocks import REPOSITORY, Block, blocks_of, translations
@@ -16,6 +18,10 @@ WANTED = {
     *(f"docs/tutorials/{name}.md" for name in ("language-model", "experts", "diffusion", "existing-script")),
 }
 _COMMENT = re.compile(r"(^|\s+)#(?! [\w.-]+\.(?:yaml|py|json)$).*$", re.MULTILINE)
+_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_QUOTED = re.compile(r"`([^`]+)`")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+(?= )", re.MULTILINE)
 _COMMAND = re.compile(r"(?<!`)`((?:zerostart|make|accelerate|torchrun) [^`]+)`")
 
 
@@ -46,4 +52,21 @@ def test_blocks_are_the_same(page: str, original: str) -> None:
 def test_commands_in_the_text_are_the_same(page: str, original: str) -> None:
     texts = [(REPOSITORY / name).read_text(encoding="utf-8") for name in (page, original)]
     found, expected = ({" ".join(c.split()) for c in _COMMAND.findall(text)} for text in texts)
+    assert found == expected
+
+
+def told(page: str) -> tuple[set[str], set[str], list[str]]:
+    """What the text of a page quotes as code, the pages that it points at, and the levels of its headings."""
+    text = _FENCED.sub("", (REPOSITORY / page).read_text(encoding="utf-8"))
+    folder = PurePosixPath(page).parent
+    links = {os.path.normpath(folder / link).replace("docs/zh/", "docs/") for link in _LINK.findall(text)}
+    return {" ".join(code.split()) for code in _QUOTED.findall(text)}, links, _HEADING.findall(text)
+
+
+@pytest.mark.parametrize(("page", "original"), translations())
+def test_the_text_names_the_same_things(page: str, original: str) -> None:
+    """Keys, options, files and pages that one of them says more of than the other."""
+    found, expected = told(page), told(original)
+    if page.endswith("index.md"):  # each points at the other
+        found, expected = (({*codes}, set(), levels) for codes, _, levels in (found, expected))
     assert found == expected

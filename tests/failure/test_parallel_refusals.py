@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import Shard
 
 import zerostart
 from ranks import run_ranks
@@ -16,6 +16,10 @@ from tiny import TinyCheckpoints
 
 def zero(**settings: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 3, **settings}}
+
+
+def beyond(parameter: Any) -> Shard:
+    return Shard(7)
 
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
@@ -57,18 +61,23 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "fsdp2",
-        {"expert_parallel": 2, "engine_config": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}},
-        "expert_parallel=2 with engine_config['offload_policy']",
+        {"expert_parallel": 2, "engine_config": {"replicate": 2}},
+        "replicate=2 with expert_parallel=2 does not divide the 2 ranks",
     ),
     (
         "fsdp2",
         {"tensor_parallel": 2, "engine_config": {"replicate": 2}},
-        "tensor_parallel=2 with engine_config['replicate'] is not available",
+        "replicate=2 with tensor_parallel=2 does not divide the 2 ranks",
     ),
     (
         "fsdp2",
         {"tensor_parallel": 2, "engine_config": {"reshard_after_forward": 2}},
         "reshard_after_forward to True or False",
+    ),
+    (
+        "fsdp2",
+        {"expert_parallel": 2, "engine_config": {"shard_placement_fn": beyond}},
+        "for model.embed_tokens.weight, of 2 dimensions; use one of them, or None",
     ),
 ]
 

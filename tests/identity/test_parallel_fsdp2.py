@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,8 +48,8 @@ def test_experts_train_as_in_one_process(
         assert differences(found, wanted) == []
 
 
-def train(path: Path, accumulation: int, options: dict[str, int]) -> Trace:
-    model = zerostart.load(path, engine="fsdp2", progress=False, **options)  # type: ignore[arg-type]
+def train(path: Path, accumulation: int, options: dict[str, Any]) -> Trace:
+    model = zerostart.load(path, engine="fsdp2", progress=False, **options)
     model.train()
     optim, trace = optimizer(model), Trace()
     tensor = options.get("tensor_parallel", 1)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_parallel_deepspeed import gradients
-from test_parallel_fsdp2 import clip, whole
 
 import zerostart
 from parity import CLIP, Trace, checkpoint, differences, optimizer
@@ -152,64 +151,6 @@ def train(
         trace.losses.append(total.item())
         trace.norms.append(float(engine.get_global_grad_norm()))
     for name, value in zerostart.full_tensors(engine, rank=None):
-        assert value is not None
-        trace.weights[name] = value
-    return trace
-
-
-@pytest.mark.parametrize(
-    ("stage", "world", "experts"),
-    [(3, 2, 2), *wider((3, 2, 1), (1, 2, 1), (2, 4, 1), (3, 4, 1), (3, 4, 2))],
-)
-def test_keys_and_values_travel(stage: int, world: int, experts: int, folder: Path) -> None:
-    path = checkpoint("qwen3_moe" if experts > 1 else "qwen3", folder)
-    wanted = run_ranks(alone, 1, path, "padded")[0]
-    for found in run_ranks(train_in_rings, world, path, stage, 2, experts):
-        assert differences(found, wanted) == []
-
-
-def train_in_rings(path: Path, stage: int, accumulation: int, experts: int) -> Trace:
-    from accelerate.big_modeling import _attach_context_parallel_hooks
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-
-    size, rank, world = 2, dist.get_rank(), dist.get_world_size()
-    groups = world // size
-    rows = ROWS // (groups * accumulation)
-    model = zerostart.load(
-        path,
-        engine="fsdp2",
-        zero_stage=stage,
-        sequence_parallel=size,
-        expert_parallel=experts,
-        progress=False,
-    )
-    _attach_context_parallel_hooks(model)
-    model.train()
-    mesh = init_device_mesh("cpu", (groups, size), mesh_dim_names=("dp", "cp"))["cp"]
-    optim, trace = optimizer(model), Trace()
-    for batch in steps("padded"):
-        wanted = shifted(batch["labels"])
-        predicted, total = (wanted != IGNORED).sum(), torch.zeros(())
-        for part in range(accumulation):
-            first = (rank // size * accumulation + part) * rows
-            own = [
-                tensor[first : first + rows].clone()
-                for tensor in (batch["input_ids"], batch["position_ids"], wanted)
-            ]
-            with context_parallel(mesh, buffers=own, buffer_seq_dims=[1] * 3, no_restore_buffers=set(own)):
-                logits = model(own[0], position_ids=own[1], use_cache=False).logits
-                loss = loss_of(logits, own[2]) / predicted
-                (loss * world).backward()  # fully_shard takes the mean over all ranks
-            total += loss.detach()
-        if not trace.gradients:
-            trace.gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
-        dist.all_reduce(total)
-        trace.losses.append(total.item())
-        trace.norms.append(clip(model))
-        optim.step()
-        optim.zero_grad()
-    for name, value in zerostart.full_tensors(model, rank=None):
         assert value is not None
         trace.weights[name] = value
     return trace

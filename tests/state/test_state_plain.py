@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,14 @@ def test_an_optimizer_that_one_rank_has_gathered_is_refused_by_name(tmp_path: Pa
     (tmp_path / "optimizer.bin").touch()
     with pytest.raises(CheckpointNotFoundError, match="SHARDED_STATE_DICT"):
         zerostart.load_state(tmp_path, Orders())
+
+
+def test_a_state_whose_model_has_gone_is_no_state(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    zerostart.save_state(tmp_path, model)
+    shutil.rmtree(tmp_path / "model")
+    with pytest.raises(CheckpointNotFoundError, match="model"):
+        zerostart.load_state(tmp_path, model)
 
 
 def test_weights_that_were_changed_in_place_by_another_name_are_no_state_to_go_on_from(

@@ -52,6 +52,22 @@ def run(make: Made, count: int) -> tuple[nn.Module, Optimizer, Iterator[float]]:
     return model, optimizer, found
 
 
+class FusedAdam(AdamW):
+    """DeepSpeed's, of whose settings torch's are more."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        for key in ("amsgrad", "maximize", "decoupled_weight_decay"):
+            del self.defaults[key], self.param_groups[0][key]
+        self.adam_w_mode = 1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            self.state[parameter] = {"step": 1, **moments}
+
+
 SAME: dict[str, tuple[Made, Made]] = {
     "a class that derives from it": (AdamW, Derived),
     "and back, with a variant": (partial(Derived, amsgrad=True, maximize=True), AdamW),
@@ -77,6 +93,11 @@ OTHER: dict[str, tuple[Made, Made, str]] = {
     "NAdam": (Adam, NAdam, "no momentum_decay as torch"),
     "a step of its own": (AdamW, Signs, "the rule of AdamW, .* by that of Signs"),
     "a variant": (partial(AdamW, maximize=True), RAdam, "the rule of AdamW"),
+    "a variant that the other has not": (
+        FusedAdam,
+        partial(AdamW, amsgrad=True),
+        "FusedAdam, which knows no amsgrad, and .*AdamW has amsgrad=True",
+    ),
 }
 
 

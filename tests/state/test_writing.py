@@ -13,7 +13,7 @@ from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
-from zerostart.errors import CheckpointError
+from zerostart.errors import CheckpointError, WriteError
 from zerostart.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.planning.writes import GRAIN, own_part
 from zerostart.recipe import Recipe, SymbolicTensor, Target, spelling
@@ -116,6 +116,14 @@ def test_cast_on_the_way_out(tmp_path: Path) -> None:
     shard = _shard("w", whole, replicated((40, 5)))
     write_tensors(tmp_path, [("w", "BF16", (40, 5))], [plain("w", shard)], World(0, 1, None))
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], whole.to(torch.bfloat16))
+
+
+def test_a_place_that_cannot_be_is_a_named_error(tmp_path: Path) -> None:
+    """And not what putting it right has failed with."""
+    (tmp_path / "file").touch()
+    shard = _shard("w", torch.zeros(2), replicated((2,)))
+    with pytest.raises(WriteError, match="file: cannot be made a directory"):
+        write_tensors(tmp_path / "file", [("w", "F32", (2,))], [plain("w", shard)], World(0, 1, None))
 
 
 def test_what_is_not_whole_is_not_saved(tmp_path: Path) -> None:

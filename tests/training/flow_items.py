@@ -25,6 +25,7 @@ __all__ = [
     "configured",
     "examples",
     "losses_alone",
+    "mean_alone",
     "opened",
     "recorded_run",
     "train_alone",
@@ -45,14 +46,14 @@ def noise(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def examples(family: str, count: int) -> list[dict[str, torch.Tensor]]:
-    """Examples of a family, of which texts differ in length where they may."""
+def examples(family: str, count: int, sizes: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Examples of a family; texts differ in length where they may, and latents are of ``sizes`` widths."""
     _, shape, width, lengths = FAMILIES[family]
     made = []
     for number in range(count):
         length = lengths[number % len(lengths)]
         item = {
-            "latents": noise(*shape, seed=number),
+            "latents": noise(*shape[:-1], shape[-1] + number % sizes * 2, seed=number),
             "prompt_embeds": noise(length, width, seed=100 + number),
         }
         if family == "flux":
@@ -108,7 +109,9 @@ def build(family: str) -> torch.nn.Module:
     return model
 
 
-def configured(folder: Path, family: str, engine: str, stage: int, count: int = 12, **train) -> dict:
+def configured(
+    folder: Path, family: str, engine: str, stage: int, count: int = 12, sizes: int = 1, **train
+) -> dict:
     """The configuration of a run, with the model and the examples that it names."""
     source = folder / family
     if not source.exists():
@@ -119,7 +122,7 @@ def configured(folder: Path, family: str, engine: str, stage: int, count: int = 
         (source / "model_index.json").write_text(json.dumps(index))
         (source / "scheduler").mkdir()
         (source / "scheduler" / "scheduler_config.json").write_text("{}")
-        torch.save(examples(family, count), source / "examples.pt")
+        torch.save(examples(family, count, sizes), source / "examples.pt")
     return {
         "model": {"source": str(source)},
         "task": {"name": "tests.training.flow_items:Stored", "path": str(source / "examples.pt")},
@@ -132,22 +135,24 @@ def configured(folder: Path, family: str, engine: str, stage: int, count: int = 
 def recorded_run(values: dict, dies_after: int | None = None) -> dict:
     """Runs ``values`` here: losses, draws (number, time, noise) by batch, and the weights at the end.
 
+    And draws of what is held out, of which no batch is its own.
+
     With ``dies_after`` the run fails after that step.
     """
     import zerostart
     from zerostart.training import runner
     from zerostart.training.configuring import parse_config
 
-    batches, weights, drawn = [], {}, FlowMatching.drawn
+    batches, held, weights, drawn = [], [], {}, FlowMatching.drawn
     step, export = runner._Run._step, runner.export_model
 
     def recording(self, batch, epoch):
         made = drawn(self, batch, epoch)
-        if epoch >= 0:
-            latents = [item["latents"] for item in batch["items"]]
-            numbers = [int(item["index"]) for item in batch["items"]]
-            noises = [target + x for target, x in zip(made["target"], latents, strict=True)]
-            batches.append(list(zip(numbers, made["t"].tolist(), noises, strict=True)))
+        latents = [item["latents"] for item in batch["items"]]
+        numbers = [int(item["index"]) for item in batch["items"]]
+        noises = [target + x for target, x in zip(made["target"], latents, strict=True)]
+        draws = list(zip(numbers, made["t"].tolist(), noises, strict=True))
+        batches.append(draws) if epoch >= 0 else held.extend(draws)
         return made
 
     def dying(self, number, source):
@@ -169,6 +174,7 @@ def recorded_run(values: dict, dies_after: int | None = None) -> dict:
     return {
         "batches": batches,
         "losses": [line["loss"] for line in lines if "loss" in line],
+        "held": held,
         "held_out": result.held_out,
         "directory": result.directory,
         "items": [line["items"] for line in lines if "items" in line],
@@ -228,18 +234,29 @@ def opened(values: dict, family: str) -> torch.nn.Module:
 def losses_alone(model: torch.nn.Module, values: dict, family: str, steps: list) -> list[float]:
     """Train what of ``model`` needs a gradient, as ``train_alone`` does; the losses."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=values["train"]["learning_rate"], weight_decay=0.0)
+    decay = values["train"].get("weight_decay", 0.0)
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=values["train"]["learning_rate"])
     items = torch.load(values["task"]["path"])
     losses = []
     for step in steps:
-        loss = 0.0
-        for number, t, eps in step:
-            x = items[number]["latents"]
-            found = velocity(family, model, (1 - t) * x + t * eps, t, items[number])
-            loss = loss + mse_loss(found, eps - x) / len(step)
+        loss = mean_alone(model, items, family, step)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, values["train"].get("max_grad_norm", 1.0))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def mean_alone(model: torch.nn.Module, items: list, family: str, draws: list) -> torch.Tensor:
+    """The mean of the losses of examples, one after the other."""
+    loss = torch.zeros(())
+    for number, t, eps in draws:
+        x = items[number]["latents"]
+        found = velocity(family, model, (1 - t) * x + t * eps, t, items[number])
+        loss = loss + mse_loss(found, eps - x) / len(draws)
+    return loss

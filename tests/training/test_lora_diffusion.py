@@ -11,6 +11,7 @@ from tests.diffusion.components import COMPONENTS
 from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
 from tests.training.flow_items import FAMILIES, configured, losses_alone, opened, recorded_run, velocity
 from tests.training.test_flow_runs import by_steps
+from tests.training.test_lora_runs import data_bytes
 
 from ranks import run_ranks
 
@@ -53,8 +54,7 @@ def assert_adapters(path, adapters, renamed):
     assert found.keys() == {renamed(name) for name in adapters}
     for name, tensor in adapters.items():
         torch.testing.assert_close(found[renamed(name)], tensor, rtol=0, atol=1e-4, msg=name)
-    length = int.from_bytes(path.read_bytes()[:8], "little")
-    assert path.stat().st_size - 8 - length == 4 * sum(tensor.numel() for tensor in adapters.values())
+    assert data_bytes(path) == 4 * sum(tensor.numel() for tensor in adapters.values())
 
 
 @pytest.mark.slow
@@ -111,16 +111,26 @@ def test_pipelines_of_diffusers_open_the_file(family, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["wan", "qwen-image", "flux2", "z-image"])
-def test_diffsynths_names(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "engine", "stage"),
+    [
+        ("wan", "deepspeed", 3),
+        ("wan", "fsdp2", 3),
+        ("qwen-image", "deepspeed", 2),
+        ("flux2", "fsdp2", 3),
+        ("z-image", "deepspeed", 3),
+    ],
+)
+def test_diffsynths_names(family, engine, stage, tmp_path):
     """As its scripts save a LoRA, without their prefix, and with what scales it in the second factor."""
     prefix = {"format": "diffsynth", "remove_prefix": "pipe.dit."}
-    out, adapters, _ = trained(tmp_path, family, "fsdp2", 3, output=prefix)
+    out, adapters, _ = trained(tmp_path, family, engine, stage, output=prefix)
     from zerostart.training.diffsynth_names import names_for
 
     names = names_for(COMPONENTS[FAMILIES[family][0]].build())
     found = load_file(out / "step-3.safetensors")
     assert len(found) == len(adapters)
+    assert data_bytes(out / "step-3.safetensors") == 4 * sum(tensor.numel() for tensor in adapters.values())
     for name, tensor in adapters.items():
         stored = (
             names.of(name).replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")

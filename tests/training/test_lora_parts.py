@@ -17,7 +17,7 @@ from zerostart.training.diffsynth_names import names_for
 from zerostart.training.ema import Ema
 from zerostart.training.exporting import check_export
 from zerostart.training.freezing import train_only
-from zerostart.training.lora import add_lora, lora_targets
+from zerostart.training.lora import add_lora, highest_rank, lora_targets
 from zerostart.training.lora_files import start_from
 from zerostart.training.lora_presets import PRESETS
 from zerostart.training.trackers import Table, check_trackers, log_images, made_trackers
@@ -44,6 +44,14 @@ SCRIPTS = {
     ),
     "z-image": ("to_q,to_k,to_v,to_out.0,w1,w2,w3", 3 * 7),
 }
+
+
+def test_the_rank_that_adds_nothing_more() -> None:
+    """Of a matrix the shorter side; of a convolution, whose kernel is a row, the same."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Conv2d(1, 9, 2), nn.Linear(50, 60))
+    adapted = add_lora(model, LoraConfig(targets=["0", "1"], rank=7), 0)
+    assert highest_rank(model, adapted) == 4
+    assert highest_rank(model, ["2"]) == 50
 
 
 @pytest.mark.parametrize("family", SCRIPTS)

@@ -171,6 +171,10 @@ def test_a_lora_on_every_engine(engine, stage, checkpointing, checkpoints, given
     out = Path(results[0].directory)
     assert_near(out / "adapter_model.safetensors", trained)
     assert_near(out / "ema" / "adapter_model.safetensors", averaged)
+    for folder in (out, out / "ema"):
+        assert data_bytes(folder / "adapter_model.safetensors") == 4 * sum(
+            t.numel() for t in trained.values()
+        )
     assert results[0].held_out[STEPS] == pytest.approx(after, rel=1e-5)
 
 

@@ -11,7 +11,7 @@ from test_run import losses, metrics, run, values
 
 from ranks import run_ranks
 from zerostart.distributed.world import World
-from zerostart.errors import WriteError
+from zerostart.errors import ConfigError, WriteError
 from zerostart.state.keeping import complete
 from zerostart.training.configuring import parse_config
 from zerostart.training.place import claimed, clear, set_aside
@@ -130,3 +130,25 @@ def test_two_runs_are_not_in_one_directory(values, tmp_path):
         claimed(config, ALONE).__enter__()
     with claimed(config, ALONE):  # what a killed run has left locks nobody out
         assert lock.is_file()
+
+
+@pytest.mark.parametrize(
+    ("source", "output"), [("base", "base"), ("out/base", "out"), ("link", "base"), ("base", "base/vae")]
+)
+def test_what_is_trained_from_is_not_overwritten(source, output, values, tmp_path, monkeypatch):
+    """The place itself, one around it, one of its parts, and by another name; a run's own in it may go."""
+    monkeypatch.chdir(tmp_path)
+    for folder in (source.replace("link", "base"), output):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, "config.json").write_text("{}")
+    Path("link").symlink_to("base")
+    before = sorted(tmp_path.rglob("*"))
+    given = values(source) | {"output": {"directory": output, "overwrite": True}}
+    with pytest.raises(ConfigError, match="what is trained from"), claimed(parse_config(given), ALONE):
+        pass
+    assert sorted(tmp_path.rglob("*")) == before
+    Path("base", "run").mkdir(parents=True, exist_ok=True)
+    Path("base", "run", "metrics.jsonl").touch()
+    given["output"]["directory"] = "base/run"
+    with claimed(parse_config(given), ALONE):
+        pass

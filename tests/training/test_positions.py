@@ -10,9 +10,11 @@ from zerostart.models.shrink import tiny
 from zerostart.training.positions import check_positions, position_table
 
 #: By model type: the rows of its table that tokens have. Of RoBERTa's 128 the first two are for padding; OPT
-#: has two more than it tells; GPT-J's is calculated, a buffer of every block.
-TABLES = {"gpt2": 128, "opt": 128, "gptj": 128, "bert": 128, "roberta": 126, "llama": None, "bloom": None}
-MASKED = ("bert", "roberta")
+#: has two more than it tells; GPT-J's is calculated, a buffer of every block; ProphetNet looks one ahead, and
+#: of TAPAS the last row goes on.
+TABLES = {"gpt2": 128, "opt": 128, "gptj": 128, "bert": 128, "roberta": 126, "ibert": 126, "llama": None}
+TABLES |= {"bloom": None, "prophetnet": 126, "tapas": None}
+MASKED = ("bert", "roberta", "ibert", "tapas")
 
 
 @pytest.mark.parametrize("kind", TABLES)

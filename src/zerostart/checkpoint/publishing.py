@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from zerostart.checkpoint.durable import sync, sync_directory, write_whole
+from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.replacing import MARKER, MARKERS, Replaced
 from zerostart.errors import WriteError, ZerostartError
 
@@ -47,7 +48,7 @@ class Staging:
     def __init__(self, path: str | os.PathLike[str], marker: str = MARKER) -> None:
         """Make the directory, after removing what killed processes have left. Raises WriteError."""
         # A link that leads to a directory goes on doing so.
-        self.path = Path(os.path.realpath(Path(path).expanduser()))
+        self.path = Path(os.path.realpath(expanded(path)))
         self.marker = marker
         with told(self.path, "nothing was saved"):
             self._check_place()
@@ -181,7 +182,7 @@ def recover(path: str | os.PathLike[str]) -> None:
 
     Only where a file system cannot exchange two directories is there such a moment. Raises OSError.
     """
-    place = Path(os.path.realpath(Path(path).expanduser()))
+    place = Path(os.path.realpath(expanded(path)))
     if place.exists() or not place.parent.is_dir():
         return
     for old in _leftovers(place, place.parent):

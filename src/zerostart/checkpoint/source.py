@@ -18,6 +18,7 @@ from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.formats.pipeline import choose, components
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_file
+from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.storage import Storage, storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
@@ -111,7 +112,7 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
     Raises CheckpointNotFoundError, saying what was looked for.
     """
     name = os.fspath(source)
-    path = Path(name).expanduser()
+    path = expanded(name)
     # Not `resolve`: a cache's snapshot is made of links, and their names are what tells the format.
     path = Path(os.path.abspath(path))  # noqa: PTH100
     if path.exists():

@@ -11,6 +11,7 @@ from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.digesting import file_digests
+from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.publishing import FORMAT, recover
 from zerostart.checkpoint.replacing import MARKERS, is_inside
 from zerostart.checkpoint.source import Files, open_catalog
@@ -34,7 +35,7 @@ class Verified:
 
 def verify(path: str | os.PathLike[str]) -> Verified:
     """See ``zerostart.verify``, which raises what this raises."""
-    place = Path(path).expanduser()
+    place = expanded(path)
     try:
         recover(place)
     except OSError as error:

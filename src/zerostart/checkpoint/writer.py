@@ -10,6 +10,7 @@ into new pages of the cache takes a core longer than a fast disk takes for them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
@@ -182,11 +183,12 @@ class CheckpointWriter:
             raise WriteError(f"{self.directory}: saving could not be completed: {error}") from error
 
     def discard(self) -> None:
-        """Close and remove the temporary files; what was there before this save stays."""
+        """Close and remove the temporary files, where they can be; what was there before this save stays."""
         self._durable = False
         self.close()
         for position in range(len(self.layout.files)):
-            self._temporary(position).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the error that led here is the one to be told
+                self._temporary(position).unlink()
 
     def _temporary(self, position: int) -> Path:
         return self.directory / f".{self.layout.files[position].name}.{self._token}.part"

@@ -323,6 +323,12 @@ class Engine(abc.ABC):
         ``last`` is true for the one before the optimizer's step: for each, where nothing is accumulated.
         """
 
+    def spare_unreached(self, model: nn.Module) -> None:  # noqa: B027
+        """Called before training: let what no backward reaches not decay; ``model`` is as it is called.
+
+        Nothing is to be done where it has no gradient, and torch's optimizers pass over it.
+        """
+
     def begin_sharing(self, model: nn.Module) -> None:  # noqa: B027
         """Called before training, for sequences that ranks share; ``model`` is as it is called."""
 

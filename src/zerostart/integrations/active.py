@@ -87,21 +87,28 @@ def find_active(model: type) -> Active | None:
         return None
     # accelerate trains fp32 copies wherever the precision is mixed.
     dtype = None if plugin.mixed_precision == "no" else torch.float32
-    return Active.of("fsdp2", 3, fsdp2_config(plugin, model), dtype)
+    return Active.of("fsdp2", 3, _with_tensors(_with_replicas(fsdp2_config(plugin, model))), dtype)
 
 
 def _with_tensors(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """DeepSpeed's configuration, with the ranks that accelerate has share tensors."""
+    """An engine's configuration, with the ranks that accelerate has share tensors."""
     shared = parallelism()
     size, section = 1 if shared is None else shared.tp_size, config.get("tensor_parallel") or {}
     if size == 1:
         return config
     if section.get("autotp_size", size) not in (0, size):
         raise ConfigError(
-            f"accelerate's ParallelismConfig has tp_size={size}, and DeepSpeed's configuration "
+            f"accelerate's ParallelismConfig has tp_size={size}, and the engine's configuration "
             f"autotp_size={section['autotp_size']}; use one number for both, or leave one out"
         )
     return {**config, "tensor_parallel": {**section, "autotp_size": size}}
+
+
+def _with_replicas(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """FSDP2's configuration, with as many copies of the model as accelerate has."""
+    shared = parallelism()
+    replicas = 1 if shared is None else shared.dp_replicate_size
+    return config if replicas == 1 else {**config, "replicate": replicas}
 
 
 def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from zerostart.distributed.world import current_world
 from zerostart.engines import Shard, found_shards
 from zerostart.errors import ConfigError
 from zerostart.integrations.meeting import all_come
-from zerostart.loading.record import loaded_models, record_of
+from zerostart.loading.record import loaded_around, loaded_models, record_of
 from zerostart.state.editing import take
 from zerostart.state.full_tensors import whole_tensor
 from zerostart.upstream.deepspeed_editing import master_of
@@ -30,15 +30,25 @@ _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.W
 def injected(original: Callable[[], Any], model: nn.Module, of_values: bool) -> Any:
     """``inject_adapter`` of PEFT: what it adds is the same on every rank, and trained alike.
 
-    Raises ConfigError for an adapter that begins with values of a weight (``of_values``) in FSDP2's shards.
+    Raises ConfigError for an adapter that begins with values of a weight in FSDP2's shards, as is known
+    before (``of_values``), or seen on the way.
     """
-    parts = [(part, {id(p) for p in part.parameters()}) for part in loaded_models(model)]
-    if of_values and any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ConfigError(
-            f"init_lora_weights of this adapter makes it of values of the weights of {type(model).__name__}, "
-            "which FSDP2 has in shards; use init_lora_weights=True or 'gaussian', or DeepSpeed ZeRO-3"
-        )
-    found = original()
+    of_units = any(isinstance(module, FSDPModule) for module in model.modules())
+    refusal = (
+        f"this adapter is made of values of the weights of {type(model).__name__}, which FSDP2 has in "
+        "shards; use init_lora_weights=True or 'gaussian' without use_dora, or DeepSpeed ZeRO-3"
+    )
+    if of_values and of_units:
+        raise ConfigError(refusal)
+    # A part of a loaded model may be given: the language model of one that sees, or a single layer.
+    loaded = list(loaded_models(model)) or list(loaded_around(model))
+    parts = [(part, {id(p) for p in part.parameters()}) for part in loaded]
+    try:
+        found = original()
+    except RuntimeError as error:
+        if of_units and "DTensor" in str(error):  # which torch does not mix with a rank's own tensors
+            raise ConfigError(refusal) from error
+        raise
     for part, before in parts:
         added = [p for p in part.parameters() if id(p) not in before]
         if added:

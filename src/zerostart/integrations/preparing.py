@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zerostart import engines
 from zerostart.engines.fsdp2.added import shard_added, shard_around
@@ -41,6 +42,7 @@ def sharded(model: nn.Module) -> bool:
     wanted = [_wanted(part, plugin) for part in parts]
     if plugin is None or not parts:
         return False
+    _refuse_beside_tensors(model, parts)
     policies, fp32 = wanted[0], plugin.mixed_precision != "no"
     if kept_record(loaded_model(model)) is not None:
         shard_added(model, policies, fp32)
@@ -51,16 +53,21 @@ def sharded(model: nn.Module) -> bool:
     return True
 
 
+def _refuse_beside_tensors(model: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """Raise ConfigError for parameters that were added where ranks share tensors: none would cut them."""
+    sharing = max(record_of(part).engine.mesh.tensor_parallel for part in parts)
+    added = [n for n, p in model.named_parameters() if p.dim() and not isinstance(p, DTensor)]
+    if sharing > 1 and added:
+        raise ConfigError(
+            f"{added[0]} was added to a model that was loaded with tensor_parallel={sharing}, which is not "
+            "available on FSDP2; use tensor_parallel=1"
+        )
+
+
 def _wanted(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, Any]:
     """The policies that a loaded model has, and accelerate wants; raises ConfigError where these differ."""
     engine = record_of(part).engine
-    tensor_parallel = engine.mesh.tensor_parallel
-    if tensor_parallel > 1:
-        raise ConfigError(
-            f"{type(part).__name__} was loaded with tensor_parallel={tensor_parallel}, whose ranks must see "
-            "one batch, and accelerate gives each rank a batch of its own; use tensor_parallel=1, or a loop "
-            "of your own"
-        )
+    check_tensors(part)
     check_sharing(part)
     if engine.wraps or plugin is None:
         raise ConfigError(

@@ -102,19 +102,27 @@ def check_sharing(model: nn.Module) -> None:
     )
 
 
-def check_tensors(model: nn.Module, config: Mapping[str, Any]) -> None:
+def check_tensors(model: nn.Module, config: Mapping[str, Any] | None = None) -> None:
     """Raise ConfigError where ranks that share tensors of the loaded ``model`` would see different batches.
 
     ``config`` is accelerate's of DeepSpeed. DeepSpeed itself compares the first forward's inputs alone.
     """
     loaded, shared = record_of(model).engine.mesh.tensor_parallel, parallelism()
-    sizes = {(config.get("tensor_parallel") or {}).get("autotp_size", 0)}
-    if shared is not None:
-        sizes.add(shared.tp_size)
-    if loaded > 1 and loaded not in sizes:
+    now = 1 if shared is None else shared.tp_size
+    configured = ((config or {}).get("tensor_parallel") or {}).get("autotp_size", 0)
+    if loaded > 1 and loaded not in (now, configured):
+        there = (
+            ""
+            if config is None
+            else (f', or DeepSpeed\'s configuration "tensor_parallel": {{"autotp_size": {loaded}}}')
+        )
         raise ConfigError(
             f"{type(model).__name__} was loaded with tensor_parallel={loaded}, whose ranks must see one "
             "batch, and accelerate gives each rank a batch of its own; give the Accelerator or "
-            f"TrainingArguments, made before the model, ParallelismConfig(tp_size={loaded}), or DeepSpeed's "
-            f'configuration "tensor_parallel": {{"autotp_size": {loaded}}}'
+            f"TrainingArguments, made before the model, ParallelismConfig(tp_size={loaded}){there}"
+        )
+    if config is None and loaded != now:
+        raise ConfigError(
+            f"{type(model).__name__} was loaded with tensor_parallel={loaded}, and accelerate has {now} "
+            "ranks share tensors; make the Accelerator or TrainingArguments before the model"
         )

@@ -66,26 +66,27 @@ class _Turns:
     def __init__(self, world: World) -> None:
         self._world = world
         self._calls: dict[str, Call] = {}
+        self._modules: dict[str, nn.Module] = {}
         self._depth = 0
 
     def add(self, name: str, model: nn.Module, hooks: contextlib.ExitStack) -> None:
         """Have calls of ``model``, and of any module in it, wait for their turns until ``hooks`` close."""
         for path, module in model.named_modules():
             place = f"{name}.{path}".strip(".") or type(model).__name__
-            self._calls[place] = module
+            self._calls[place] = self._modules[place] = module
             before = functools.partial(self._before, place)
             handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             hooks.callback(handle.remove)
             hooks.callback(module.register_forward_hook(self._after, always_call=True).remove)
         for entry in library_of(model).entries(model):
             place, plain, own = f"{name}.{entry}()".strip("."), getattr(model, entry), vars(model).get(entry)
-            self._calls[place] = plain
+            self._calls[place], self._modules[place] = plain, model
             setattr(model, entry, functools.wraps(plain)(functools.partial(self._run, place, plain)))
             hooks.callback(_restore, model, entry, own)
 
     def take(self, call: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Run the calls of other ranks along until it is the turn of ``call``; None: until none has any."""
-        pack = functools.partial(_packed, (args, dict(kwargs)))
+        pack = functools.partial(_packed, (args, dict(kwargs), _autocasts()))
         while True:
             wanted = self._world.all_gather_object(call, DURING)
             chosen = next((one for one in wanted if one is not None), None)
@@ -99,14 +100,18 @@ class _Turns:
                 return
 
     def _along(self, call: str, sent: bytes) -> None:
-        args, kwargs = torch.load(io.BytesIO(sent), map_location=_here, weights_only=False)
+        args, kwargs, autocasts = torch.load(io.BytesIO(sent), map_location=_here, weights_only=False)
         device = default_device()
         drawing: Any = {"devices": []}
         if device.type != "cpu":
             drawing = {"devices": [device.index], "device_type": device.type}
         self._depth += 1
         try:
-            with torch.no_grad(), torch.random.fork_rng(**drawing):  # this rank draws what it would alone
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(torch.random.fork_rng(**drawing))  # this rank draws what it would alone
+                for autocast in autocasts:
+                    stack.enter_context(torch.autocast(**autocast))
                 self._calls[call](*args, **kwargs)
         finally:
             self._depth -= 1
@@ -128,11 +133,11 @@ class _Turns:
         self._depth += 1
         if self._depth > 1:
             return
-        values = [*args, *kwargs.values()]
+        values = [*args, *kwargs.values(), *self._modules[call].parameters()]
         if torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values):
             raise EngineError(
-                f"{call} was given what needs a gradient inside zerostart.synced, and ranks that run it "
-                "along make no backward; call it under torch.no_grad()"
+                f"{call} was given, or holds, what needs a gradient inside zerostart.synced, and ranks that "
+                "run it along make no backward; call it under torch.no_grad()"
             )
         self.take(call, args, kwargs)
 
@@ -171,6 +176,18 @@ def _packed(given: tuple[Any, ...]) -> bytes:
             "have all ranks make the same calls, without zerostart.synced"
         ) from error
     return buffer.getvalue()
+
+
+def _autocasts() -> list[dict[str, Any]]:
+    """The arguments of ``torch.autocast`` that are in force for a call, of each type of device."""
+    return [
+        {
+            "device_type": kind,
+            "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind),
+        }
+        for kind in {"cpu", default_device().type}
+    ]
 
 
 def _here(storage: Any, location: str) -> Any:

@@ -10,9 +10,11 @@ With both, each divides the world in its own way: experts are cut by experts alo
 rest by tensors. Tensor-parallel ranks send the same tokens to the experts, each for itself.
 
 Sequence-parallel ranks are neighbours that see one batch, of which each has a part of every sequence. They
-cut no parameter: all ranks share each as if every one had a batch of its own.
+cut no parameter: all ranks share each as if every one had a batch of its own. With tensors, the ranks that
+share those have one part of a sequence, and the neighbours are every so many ranks.
 
-    world 4, sequence 2:          batches of  {0 1} {2 3}, parts of it  {0 2} {1 3}
+    world 4, sequence 2:            batches of  {0 1} {2 3}, parts of it  {0 2} {1 3}
+    world 8, sequence 2, tensor 2:  batches of  {0 1 2 3} {4 5 6 7}, parts of it  {0 1 4 5} {2 3 6 7}
 """
 
 from __future__ import annotations
@@ -47,10 +49,12 @@ class Mesh:
                     f"{name}={size} does not divide the {self.world_size} ranks; use one of "
                     f"{', '.join(map(str, fitting[-8:]))}, or another number of ranks"
                 )
-        if min(self.tensor_parallel, self.sequence_parallel) > 1:
+        shared = self.tensor_parallel * self.sequence_parallel
+        if self.world_size % shared:
             raise ConfigError(
-                f"tensor_parallel={self.tensor_parallel} with sequence_parallel={self.sequence_parallel} is "
-                "not available in this version; use one of them"
+                f"tensor_parallel={self.tensor_parallel} with sequence_parallel={self.sequence_parallel} "
+                f"asks for {shared} ranks to a batch, which does not divide the {self.world_size} ranks; use "
+                "fewer for one of them"
             )
 
     @property
@@ -68,7 +72,7 @@ class Mesh:
 
     def sequence(self, rank: int) -> tuple[int, int]:
         """Rank and size among those that share each sequence of a batch."""
-        return rank % self.sequence_parallel, self.sequence_parallel
+        return rank // self.tensor_parallel % self.sequence_parallel, self.sequence_parallel
 
     def batch(self, rank: int) -> tuple[int, int]:
         """Which batch a rank sees, and how many there are at a time."""

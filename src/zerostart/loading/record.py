@@ -20,6 +20,7 @@ __all__ = [
     "bare_model",
     "keep",
     "kept_record",
+    "loaded_around",
     "loaded_model",
     "loaded_models",
     "record_of",
@@ -89,6 +90,11 @@ def wrapped(wrapper: nn.Module) -> nn.Module | None:
 def loaded_models(model: nn.Module) -> Iterator[nn.Module]:
     """All loaded models that ``model`` is or contains."""
     return (module for module in model.modules() if module in _records)
+
+
+def loaded_around(module: nn.Module) -> Iterator[nn.Module]:
+    """All loaded models that ``module`` is a part of."""
+    return (model for model in list(_records) if any(part is module for part in model.modules()))
 
 
 def kept_record(model: nn.Module) -> LoadRecord | None:

@@ -15,6 +15,7 @@ import torch
 
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.digest import Digests
+from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.replacing import MARKERS
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.source import open_catalog, read_config
@@ -104,7 +105,7 @@ def _opened(source: str | os.PathLike[str]) -> Catalog:
     try:
         return open_catalog(source)
     except CheckpointNotFoundError:
-        path = Path(source).expanduser()
+        path = expanded(source)
         folders = [folder for folder in (path, path / "checkpoints") if folder.is_dir()]
         states = [state for folder in folders for state in complete(folder)]
         steps = {int(m[1]): entry for entry in path.glob("*") if (m := _STEP.fullmatch(entry.name))}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.publishing import Staging, told
 from zerostart.checkpoint.replacing import MARKER
 from zerostart.distributed.world import World
@@ -41,7 +42,7 @@ def agreed_place(path: str | os.PathLike[str], world: World, doing: str = "savin
     given = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not given:
         raise ConfigError(f"{doing} {path!r}: give the path of a directory")
-    return world.broadcast_object(lambda: Path(given).expanduser().absolute(), f"{doing} {given}")
+    return world.broadcast_object(lambda: expanded(given).absolute(), f"{doing} {given}")
 
 
 @contextmanager

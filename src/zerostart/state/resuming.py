@@ -60,7 +60,6 @@ logger = logging.getLogger("zerostart")
 _Wanted = tuple[str, Layout, torch.Tensor]
 #: What tensors of the state are kept for, in the first part of their names; other ones are whole.
 _OF_PARAMETERS = frozenset({"master", "optimizer", "gradient", "random"})
-
 #: accelerate's and the Trainer's files of an optimizer that one rank has gathered.
 _WHOLE_OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
 
@@ -354,8 +353,10 @@ def _restore_engine(
         if training.scaler is not None and found.get("scaler"):
             training.scaler.load_state_dict(decoded(found["scaler"], tensors))
         return
+    if not gradients:  # without which no window goes on
+        found = {key: value for key, value in found.items() if key != "window"}
     deepspeed.set_counters(training.engine, found)
-    if "window" in found and gradients:
+    if "window" in found:
         deepspeed.set_window(training.engine, found["window"])
     if training.scheduler is not None and "schedule" in found:
         training.scheduler.load_state_dict(decoded(found["schedule"], tensors))

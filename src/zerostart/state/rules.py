@@ -51,6 +51,9 @@ def _lacking(optimizer: torch.optim.Optimizer, document: Mapping[str, Any]) -> s
         for setting in settings:
             if setting.get(key, usual) != usual and not computes(optimizer, key):
                 return f"with {key}={setting[key]}, which {name} does not go by"
+        own_values = {group.get(key, usual) for group in optimizer.param_groups} - {usual}
+        if own_values and any(key not in setting for setting in settings):
+            return f"which knows no {key}, and {name} has {key}={own_values.pop()}"
     return ""
 
 

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -19,6 +18,7 @@ from zerostart.checkpoint.catalog import (
     contiguous_strides,
 )
 from zerostart.checkpoint.formats.pipeline import components
+from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.replacing import MARKERS
 from zerostart.checkpoint.source import open_catalog, resolve_source
 from zerostart.checkpoint.storage import Reader, storage_at
@@ -36,7 +36,7 @@ _STATE, MODEL = MARKERS[1], "model"
 
 def is_state(source: str | os.PathLike[str]) -> bool:
     """Whether ``source`` is a directory of ``save_state``."""
-    return (Path(source).expanduser() / _STATE).is_file()
+    return (expanded(source) / _STATE).is_file()
 
 
 def catalogs_at(source: str | os.PathLike[str], model_alone: bool) -> list[tuple[str, Catalog]]:

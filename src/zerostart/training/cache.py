@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.training.cache_config import CacheConfig
@@ -58,7 +59,7 @@ def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
 def _place(config: TrainConfig, settings: CacheConfig) -> Path:
     given = settings.directory
     path = Path(config.output.directory) / FOLDER if given is None else Path(given)
-    return path.expanduser().absolute()
+    return expanded(path).absolute()
 
 
 def _media(config: TrainConfig, world: World) -> MediaItems | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError
@@ -59,7 +60,7 @@ def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
             return next(reversed(complete(directory / FOLDER, of_a_run)), None)
         if config.resume is None:
             return None
-        path = Path(config.resume).expanduser().absolute()
+        path = expanded(config.resume).absolute()
         if path not in complete(path.parent):
             raise ConfigError(f"resume: {path} is no complete checkpoint; write auto for the newest one")
         return path

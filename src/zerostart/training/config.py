@@ -45,8 +45,8 @@ Schedule = Literal[
     "inverse_sqrt",
 ]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-# NumPy's seeds have 32 bits, and each rank has one of its own.
-Seed = Annotated[int, Field(ge=0, lt=2**31)]
+# NumPy's seeds have 32 bits, and each rank has one of its own, of 65536 at most.
+Seed = Annotated[int, Field(ge=0, le=2**32 - 2**16)]
 # YAML reads a bare `no` as false.
 Precision = Annotated[
     Literal["no", "bf16", "fp16"], BeforeValidator(lambda value: "no" if value is False else value)

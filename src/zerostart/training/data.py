@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from zerostart.checkpoint.paths import expanded
 from zerostart.errors import ConfigError
 from zerostart.training.config import DataConfig
 from zerostart.training.parsing import parsed_json
@@ -98,7 +99,7 @@ def _documents_of(source: str, text_field: str) -> Iterator[str]:
 
 
 def _files_of(source: str) -> list[Path]:
-    path = Path(source)
+    path = expanded(source)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (*_TEXT_SUFFIXES, ".jsonl"))
         if not files:
@@ -121,7 +122,7 @@ def file_digests(config: DataConfig) -> dict[str, str]:
             found[f"the standard library of Python {platform.python_version()}"] = sys.version
             continue
         for file in _files_of(source):
-            name = file.name if file == Path(source) else file.relative_to(source).as_posix()
+            name = file.name if file == expanded(source) else file.relative_to(expanded(source)).as_posix()
             with file.open("rb") as content:
                 found[name] = hashlib.file_digest(content, "blake2b").hexdigest()
     return found

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
+from zerostart.checkpoint.paths import expanded
 from zerostart.engines.training import TrainingJob
 from zerostart.errors import ConfigError
 from zerostart.training.config import TrainConfig
@@ -44,7 +44,7 @@ def own_config(config: TrainConfig) -> dict[str, Any]:
     if isinstance(given, dict):
         return copy.deepcopy(given)
     try:
-        text = Path(given).read_text(encoding="utf-8")
+        text = expanded(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"engine.config {given} is not a readable JSON file: {error}") from error
     loaded = parsed_json(text, f"engine.config {given}")

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError
@@ -35,7 +36,7 @@ def template_of(family: str) -> tuple[Template, Mapping[str, Any]]:
     """
     if (known := TEMPLATES.get(family)) is not None:
         return known, {}
-    path = Path(family).expanduser()
+    path = expanded(family)
     if not path.is_dir():
         raise ConfigError(
             f"{family} is no family and no directory of a model; choose one of {', '.join(TEMPLATES)}"

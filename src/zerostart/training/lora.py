@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from zerostart.training.diffsynth_names import names_for
 from zerostart.training.lora_presets import PRESETS
 from zerostart.training.trained_sections import LoraConfig
 
-__all__ = ["ADAPTER", "add_lora", "lora_targets"]
+__all__ = ["ADAPTER", "add_lora", "highest_rank", "lora_targets"]
 
 #: PEFT's name for the one adapter.
 ADAPTER = "default"
@@ -50,6 +51,16 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]
         torch.manual_seed(seed)
         inject_adapter_in_model(given, model, adapter_name=ADAPTER)
     return targets
+
+
+def highest_rank(model: nn.Module, adapted: Sequence[str]) -> int:
+    """The highest rank that a weight of the ``adapted`` modules of ``model`` can have: more adds nothing."""
+    found = 0
+    for name in adapted:
+        weight: Any = getattr(model.get_submodule(name), "base_layer", model.get_submodule(name)).weight
+        rows, *columns = getattr(weight, "ds_shape", weight.shape)  # a ZeRO-3 placeholder is empty
+        found = max(found, min(rows, prod(columns)))
+    return found
 
 
 def _meant_besides(model: nn.Module, targets: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.strict_json import load_json, read_json
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
@@ -51,7 +52,7 @@ def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, wor
     """
     assert config.start_from is not None, "whoever calls this has looked"
     with world.phase("reading the LoRA file"):
-        path = _file_of(Path(config.start_from).expanduser())
+        path = _file_of(expanded(config.start_from))
         tensors, metadata = _read(path)
         digest = hashlib.blake2b(repr(metadata).encode(), digest_size=8)
         for name in sorted(tensors):

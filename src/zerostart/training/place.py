@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.durable import sync_directory
+from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.replacing import MARKER as MODEL_MARKER
+from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, ConfigError, WriteError
@@ -38,13 +40,13 @@ _STEP = re.compile(r"step-\d{8}")
 def claimed(config: TrainConfig, world: World) -> Iterator[Path]:
     """The output directory, made if need be, and inside no other run's; collective.
 
-    Raises, on every rank, ConfigError where something is in it that may not go, and WriteError where another
-    run is at work in it.
+    Raises, on every rank, ConfigError where something is in it that may not go, or the model that is trained
+    is, and WriteError where another run is at work in it.
     """
-    directory = Path(config.output.directory).expanduser().absolute()
     stack = contextlib.ExitStack()
 
     def claim() -> Path:
+        directory = expanded(config.output.directory).absolute()
         try:
             directory.mkdir(parents=True, exist_ok=True)
             occupied = not all(_is_free(entry.name) for entry in directory.iterdir())
@@ -55,6 +57,8 @@ def claimed(config: TrainConfig, world: World) -> Iterator[Path]:
                 f"output.directory {directory} is not empty; name another, go on with the run that is in it "
                 "with resume=auto, or allow it with output.overwrite=true"
             )
+        if occupied and not _goes_on(config, directory):
+            _check_source(config.model.source, directory)
         refusal = f"another run is at work in output.directory {directory}: wait for its end, or name another"
         hold(stack, directory / _LOCK, refusal)
         return directory
@@ -66,6 +70,20 @@ def claimed(config: TrainConfig, world: World) -> Iterator[Path]:
 def _is_free(name: str) -> bool:
     """Whether a directory with an entry of this name in it is as good as empty."""
     return name == _LOCK or bool(_ASIDE.fullmatch(name)) or is_of_cache(name)
+
+
+def _check_source(source: str, directory: Path) -> None:
+    """Raise ConfigError where to overwrite ``directory`` would be to overwrite what is trained from.
+
+    Within a source that is the case of all but what an earlier run has left there.
+    """
+    found, place = (Path(os.path.realpath(path)) for path in (resolve_source(source), directory))
+    inside = found in place.parents and not (place / METRICS).is_file()
+    if inside or found == place or place in found.parents:
+        raise ConfigError(
+            f"output.overwrite would replace what is in output.directory {directory}, and with it "
+            f"model.source {source}, which is what is trained from; name another directory"
+        )
 
 
 def _goes_on(config: TrainConfig, directory: Path) -> bool:

@@ -38,21 +38,23 @@ def check_positions(model: nn.Module, config: Any, longest: int, key: str) -> No
 def position_table(model: nn.Module, config: Any) -> tuple[str, int] | None:
     """The name of the table of positions in ``model``, and for how many tokens it is; None: there is none."""
     most = getattr(config, "max_position_embeddings", None)
-    if not isinstance(most, int):
+    # TAPAS begins anew in each cell of what it reads, and takes the last row for all tokens beyond.
+    if not isinstance(most, int) or getattr(config, "reset_position_index_per_cell", False):
         return None
+    ahead = 1 if getattr(config, "ngram", 0) else 0  # ProphetNet's streams are at the token to come
     # Others, of relative positions or of pictures, have another length.
     own = [table for table in _tables(model) if 0 <= table[1] - most <= _BEFORE]
-    found = [(name, min(rows, most) - padding) for name, rows, padding in own]
+    found = [(name, min(rows, most) - padding - ahead) for name, rows, padding in own]
     return min(found, key=lambda table: table[1], default=None)
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, int, int]]:
     """Tables by name: their rows, and how many no token is at, as those up to padding's are."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
+        if hasattr(module, "padding_idx"):  # torch's table, or I-BERT's own
             if _named(name):
                 padding = -1 if module.padding_idx is None else module.padding_idx
-                yield name, module.num_embeddings, padding + 1
+                yield name, len(module.weight), padding + 1
             continue
         for key, tensor in module.named_buffers(recurse=False):
             if _named(key) and tensor.dim() == 2:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import current_world
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError
@@ -205,6 +205,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
             # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
             # for a module that is sharded already it has nothing to do.
             prepared = accelerator.prepare(optimizer)
+        engine.spare_unreached(model)
         engine.begin_sharing(model)
     loader = _prepared(accelerator, loader, place, count)
     # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
@@ -278,7 +279,7 @@ def _accelerator(config: TrainConfig, engine: Engine) -> Any:
         patch_environment,
     )
 
-    directory = Path(config.output.directory).expanduser()
+    directory = expanded(config.output.directory)
     common: dict[str, Any] = {
         "log_with": made_trackers(config.tracking.trackers, directory, current_world().rank == 0) or None,
         "project_dir": str(directory),

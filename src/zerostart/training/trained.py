@@ -10,7 +10,7 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.loading.record import record_of
 from zerostart.training.freezing import train_only
-from zerostart.training.lora import add_lora
+from zerostart.training.lora import add_lora, highest_rank
 from zerostart.training.lora_files import start_from
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def choose_trained(model: nn.Module, config: TrainConfig, world: World) -> str |
     if config.lora.start_from is not None:
         start_from(model, adapted, config.lora, world)
     told = f"trained: LoRA of rank {config.lora.rank} in {len(adapted)} layers, {_counted(model)}"
+    if config.lora.rank > (most := highest_rank(model, adapted)):
+        told += f"; none of these layers has a rank above {most}: lora.rank {most} can do as much"
     with world.phase("sharding LoRA"):
         record_of(model).engine.shard_added(model, config.train.mixed_precision)
     return told

@@ -52,6 +52,14 @@ _OPTIMIZERS = PatchPoint(
     lasts=Lasts.MODEL,
     shapes=(Shape(f"{_ACCELERATOR}._prepare_fsdp2", has=("fsdp2_switch_optimizer_parameters(O, M)",)),),
 )
+_TENSORS = PatchPoint(
+    library=ACCELERATE,
+    owner=_ACCELERATOR,
+    names=("_prepare_tp",),
+    why="a model whose tensors ranks share already is left as it is",
+    lasts=Lasts.MODEL,
+    shapes=(Shape(f"{_ACCELERATOR}.prepare", has=("self._prepare_tp(*args)",)),),
+)
 _PREPARE_DEEPSPEED = PatchPoint(
     library=ACCELERATE,
     owner=_ACCELERATOR,
@@ -123,6 +131,7 @@ _ARGUMENTS = PatchPoint(
 TOUCHED = (
     _PREPARE_FSDP2,
     _OPTIMIZERS,
+    _TENSORS,
     _PREPARE_DEEPSPEED,
     _STATE_DICT,
     _WRAPPING,
@@ -158,6 +167,7 @@ class Override(Held):
         functions = {
             _PREPARE_FSDP2: self._fsdp2_prepare_model,
             _OPTIMIZERS: _keeps_parameters,
+            _TENSORS: self._prepare_tp,
             _PREPARE_DEEPSPEED: self._prepare_deepspeed,
             _STATE_DICT: self._get_state_dict,
             _WRAPPING: _finds_sharded_classes,
@@ -177,6 +187,14 @@ class Override(Held):
             return model if self._sharded(model) else original(accelerator, model)
 
         return fsdp2_prepare_model
+
+    def _prepare_tp(self, original: Any) -> Any:
+        def prepare_tp(accelerator: Any, *args: Any) -> Any:
+            models = [item for item in args if isinstance(item, nn.Module)]
+            ready = accelerator.is_fsdp2 and models and all(self._sharded(model) for model in models)
+            return args if ready else original(accelerator, *args)
+
+        return prepare_tp
 
     def _prepare_deepspeed(self, original: Any) -> Any:
         def prepare_deepspeed(accelerator: Any, *args: Any) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -55,6 +57,8 @@ _REGISTERED = Use(
     ),
 )
 TOUCHED = (_OWN, _COPIES, _REGISTERED)
+#: Modules whose state dicts say so.
+_marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _refuse() -> NoReturn:
@@ -86,18 +90,20 @@ class Hollow(torch.Tensor):
         return super().numpy(*args, **kwargs) if self.numel() else _refuse()
 
 
-def keep_from_loss(model: nn.Module) -> None:
-    """Have the partitioned parameters of ``model`` refuse to be saved or copied while they are empty.
+def keep_from_loss(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Have these ``parameters`` of ``model`` refuse to be saved or copied while they are empty.
 
-    Raises UpstreamError for a DeepSpeed that is not known.
+    Those that were added later are partitioned by ``deepspeed.initialize``. Raises UpstreamError for a
+    DeepSpeed that is not known.
     """
     _own.hold(model)
     note(_COPIES, model)
-    model.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
-    for parameter in model.parameters():
-        if hasattr(parameter, "ds_id"):
-            vars(parameter)["__deepcopy__"] = types.MethodType(_copied, parameter)
-            vars(parameter)["__reduce_ex__"] = types.MethodType(_reduced, parameter)
+    for module in set(model.modules()).difference(_marked):
+        module.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
+        _marked.add(module)
+    for parameter in parameters:
+        vars(parameter)["__deepcopy__"] = types.MethodType(_copied, parameter)
+        vars(parameter)["__reduce_ex__"] = types.MethodType(_reduced, parameter)
 
 
 def check_called(module: nn.Module) -> None:
@@ -137,7 +143,9 @@ def _copied(parameter: nn.Parameter, memo: Any) -> Any:
 def _reduced(parameter: nn.Parameter, protocol: Any) -> Any:
     if _is_hollow(parameter):
         _refuse()
-    return nn.Parameter.__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
+    # Without what engines have hung on it, which nobody can pickle.
+    bare = nn.Parameter(parameter.data, parameter.requires_grad)
+    return bare.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _enter(stack: ExitStack) -> None:

@@ -68,7 +68,24 @@ _GATHERED = PatchPoint(
         ),
     ),
 )
-TOUCHED = (_INJECTED, _MERGED, _SWITCHED, _GATHERED, _READ)
+_TOKENS = PatchPoint(
+    library=PEFT,
+    owner="peft.tuners.trainable_tokens.layer:TrainableTokensLayer",
+    names=("_collect_token_weights",),
+    why="rows of what is not partitioned are at hand, though partitions of another model are gathered",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",
+            leads=("weight", "rows", "embed_dim"),
+        ),
+        Shape(
+            "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.update_layer",
+            has=("X = self.weight[self.token_indices[adapter_name]]",),
+        ),
+    ),
+)
+TOUCHED = (_INJECTED, _MERGED, _SWITCHED, _GATHERED, _TOKENS, _READ)
 _REMEDY = "zerostart cannot take over adapters of models in shards"
 
 #: Kinds of ``init_lora_weights`` that look at no weight; the others that are named do.
@@ -101,6 +118,8 @@ class AdapterCalls(Held):
         stack.callback(self._classes.clear)
         stack.callback(when_imported(_LAYERS, functools.partial(self._layers_imported, later)))
         stack.callback(when_imported(_GATHERED.owner, functools.partial(self._gathers, later)))
+        tokens = _TOKENS.owner.partition(":")[0]
+        stack.callback(when_imported(tokens, functools.partial(_collects, later)))
         stack.callback(when_imported(_FILES, functools.partial(self._files_imported, later)))
 
     def _layers_imported(self, stack: ExitStack, module: ModuleType) -> None:
@@ -110,10 +129,11 @@ class AdapterCalls(Held):
         @functools.wraps(original)
         def inject(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
             original_call = functools.partial(original, tuner, model, adapter_name, *args, **kwargs)
-            begins = getattr(tuner.peft_config[adapter_name], "init_lora_weights", True)
-            found = self._injecting(
-                original_call, model, isinstance(begins, str) and begins not in _OWN_BEGIN
-            )
+            config = tuner.peft_config[adapter_name]
+            begins = getattr(config, "init_lora_weights", True)
+            of_values = isinstance(begins, str) and begins not in _OWN_BEGIN
+            of_norms = bool(getattr(config, "use_dora", False))
+            found = self._injecting(original_call, model, of_values or of_norms)
             for kind in {type(m) for m in model.modules() if isinstance(m, module.BaseTunerLayer)}:
                 self._serve(stack, kind)
             return found
@@ -170,3 +190,15 @@ class AdapterCalls(Held):
             return self._reading(original, model, *args, **kwargs)
 
         stack.enter_context(replaced_wherever_imported(_READ, name, original, read))
+
+
+def _collects(stack: ExitStack, module: ModuleType) -> None:
+    demand((_TOKENS,), _REMEDY)
+    (name,) = _TOKENS.names
+    original = getattr(module.TrainableTokensLayer, name)
+
+    @functools.wraps(original)
+    def collect(layer: Any, weight: Any, rows: Any, embed_dim: int) -> Any:
+        return original(layer, weight, rows, embed_dim) if hasattr(weight, "ds_id") else layer.weight[rows]
+
+    stack.enter_context(replaced(_TOKENS, module.TrainableTokensLayer, name, collect))

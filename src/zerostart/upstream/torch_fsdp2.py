@@ -17,7 +17,16 @@ from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.torch import over
 from zerostart.upstream.versions import TORCH
 
-__all__ = ["TOUCHED", "begin_at", "has_run", "has_unreduced", "in_backward", "require", "whole_for_a_while"]
+__all__ = [
+    "TOUCHED",
+    "begin_at",
+    "has_run",
+    "has_unreduced",
+    "in_backward",
+    "require",
+    "whole_for_a_while",
+    "whole_tensor",
+]
 
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
@@ -135,7 +144,7 @@ def whole_for_a_while(model: nn.Module, modules: Sequence[nn.Module]) -> Iterato
     kept = _kept(model, modules)
     whole = []
     for group, parameter in {id(one): (group, one) for group, one in kept.values()}.values():
-        whole.append((parameter, _gathered(parameter.sharded_param)))
+        whole.append((parameter, whole_tensor(parameter.sharded_param)))
         _put(*whole[-1])
         parameter._post_load_hook_handle.remove()
         group.fsdp_params.remove(parameter)
@@ -179,8 +188,11 @@ def _groups(state: Any) -> list[Any]:
     return list(several)
 
 
-def _gathered(sharded: DTensor) -> torch.Tensor:
-    """The whole of a sharded parameter, on the mesh's device, though its shards may lie on the host."""
+def whole_tensor(sharded: DTensor) -> torch.Tensor:
+    """The whole of a sharded parameter, on the mesh's device, though its shards may lie on the host.
+
+    Collective.
+    """
     local = sharded.to_local().detach()
     kind = sharded.device_mesh.device_type
     if local.device.type != kind:

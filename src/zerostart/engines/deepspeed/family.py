@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import World
 from zerostart.engines.base import Engine, MasterReader, ShardMaker
 from zerostart.engines.deepspeed import memory3, memory12
+from zerostart.engines.deepspeed.cutting import cutter
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.deepspeed.training import HOST_BACKEND, KEPT, accelerate_setup, training_config
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
@@ -30,10 +30,6 @@ from zerostart.layout import Layout, Mesh, Parallelism, flat_partition
 from zerostart.layout.flat import FlatRules
 
 __all__ = ["DeepSpeed", "FlatBuffers", "ZeroThree"]
-
-#: Leaves this rank's part of what ranks share in a model, if they share any; the ranks that partition each
-#: parameter then, None for all.
-Cutter = tuple[Callable[[nn.Module], None] | None, dist.ProcessGroup | None]
 
 #: Elements of a reduction bucket that still makes messages of a good size; DeepSpeed's own is ten times that.
 BUCKET = 50_000_000
@@ -108,23 +104,6 @@ class DeepSpeed(Engine):
         cuts = functools.partial(tensor_cuts, model, size, settings.tensors, settings.tp_plan)
         return resolve(model, self.mesh, settings.ep_plan, decide=cuts)
 
-    def cutter(self, world: World, parallelism: Parallelism, partitioned: bool) -> Cutter:
-        """What leaves this rank's experts or slices in a model. Collective.
-
-        ``partitioned``: they are partitioned further, and not kept whole.
-        """
-        from zerostart.engines.deepspeed.experts import expert_cutter
-        from zerostart.engines.deepspeed.tensors import tensor_cutter
-
-        settings, owners = self.settings, None
-        cuts = list[Callable[[nn.Module], None]]()
-        if self.mesh.tensor_parallel > 1:
-            cut, owners = tensor_cutter(world, parallelism, settings.tensors, settings.tp_plan)
-            cuts.append(cut)
-        if self.mesh.expert_parallel > 1:
-            cuts.append(expert_cutter(world, parallelism, partitioned))
-        return functools.partial(_cut_all, cuts) if cuts else None, owners
-
     @property
     def parameter_dtype(self) -> torch.dtype | None:
         """See ``Engine``."""
@@ -187,6 +166,12 @@ class DeepSpeed(Engine):
         """See ``Engine``."""
         ranks = self.mesh.sequence_parallel, self.mesh.world_size
         return accelerate_setup(mixed_precision, self.config or {}, *ranks)
+
+    def spare_unreached(self, model: nn.Module) -> None:
+        """See ``Engine``: in flat tensors its gradient is zero."""
+        from zerostart.engines.deepspeed.unreached import spare_unreached
+
+        spare_unreached(model)
 
     def begin_sharing(self, model: nn.Module) -> None:
         """See ``Engine``: what is evaluated is shared, too."""
@@ -266,7 +251,7 @@ class ZeroThree(DeepSpeed):
         """See ``Engine``."""
         from zerostart.engines.deepspeed.partitioning import PartitionMaker
 
-        cut, owners = self.cutter(world, parallelism, partitioned=True)
+        cut, owners = cutter(world, self.settings, parallelism, partitioned=True)
         return PartitionMaker(world, dtype, self.config, self.settings, placements, cut, owners)
 
     def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
@@ -275,7 +260,16 @@ class ZeroThree(DeepSpeed):
         from zerostart.upstream.deepspeed_hollow import keep_from_loss
 
         keep_calls(model)
-        keep_from_loss(model)
+        keep_from_loss(model, list(model.parameters()))
+
+    def share_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
+        """See ``Engine``; ``deepspeed.initialize`` partitions them, and each rank gives a part of its own."""
+        from zerostart.engines.added import with_first_values
+        from zerostart.upstream.deepspeed_hollow import keep_from_loss
+
+        keep_from_loss(model, added)
+        if not self.mesh.parallel:
+            with_first_values(lambda: added)
 
     def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:
         """See ``Engine``."""
@@ -301,11 +295,6 @@ class ZeroThree(DeepSpeed):
     ) -> list[Moment]:
         """See ``Engine``."""
         return memory3.after_load(held, self.settings, optimizer, target)
-
-
-def _cut_all(cuts: Sequence[Callable[[nn.Module], None]], model: nn.Module) -> None:
-    for cut in cuts:
-        cut(model)
 
 
 def _partition(name: str, section: Any, place: int, owners: int) -> Layout:
@@ -356,7 +345,7 @@ class FlatBuffers(DeepSpeed):
         """See ``Engine``."""
         from zerostart.engines.deepspeed.flat import FlatShards
 
-        cut, _ = self.cutter(world, parallelism, partitioned=False)
+        cut, _ = cutter(world, self.settings, parallelism, partitioned=False)
         return FlatShards(world, self.zero_stage, self._rules(), self.exchange, parallelism, cut)
 
     def playing(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:

@@ -241,6 +241,12 @@ class DeepSpeedSettings:
             )
         if size == 1:
             return
+        if mesh.sequence_parallel > 1:
+            raise ConfigError(
+                f"tensor_parallel={size} with sequence_parallel={mesh.sequence_parallel} is not available on "
+                "deepspeed, whose ranks that share tensors must have the same tokens of a sequence; use one "
+                "of them, or engine='fsdp2'"
+            )
         ruled = [key for key in TENSOR_RULES if self.tensors.get(key)]
         if ruled and self.tp_plan is not None:
             raise ConfigError(

@@ -6,6 +6,8 @@ rank by itself, without any reduction of gradients, and nobody would notice.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,14 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zerostart.distributed.world import current_world
+from zerostart.engines.added import with_first_values
 from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
+from zerostart.upstream.torch_fsdp2 import whole_tensor
 
 __all__ = ["shard_added", "shard_around", "share_added"]
 
 #: Modules that hold parameters for others and are never called, so that nothing would gather them.
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+_AVERAGED = "_zerostart_averaged"
 
 
 def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> list[str]:
@@ -69,25 +73,49 @@ def share_added(model: nn.Module, added: Sequence[nn.Parameter]) -> None:
 
     So they are whole, and right in a loop that does no more than FSDP2 asks for, until they are sharded.
     """
-    values = [parameter.detach() for parameter in added if not parameter.is_meta]
-    with current_world().collectives("sharing what was added"):
-        for value in values if dist.is_initialized() else ():
-            dist.broadcast(value, src=0)
-    chosen = {id(parameter) for parameter in added}
-    for module in model.modules():
-        if any(id(p) in chosen for p in module._parameters.values()):
-            # At each call: a library may put other parameters in their place (``assign=True``).
-            module.register_forward_pre_hook(_average_all)
-            _average_all(module, ())
+    # Copies of the model's own modules (``modules_to_save``) are of shards that no unit gathers.
+    values = with_first_values(lambda: [_whole(p) if isinstance(p, DTensor) else p for p in added])
+    whole = dict(zip(map(id, added), values, strict=True))
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        own = {leaf: whole[id(p)] for leaf, p in module._parameters.items() if id(p) in whole}
+        if own:
+            module._parameters.update(own)
+            paths = reversed(list(itertools.accumulate(name.split("."), "{}.{}".format)))
+            around = itertools.takewhile(_is_no_unit, map(modules.__getitem__, paths))
+            sharing = _Sharing(around)
+            module.register_forward_pre_hook(sharing)
+            sharing(module, ())
 
 
-def _average_all(module: nn.Module, args: object) -> None:
-    for parameter in module._parameters.values():
-        if parameter is None or isinstance(parameter, DTensor) or hasattr(parameter, "_zerostart_averaged"):
-            continue
-        if parameter.requires_grad:
-            parameter._zerostart_averaged = True  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(_average)  # type: ignore[no-untyped-call]
+def _is_no_unit(module: nn.Module) -> bool:
+    return not isinstance(module, FSDPModule)
+
+
+def _whole(parameter: DTensor) -> nn.Parameter:
+    return nn.Parameter(whole_tensor(parameter), parameter.requires_grad)
+
+
+class _Sharing:
+    """Has the parameters of a module averaged, until it or a module ``around`` it is a unit of FSDP2's.
+
+    They are looked at in each call: a library may put others in their place (``assign=True``), or train them
+    later.
+    """
+
+    def __init__(self, around: Iterable[nn.Module]) -> None:
+        self._around = [weakref.ref(one) for one in around]
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        """Be the hook before a forward, which a unit has gathered its parameters for, and reduces them."""
+        if any(isinstance(one(), FSDPModule) for one in self._around):
+            return
+        for parameter in module._parameters.values():
+            if parameter is None or isinstance(parameter, DTensor) or hasattr(parameter, _AVERAGED):
+                continue
+            if parameter.requires_grad:
+                setattr(parameter, _AVERAGED, True)
+                parameter.register_post_accumulate_grad_hook(_average)  # type: ignore[no-untyped-call]
 
 
 def _average(parameter: torch.Tensor) -> None:

@@ -19,12 +19,11 @@ from torch.distributed.tensor import DTensor
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
-from zerostart.engines.fsdp2.storage import give_storage, holders, sharded, sharded_layout
+from zerostart.engines.fsdp2.storage import arena_of, give_storage, holders, sharded, sharded_layout
 from zerostart.engines.fsdp2.units import scalars_of, units_of
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, replicated
-from zerostart.transfer import Arena
 
 __all__ = ["FSDP2Shards", "current_shards"]
 
@@ -74,14 +73,7 @@ class FSDP2Shards:
             shape[dims[name]] = -(-shape[dims[name]] // shares)
             return shape
 
-        return give_storage(model, names, self._arena(), self._rank, at, chunk)
-
-    def _arena(self) -> Arena:
-        if self._settings.pinned:
-            return Arena(
-                torch.device("cpu"), functools.partial(torch.empty, dtype=torch.uint8, pin_memory=True)
-            )
-        return Arena(torch.device("cpu") if self._settings.offloaded else self.device)
+        return give_storage(model, names, arena_of(self._settings, self.device), self._rank, at, chunk)
 
     def finish(self, model: nn.Module) -> int:
         """Nothing is left to do: FSDP2 looks at the storages themselves."""

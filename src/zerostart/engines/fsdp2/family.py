@@ -17,11 +17,11 @@ from zerostart.engines.base import Engine, ShardMaker
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.flat_memory import after_load as after_load_whole
 from zerostart.engines.fsdp2 import memory
-from zerostart.engines.fsdp2.layouts import share_of
+from zerostart.engines.fsdp2.layouts import MeshShares
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.stages import begin_batch
 from zerostart.engines.memory import Held, Moment, Optimizer, Target
-from zerostart.engines.placements import DEVICE, HOST, Placements, placed_on_mesh
+from zerostart.engines.placements import DEVICE, HOST, Placements
 from zerostart.engines.sequences import check_ring
 from zerostart.engines.shard import Shard
 from zerostart.engines.training import AccelerateSetup, Launched, TrainingJob
@@ -83,6 +83,11 @@ class FSDP2(Engine):
         """See ``Engine``."""
         _ = self.settings
 
+    @classmethod
+    def configured_tensors(cls, config: Mapping[str, Any]) -> int:
+        """See ``Engine``; it is ``autotp_size``, as in DeepSpeed's section."""
+        return FSDP2Settings.of(config).autotp_size
+
     def check_mesh(self) -> None:
         """See ``Engine``; raises ConfigError."""
         self.settings.check_mesh(self.mesh)
@@ -118,7 +123,7 @@ class FSDP2(Engine):
 
     def given_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
         """See ``Engine``."""
-        return self.settings.ep_plan, self.settings.tp_plan, self.settings.tensor_parallel
+        return self.settings.ep_plan, self.settings.tp_plan, self.settings.rules
 
     def let_cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """See ``Engine``."""
@@ -129,13 +134,19 @@ class FSDP2(Engine):
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
         """See ``Engine``."""
         parameters = dict(model.named_parameters())
-        if parallelism.mesh.parallel:
-            shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-            share = functools.partial(share_of, parallelism)
-            return placed_on_mesh(parallelism, shapes, dict.fromkeys(parameters, DEVICE), share)
-        return self._over_all(parameters)
+        homes = dict.fromkeys(parameters, HOST if self.settings.offloaded else DEVICE)
+        if not parallelism.mesh.parallel:
+            return self._over_all(parameters, homes)
+        shares = MeshShares.planned(self.settings, parallelism, parameters)
+        dims = shares.dims or {}
+        return Placements(
+            layout=lambda name, rank: shares.layout(name, tuple(parameters[name].shape), rank),
+            alike=lambda name: (parallelism.is_expert(name), parallelism.cut(name), dims.get(name)),
+            twin=lambda rank: rank % shares.ranks,
+            homes=homes,
+        )
 
-    def _over_all(self, parameters: Mapping[str, nn.Parameter]) -> Placements:
+    def _over_all(self, parameters: Mapping[str, nn.Parameter], homes: Mapping[str, str]) -> Placements:
         settings, size = self.settings, self.mesh.world_size
         _, shares = settings.shape(size)
         dims = settings.dimensions(parameters, shares)
@@ -149,7 +160,7 @@ class FSDP2(Engine):
             ),
             alike=dims.get,
             twin=lambda rank: first[share_of(rank)],
-            homes=dict.fromkeys(parameters, HOST if settings.offloaded else DEVICE),
+            homes=homes,
         )
 
     def maker(
@@ -159,7 +170,7 @@ class FSDP2(Engine):
         if parallelism.mesh.parallel:
             from zerostart.engines.fsdp2.parallel import FSDP2ParallelShards
 
-            return FSDP2ParallelShards(world, self.settings, parallelism, placements)
+            return FSDP2ParallelShards(world, self.settings, parallelism)
         from zerostart.engines.fsdp2.engine import FSDP2Shards
 
         return FSDP2Shards(world, self.settings)
@@ -181,7 +192,7 @@ class FSDP2(Engine):
         if parallelism.mesh.parallel:
             from zerostart.engines.fsdp2.parallel import parallel_shards
 
-            return parallel_shards(model, parallelism, rank)
+            return parallel_shards(model, self.settings, parallelism, rank)
         from zerostart.engines.fsdp2.engine import current_shards
 
         return current_shards(model)
@@ -264,8 +275,8 @@ class FSDP2(Engine):
         """The ranks that share this rank's batch; collective when it is made."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        shape = (self.mesh.batch(0)[1], self.mesh.sequence_parallel)
-        return init_device_mesh(default_device().type, shape, mesh_dim_names=("batch", "cp"))["cp"]
+        shape = (self.mesh.batch(0)[1], self.mesh.sequence_parallel, self.mesh.tensor_parallel)
+        return init_device_mesh(default_device().type, shape, mesh_dim_names=("batch", "cp", "tp"))["cp"]
 
     def sequence_chunks(self, rank: int) -> tuple[tuple[int, ...], int]:
         """See ``Engine``."""
@@ -283,7 +294,7 @@ class FSDP2(Engine):
         self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target
     ) -> list[Moment]:
         """See ``Engine``."""
-        units = memory.Units.of(model, self.settings, held, target.world_size)
+        units = memory.Units.of(model, self.settings, held, self.mesh.data(0)[1])
         return memory.after_load(held, units, optimizer, target)
 
     def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:

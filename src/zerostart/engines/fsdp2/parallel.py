@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
@@ -20,17 +21,15 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.fsdp2.blocks import blocks_of
-from zerostart.engines.fsdp2.layouts import expert_dimension, share_of
+from zerostart.engines.fsdp2.layouts import MeshShares
 from zerostart.engines.fsdp2.settings import FSDP2Settings
-from zerostart.engines.fsdp2.storage import give_storage
+from zerostart.engines.fsdp2.storage import arena_of, give_storage
 from zerostart.engines.fsdp2.tensors import cut_tensors, distributed
 from zerostart.engines.fsdp2.units import scalars_of, units_of
 from zerostart.engines.names import loaded_names
-from zerostart.engines.placements import Placements
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
-from zerostart.layout import Layout, Parallelism
-from zerostart.transfer import Arena
+from zerostart.layout import Parallelism
 from zerostart.upstream.transformers_tensor import require as require_styles
 
 __all__ = ["FSDP2ParallelShards", "parallel_shards"]
@@ -39,30 +38,23 @@ __all__ = ["FSDP2ParallelShards", "parallel_shards"]
 class FSDP2ParallelShards:
     """Makes FSDP2 shards over the owners of each section of a mesh; see ``FSDP2Settings.check_mesh``."""
 
-    def __init__(
-        self,
-        world: World,
-        settings: FSDP2Settings,
-        parallelism: Parallelism,
-        placements: Placements,
-    ) -> None:
+    def __init__(self, world: World, settings: FSDP2Settings, parallelism: Parallelism) -> None:
         if parallelism.mesh.tensor_parallel > 1:
             require_styles()
-        self._wrap = settings.wrap
-        self._options = settings.options()
+        self._settings = settings
         self._parallelism = parallelism
-        self._placements = placements
         self._rank = world.rank
         self.device = default_device()
-        mesh = parallelism.mesh
-        sizes = (mesh.world_size // mesh.tensor_parallel, mesh.tensor_parallel)
-        owners = mesh.world_size // mesh.expert_parallel
+        mesh, replicas = parallelism.mesh, settings.replicate
         with world.collectives("making the device meshes"):
-            dense = init_device_mesh(self.device.type, sizes, mesh_dim_names=("data", "tensor"))
-            self._experts = init_device_mesh(
-                self.device.type, (owners, mesh.expert_parallel), mesh_dim_names=("expert_data", "expert")
-            )
-        self._dense, self._tensors = dense["data"], dense["tensor"]
+            self._dense, self._tensors = self._meshes(replicas, mesh.tensor_parallel, "tensor")
+            self._owners, self._experts = self._meshes(replicas, mesh.expert_parallel, "expert")
+
+    def _meshes(self, replicas: int, size: int, axis: str) -> tuple[DeviceMesh, DeviceMesh]:
+        """The ranks that share what an axis of ``size`` ranks leaves whole, replicas first; and that axis."""
+        sizes = (replicas, self._parallelism.mesh.world_size // (replicas * size), size)
+        whole = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard", axis))
+        return whole["shard"] if replicas == 1 else whole["replicate", "shard"], whole[axis]
 
     def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence | None:
         """Nothing is whole."""
@@ -70,74 +62,94 @@ class FSDP2ParallelShards:
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Cut the experts, wrap them, the model's blocks and then its root; give local shards storage."""
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        settings, whole = self._settings, dict(model.named_parameters())
+        shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
+        shares = MeshShares.planned(settings, self._parallelism, whole)
         if self._tensors.size() > 1:
             cut_tensors(model, self._parallelism, self._tensors)
-        for module, own in expert_modules(model, self._parallelism).items():
-            self._wrap_experts(module, own)
-        options = {**self._options, "ignored_params": scalars_of(model)}
-        for unit in units_of(model, blocks_of(model, self._wrap)):
+        experts = expert_modules(model, self._parallelism)
+        for module, own in experts.items():
+            self._cut_experts(module, own)
+        dims: dict[int, int] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.dim():
+                dims[id(parameter)] = shares.dimension(name, *shares.section(name, shapes[name], self._rank))
+        options = {
+            **settings.options(),
+            "ignored_params": scalars_of(model),
+            "shard_placement_fn": lambda parameter: ShardPlacement(dims[id(parameter)]),
+        }
+        for module in experts:
+            self._wrap_experts(module, units_of(module, ())[-1].options(options))
+        for unit in units_of(model, blocks_of(model, settings.wrap)):
             fully_shard(unit.module, mesh=self._dense, **unit.options(options))
-
-        def chunk(name: str) -> tuple[int, ...]:
-            section = self._parallelism.section(name, shapes[name], self._rank).shape
-            if not section:
-                return ()
-            owners = self._parallelism.owners(name, self._rank)[1]
-            dim = expert_dimension(section, owners) if self._parallelism.is_expert(name) else 0
-            return (*section[:dim], -(-section[dim] // owners), *section[dim + 1 :])
-
-        return give_storage(model, names, Arena(self.device), self._rank, self._placements.layout, chunk)
+        return give_storage(
+            model,
+            names,
+            arena_of(settings, self.device),
+            self._rank,
+            lambda name, rank: shares.layout(name, shapes[name], rank),
+            lambda name: shares.chunk(name, shapes[name], self._rank),
+        )
 
     def finish(self, model: nn.Module) -> int:
         """Nothing is left to do: FSDP2 looks at the storages themselves."""
         return 0
 
-    def _wrap_experts(self, module: nn.Module, names: Mapping[str, str]) -> None:
-        """Cut the parameters of one experts module, make it serve all ranks' tokens, and shard it."""
-        options = units_of(module, ())[-1].options(self._options)
-        expert, owners = self._experts["expert"], self._experts["expert_data"]
+    def _cut_experts(self, module: nn.Module, names: Mapping[str, str]) -> None:
+        """Cut the parameters of one experts module, and make it serve all ranks' tokens."""
         counts: list[int] = []
         for leaf, name in names.items():
             old = module._parameters[leaf]
             assert old is not None, "a cut names a parameter that is there"
             sections = self._parallelism.expert_sections(name)
             counts = [section.shape[0] for section in sections]
-            local = torch.empty(sections[expert.get_local_rank()].shape, dtype=old.dtype, device="meta")
-            module._parameters[leaf] = distributed(old, local, expert, [ShardPlacement(0)])
-        exchange_tokens(module, expert.get_group(), counts)
-        fully_shard(module, mesh=owners, shard_placement_fn=_placement_over(owners.size()), **options)
+            local = torch.empty(
+                sections[self._experts.get_local_rank()].shape, dtype=old.dtype, device="meta"
+            )
+            module._parameters[leaf] = distributed(old, local, self._experts, [ShardPlacement(0)])
+        exchange_tokens(module, self._experts.get_group(), counts)
+
+    def _wrap_experts(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        """Shard one experts module over its owners."""
+        policy, alone = options.get("mp_policy"), self._owners.shape[-1] == 1
+        if alone and policy is not None and torch.float16 in (policy.reduce_dtype, policy.param_dtype):
+            # What is reduced in half precision FSDP2 divides before and after, and of one owner in between.
+            options = {**options, "mp_policy": replace(policy, reduce_dtype=torch.float32)}
+        fully_shard(module, mesh=self._owners, **options)
         unit: Any = module
         unit.set_gradient_divide_factor(float(self._parallelism.mesh.world_size))
         # As a sum that is divided afterwards: gloo has no reduction with a factor, and NCCL's gives zeros in
         # bfloat16 (pytorch #190745). One owner has nothing to reduce, and FSDP2 divides anyway.
-        unit.set_force_sum_reduction_for_comms(owners.size() > 1)
+        unit.set_force_sum_reduction_for_comms(not alone)
 
 
-def _placement_over(owners: int) -> Any:
-    def place(parameter: nn.Parameter) -> ShardPlacement:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return ShardPlacement(expert_dimension(tuple(local.shape), owners))
-
-    return place
-
-
-def parallel_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
+def parallel_shards(
+    model: nn.Module, settings: FSDP2Settings, parallelism: Parallelism, rank: int
+) -> dict[str, Shard]:
     """The shards of ``model`` as they are now; parameters that a forward left gathered are resharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     names = loaded_names(model)
+    # A tied parameter lies as its first name says.
+    found = {
+        alias: (names[alias], parameter)
+        for alias, parameter in model.named_parameters(remove_duplicate=False)
+        if isinstance(parameter, DTensor)
+    }
+    given = settings.shard_placement_fn is not None
+    dims = {name: _dimension(parameter, parallelism.cut(name)) for name, parameter in found.values()}
+    shares = MeshShares.of(settings, parallelism, dims if given else None)
     shards = {}
-    for alias, parameter in model.named_parameters(remove_duplicate=False):
-        if isinstance(parameter, DTensor):
-            name = names[alias]  # A tied parameter lies as its first name says.
-            at = functools.partial(_layout, parallelism, name, tuple(parameter.shape))
-            local = parameter.to_local().detach().view(-1)
-            shards[alias] = Shard(name, at(rank), local, at, parallelism.holders(name, rank))
+    for alias, (name, parameter) in found.items():
+        at = functools.partial(shares.layout, name, tuple(parameter.shape))
+        local = parameter.to_local().detach().view(-1)
+        shards[alias] = Shard(name, at(rank), local, at, shares.holders(name, rank))
     return shards
 
 
-def _layout(parallelism: Parallelism, name: str, shape: tuple[int, ...], rank: int) -> Layout:
-    section = parallelism.section(name, shape, rank)
-    return section.holds(share_of(parallelism, name, section, *parallelism.owners(name, rank)))
+def _dimension(parameter: DTensor, cut: object) -> int:
+    """The dimension along which owners share ``parameter``; another mesh's placement comes after theirs."""
+    placement: Any = parameter.placements[-1 if cut is None else -2]
+    return int(placement.dim)

@@ -125,25 +125,45 @@ class FSDP2Settings:
         """Whether that host memory is page-locked."""
         return isinstance(self.offload_policy, CPUOffloadPolicy) and self.offload_policy.pin_memory
 
+    @property
+    def autotp_size(self) -> int:
+        """How many ranks the section ``tensor_parallel`` has share tensors; 1 where it says nothing of it."""
+        return int((self.tensor_parallel or {}).get("autotp_size") or 1)
+
+    @property
+    def rules(self) -> Mapping[str, Any] | None:
+        """The section ``tensor_parallel``, if it says more than how many ranks."""
+        section = self.tensor_parallel
+        return None if section is not None and section.keys() == {"autotp_size"} else section
+
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise ConfigError for a mesh that cannot be trained with these settings."""
+        if self.autotp_size not in (1, mesh.tensor_parallel):
+            raise ConfigError(
+                f"tensor_parallel={mesh.tensor_parallel}, and engine_config['tensor_parallel'] has "
+                f"autotp_size={self.autotp_size}; use one number for both, or leave one out"
+            )
         if not mesh.parallel:
             self.shape(mesh.world_size)
             return
         axis = "expert_parallel" if mesh.expert_parallel > 1 else "tensor_parallel"
         size = self.reshard_after_forward
-        for there, key in (
-            (self.mesh is not None, "mesh"),
-            (self.replicate > 1, "replicate"),
-            (self.shard_placement_fn is not None, "shard_placement_fn"),
-            (self.offloaded, "offload_policy"),
-            (isinstance(size, int) and not isinstance(size, bool), "reshard_after_forward"),
-        ):
-            if there:
-                remedy = f"set {key} to True or False" if key == "reshard_after_forward" else f"remove {key}"
+        if self.mesh is not None:
+            raise ConfigError(
+                f"{axis}={getattr(mesh, axis)} with engine_config['mesh'] is not available: the load makes "
+                f"the mesh that its axes ask for; use replicate= for replicas, or {axis}=1"
+            )
+        if isinstance(size, int) and not isinstance(size, bool):
+            raise ConfigError(
+                f"{axis}={getattr(mesh, axis)} with engine_config['reshard_after_forward']={size} is not "
+                "available: torch's fully_shard reshards no parameter that is cut by another mesh to a part "
+                f"of the ranks; set reshard_after_forward to True or False, or use {axis}=1"
+            )
+        for axis in ("expert_parallel", "tensor_parallel"):
+            if mesh.world_size % (self.replicate * getattr(mesh, axis)):
                 raise ConfigError(
-                    f"{axis}={getattr(mesh, axis)} with engine_config[{key!r}] is not available in this "
-                    f"version; {remedy}, or use {axis}=1"
+                    f"replicate={self.replicate} with {axis}={getattr(mesh, axis)} does not divide the "
+                    f"{mesh.world_size} ranks; use fewer replicas: each has all that {axis} shares out"
                 )
 
     def shape(self, world_size: int) -> tuple[int, int]:
@@ -188,11 +208,13 @@ class FSDP2Settings:
 
         One without dimensions is not sharded.
         """
-        cut = {name: parameter for name, parameter in parameters.items() if parameter.dim()}
-        return {name: self._dimension(parameter, name, shares) for name, parameter in cut.items()}
+        found = {name: self.dimension(p, name) for name, p in parameters.items() if p.dim()}
+        for name, dim in found.items():
+            self.check_even(name, parameters[name].shape, dim, shares)
+        return found
 
-    def _dimension(self, parameter: nn.Parameter, name: str, shares: int) -> int:
-        """The dimension that ``parameter`` is sharded along; raises EngineError for one that FSDP2 cannot."""
+    def dimension(self, parameter: nn.Parameter, name: str) -> int:
+        """The dimension that ``parameter`` is to be sharded along; raises EngineError for none of its own."""
         given = self.shard_placement_fn(parameter) if self.shard_placement_fn is not None else None
         if given is None:
             given = Shard(0)
@@ -204,14 +226,18 @@ class FSDP2Settings:
         dim: int = given.dim + parameter.dim() if given.dim < 0 else given.dim
         if not 0 <= dim < parameter.dim():
             raise EngineError(
-                f"shard_placement_fn returned {given} for {name}, of {parameter.dim()} dimensions"
-            )
-        if dim and parameter.shape[dim] % shares:
-            raise EngineError(
-                f"FSDP2 shards evenly along dimensions other than 0, and {name} has {parameter.shape[dim]} "
-                f"elements along dimension {dim} for {shares} ranks; return Shard(0) or None for it"
+                f"shard_placement_fn returned {given} for {name}, of {parameter.dim()} dimensions; use one "
+                "of them, or None"
             )
         return dim
+
+    def check_even(self, name: str, shape: Sequence[int], dim: int, shares: int) -> None:
+        """Raise EngineError unless FSDP2 can shard a tensor of that shape along ``dim``."""
+        if dim and shape[dim] % shares:
+            raise EngineError(
+                f"FSDP2 shards evenly along dimensions other than 0, and {name} has {shape[dim]} "
+                f"elements along dimension {dim} for {shares} ranks; return Shard(0) or None for it"
+            )
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of ``fully_shard`` other than the mesh; what is not set keeps its default."""

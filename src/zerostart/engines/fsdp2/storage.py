@@ -13,13 +13,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
+from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
 from zerostart.layout import Layout, dimension_shard, replicated
 from zerostart.transfer import Arena
 from zerostart.upstream.torch import adopt_local_tensors, hide_padding, over
 
-__all__ = ["give_storage", "holders", "sharded", "sharded_layout"]
+__all__ = ["arena_of", "give_storage", "holders", "sharded", "sharded_layout"]
+
+
+def arena_of(settings: FSDP2Settings, device: torch.device) -> Arena:
+    """Memory for shards: of ``device``, unless the settings have them on the host."""
+    if settings.pinned:
+        return Arena(torch.device("cpu"), functools.partial(torch.empty, dtype=torch.uint8, pin_memory=True))
+    return Arena(torch.device("cpu") if settings.offloaded else device)
 
 
 def give_storage(

@@ -10,7 +10,7 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.models.libraries.plain import Plain
 from zerostart.models.library import Built
 from zerostart.recipe import Recipes
-from zerostart.upstream.diffsynth_printing import keep_printable
+from zerostart.upstream.deepspeed_printing import keep_printable
 
 __all__ = ["DiffSynth"]
 
@@ -43,5 +43,5 @@ class DiffSynth(Plain):
         return not Plain.entries(self, model)
 
     def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
-        """Let it be printed, whatever lies in its modules."""
+        """Let DeepSpeed begin with it, whatever its modules print."""
         keep_printable(built.model)

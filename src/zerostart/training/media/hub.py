@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, overload
 
+from zerostart.checkpoint.paths import expanded
 from zerostart.errors import ConfigError
 from zerostart.training.media.table import Table
 
@@ -18,7 +18,7 @@ _PREFIX = "hf:"
 
 def is_dataset(source: str) -> bool:
     """Whether ``source`` is ``hf:NAME``, or a directory that ``datasets`` saved."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     saved = (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
     return source.startswith(_PREFIX) or saved or (path / "dataset_dict.json").is_file()
 
@@ -39,7 +39,7 @@ def read_dataset(source: str, split: str, base: str | None, items: int) -> Table
         if source.startswith(_PREFIX):
             found = datasets.load_dataset(source.removeprefix(_PREFIX), split=split)
         else:
-            found = datasets.load_from_disk(str(Path(source).expanduser()))
+            found = datasets.load_from_disk(str(expanded(source)))
     except Exception as error:  # of many types
         told = " ".join(str(error).split())
         raise ConfigError(
@@ -56,7 +56,7 @@ def read_dataset(source: str, split: str, base: str | None, items: int) -> Table
     for name, feature in found.features.items():
         found = found.cast_column(name, _undecoded(feature, datasets))
     rows = _Rows(found, min(items, len(found)) if items else len(found))
-    base_path = Path(base or ".").expanduser()
+    base_path = expanded(base or ".")
     return Table(rows, tuple(found.features), base_path, partial(_place, source, split))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerostart.checkpoint.paths import expanded
 from zerostart.errors import ConfigError
 from zerostart.training.media.files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from zerostart.training.parsing import parsed_json
@@ -40,7 +41,7 @@ def read_table(source: str, base: str | None, items: int, prompt: str | None) ->
     The texts beside the files of a directory become the column ``prompt``; None asks for none.
     Raises :class:`ConfigError` for what is absent, malformed or empty; it names the line.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_dir():
         tables = [path / name for name in TABLES if (path / name).is_file()]
         if len(tables) > 1:
@@ -69,7 +70,7 @@ def _table(found: Iterator[tuple[str, Row]], source: str, base: Path, items: int
         raise ConfigError(f"media.source {source} cannot be read: {error.strerror}") from error
     if not pairs:
         raise ConfigError(f"media.source {source} is empty: it has no row to train on")
-    base = base.expanduser()
+    base = expanded(base)
     if not base.is_dir():
         raise ConfigError(f"media.base {base}: no such directory")
     columns = tuple(dict.fromkeys(itertools.chain.from_iterable(row for _, row in pairs)))

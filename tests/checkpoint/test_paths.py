@@ -1,0 +1,44 @@
+"""Paths as users write them, in every verb and every key that takes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import zerostart
+from zerostart.checkpoint.paths import expanded
+from zerostart.errors import ConfigError
+from zerostart.training.config import DataConfig
+from zerostart.training.data import iter_documents
+
+VERBS: dict[str, Callable[[str], Any]] = {
+    "load": zerostart.load,
+    "plan": lambda path: zerostart.plan(path, world_size=2),
+    "save": lambda path: zerostart.save(nn.Linear(2, 2), path),
+    "save_state": lambda path: zerostart.save_state(path, nn.Linear(2, 2)),
+    "load_state": lambda path: zerostart.load_state(path, nn.Linear(2, 2)),
+    "verify": zerostart.verify,
+    "diff": lambda path: zerostart.diff(path, nn.Linear(2, 2)),
+    "data": lambda path: list(iter_documents(DataConfig(source=path))),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_home_directory_of_nobody_is_named(verb: str) -> None:
+    with pytest.raises(ConfigError, match="~no-such-user/model: there is no home directory of that name"):
+        VERBS[verb]("~no-such-user/model")
+
+
+def test_home_directories_are_found_and_a_nul_is_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "text.txt").write_text("one")
+    assert expanded("~/model") == tmp_path / "model"
+    assert list(iter_documents(DataConfig(source="~/text.txt"))) == ["one"]
+    with pytest.raises(ConfigError, match=r"'a\\x00b' is no path: it has a NUL"):
+        zerostart.verify("a\0b")
