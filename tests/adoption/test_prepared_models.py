@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,26 @@ def late(path: Path) -> str:
     with pytest.raises(zerostart.ZerostartError) as caught:
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return str(caught.value)
+
+
+def aside() -> list[str]:
+    from accelerate import Accelerator
+
+    import zerostart
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerostart").addHandler(handler)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    zerostart.enable()
+    Accelerator(cpu=True)
+    return told
+
+
+def test_a_launchers_deepspeed_that_is_left_aside_is_told_of() -> None:
+    (told,) = run_ranks(aside, 1, process_group=False)
+    assert ["accelerate trains without the DeepSpeed" in text for text in told].count(True) == 1
 
 
 def test_a_model_that_came_before_any_configuration_is_named(checkpoints: TinyCheckpoints) -> None:

@@ -89,6 +89,9 @@ ENGINES: Mapping[str, Mapping[str, Setting]] = {
         "the same, `reduce_scatter: false`": Setting(
             config={"gradient_predivide_factor": 2.0}, zero={"reduce_scatter": False}
         ),
+        "the same, by all ranks": Setting(
+            config={"gradient_predivide_factor": 8.0}, zero={"reduce_scatter": False}, stages=(3,)
+        ),
         "`use_data_before_expert_parallelism`": Setting(config={"use_data_before_expert_parallelism": True}),
         "the pass `autotp` of `compile`": Setting(config={"compile": {"passes": ["autotp"]}}),
         "`tp_plan` beside `preset_model`": Setting(config=_BOTH),

@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 #: Where combinations are refused without a model, by file: all that these functions raise is on the page.
 REFUSING = {
     "layout/mesh.py": {"__post_init__"},
-    "engines/deepspeed/settings.py": {"check_stage", "check_sequences", "check_mesh", "_check_tensors"},
+    "engines/deepspeed/settings.py": {
+        *("check_stage", "check_sequences", "check_scaling", "check_mesh", "_check_tensors")
+    },
     "engines/deepspeed/family.py": {"check_mesh"},
     "engines/fsdp2/settings.py": {"at_stage", "check_mesh"},
     "engines/fsdp2/family.py": {"check_mesh"},

@@ -47,14 +47,16 @@ def test_train_as_one_process(axes: str, setting: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("axes", AXES)
 def test_states_on_nvme(axes: str, tmp_path: Path) -> None:
-    """Of layers that are large enough for DeepSpeed to swap them."""
+    """As on the host; of layers that are large enough for DeepSpeed to swap them."""
     kind, experts, tensors = AXES[axes]
     wide = {"moe_intermediate_size" if experts > 1 else "intermediate_size": 1024}
     path = checkpoint(kind, tmp_path, hidden_size=512, num_hidden_layers=1, **wide)
     place = tmp_path / "nvme"
     place.mkdir()
     nvme = {"device": "nvme", "nvme_path": str(place), "buffer_count": 8, "pin_memory": False}
-    check([(path, Layout(3, experts, tensors, {"offload_optimizer": nvme}), None)], tmp_path)
+    homes = [Layout(3, experts, tensors, {"offload_optimizer": home}) for home in (HOST, nvme)]
+    for wanted, found in run_ranks(trained, 4, [(path, home, None) for home in homes], tmp_path, timeout=450):
+        assert differences(found, wanted) == []
     assert any(place.rglob("*.swp"))
 
 

@@ -9,6 +9,7 @@ rehearsed.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from zerostart.upstream.versions import ACCELERATE, TRANSFORMERS
 
 __all__ = ["TOUCHED", "Override"]
 
+logger = logging.getLogger("zerostart")
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _PLUGIN = "accelerate.utils.dataclasses:FullyShardedDataParallelPlugin"
 _ACCELERATOR_STATE = "accelerate.state:AcceleratorState"
@@ -273,6 +275,11 @@ def _knows_fsdp2_everywhere(original: Any) -> Any:
         from accelerate.state import PartialState
         from accelerate.utils import DistributedType
 
+        if kwargs.get("cpu") and kwargs.get("_from_accelerator") and is_set("ACCELERATE_USE_DEEPSPEED"):
+            logger.warning(
+                "Accelerator(cpu=True): accelerate trains without the DeepSpeed that the launcher asks for; "
+                "leave cpu=True out, which hosts without accelerators do not need here"
+            )
         plugin = kwargs.get("fsdp_plugin")
         if (
             plugin is not None
