@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from scripts import fsdp2, trainer_script
+from scripts import accelerate_script, fsdp2, trainer_script
 
 import zerostart
 from ranks import run_ranks
@@ -51,6 +51,17 @@ def test_trainer(sizes: dict[str, int], batches: int, checkpoints: TinyCheckpoin
         # Adam moves an element by its gradient's sign, however small that is.
         assert (tensor - wanted[name]).norm() <= 1e-3 * wanted[name].norm(), name
     assert ours["read"] <= sum(file.stat().st_size for file in path.glob("*.safetensors")) * 0.8
+
+
+@pytest.mark.slow
+def test_adapters_on_replicas(checkpoints: TinyCheckpoints) -> None:
+    """As accelerate's own FSDP2 trains them on as many ranks, without replicas."""
+    path, more = checkpoints(MODEL), ("no", False, True)
+    stock = run_ranks(accelerate_script, 4, path, fsdp2(), None, *more, process_group=False)[0]
+    environment = axes(dp_replicate=2, dp_shard=2)
+    for ours in run_ranks(accelerate_script, 4, path, environment, {}, *more, process_group=False):
+        assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+        assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-5)
 
 
 def refusals(path: Path, environment: dict[str, str]) -> list[str]:

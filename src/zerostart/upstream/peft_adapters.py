@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.on_import import when_imported
 from zerostart.upstream.patches import Held, replaced, replaced_wherever_imported
@@ -27,6 +28,14 @@ _INJECTED = PatchPoint(
     why="adapters that are put into a model in shards are the same on every rank, and stay so",
     lasts=Lasts.MODEL,
     shapes=(Shape("peft.tuners.tuners_utils:BaseTuner.inject_adapter", leads=("model", "adapter_name")),),
+)
+_SIZES = PatchPoint(
+    library=PEFT,
+    owner=_LAYERS,
+    names=("_get_in_out_features",),
+    why="a layer in shards computes with its whole weight, whatever the dimensions of their mesh are called",
+    lasts=Lasts.MODEL,
+    shapes=(Shape(f"{_LAYERS}:_get_in_out_features", leads=("module",)),),
 )
 _MERGED = PatchPoint(
     library=PEFT,
@@ -85,9 +94,11 @@ _TOKENS = PatchPoint(
         ),
     ),
 )
-TOUCHED = (_INJECTED, _MERGED, _SWITCHED, _GATHERED, _TOKENS, _READ)
+TOUCHED = (_INJECTED, _SIZES, _MERGED, _SWITCHED, _GATHERED, _TOKENS, _READ)
 _REMEDY = "zerostart cannot take over adapters of models in shards"
 
+#: What the dimension of a mesh is called whose ranks compute with a part of a weight.
+_CUTTING = {"tensor", "tp"}
 #: Kinds of ``init_lora_weights`` that look at no weight; the others that are named do.
 _OWN_BEGIN = ("gaussian", "eva", "orthogonal")
 
@@ -123,7 +134,10 @@ class AdapterCalls(Held):
         stack.callback(when_imported(_FILES, functools.partial(self._files_imported, later)))
 
     def _layers_imported(self, stack: ExitStack, module: ModuleType) -> None:
-        demand((_INJECTED, _MERGED, _SWITCHED), _REMEDY)
+        demand((_INJECTED, _SIZES, _MERGED, _SWITCHED), _REMEDY)
+        (name,) = _SIZES.names
+        measured = getattr(module, name)
+        stack.enter_context(replaced_wherever_imported(_SIZES, name, measured, _measures(measured)))
         original = module.BaseTuner.inject_adapter
 
         @functools.wraps(original)
@@ -190,6 +204,17 @@ class AdapterCalls(Held):
             return self._reading(original, model, *args, **kwargs)
 
         stack.enter_context(replaced_wherever_imported(_READ, name, original, read))
+
+
+def _measures(original: Any) -> Any:
+    @functools.wraps(original)
+    def sizes(module: nn.Module) -> Any:
+        weight = module.weight if isinstance(module, nn.Linear) else None
+        if isinstance(weight, DTensor) and not _CUTTING & {*(weight.device_mesh.mesh_dim_names or ())}:
+            return module.in_features, module.out_features
+        return original(module)
+
+    return sizes
 
 
 def _collects(stack: ExitStack, module: ModuleType) -> None:
