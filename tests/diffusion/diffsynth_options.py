@@ -178,7 +178,7 @@ TESTED = {
     "train.learning_rate": "test_lora_runs.py::test_a_lora_on_every_engine",
     "train.steps": "test_whole_way.py::test_from_an_empty_directory_to_pictures",
     "train.trainable": "test_lora_runs.py::test_a_part_of_the_model_is_trained",
-    "train.weight_decay": "test_run.py::test_engines_and_world_sizes_train_alike",
+    "train.weight_decay": "test_flow_runs.py::test_matrices_alone_decay_on_deepspeed",
 }
 
 

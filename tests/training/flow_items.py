@@ -228,7 +228,9 @@ def opened(values: dict, family: str) -> torch.nn.Module:
 def losses_alone(model: torch.nn.Module, values: dict, family: str, steps: list) -> list[float]:
     """Train what of ``model`` needs a gradient, as ``train_alone`` does; the losses."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=values["train"]["learning_rate"], weight_decay=0.0)
+    decay = values["train"].get("weight_decay", 0.0)  # of matrices alone
+    groups = [{"params": [p], "weight_decay": decay if p.dim() > 1 else 0.0} for p in parameters]
+    optimizer = torch.optim.AdamW(groups, lr=values["train"]["learning_rate"])
     items = torch.load(values["task"]["path"])
     losses = []
     for step in steps:

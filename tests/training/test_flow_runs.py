@@ -75,7 +75,7 @@ def test_a_run_is_that_of_one_process(tmp_path):
 
 
 def test_on_fsdp2_and_with_what_is_held_out(tmp_path):
-    values = configured(tmp_path, "wan", "fsdp2", 3)
+    values = configured(tmp_path, "wan", "fsdp2", 3, weight_decay=0.5)
     values["task"] |= {"held_out": 0.25, "shift": 2.0, "sampling": "logit-normal"}
     values["output"]["pipeline"] = True
     found = check(values, "wan", 2)
@@ -92,6 +92,13 @@ def test_on_fsdp2_and_with_what_is_held_out(tmp_path):
 def test_every_family_is_trained_as_by_one_process(family, engine, stage, checkpointing, tmp_path):
     values = configured(tmp_path, family, engine, stage, steps=30, checkpoint_blocks=checkpointing)
     check(values, family, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_matrices_alone_decay_on_deepspeed(stage, tmp_path):
+    """Of Wan, all of which is used: what has no gradient decays in DeepSpeed's partitions, not in torch."""
+    check(configured(tmp_path, "wan", "deepspeed", stage, weight_decay=0.5), "wan", 2)
 
 
 @pytest.mark.slow
