@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "simulated" / "another_accelerator.py"
+SIMULATED = Path(__file__).parents[1] / "simulated"
+SCRIPT = SIMULATED / "another_accelerator.py"
 
 
 def test_a_rank_joins_on_an_accelerator_of_another_kind() -> None:
@@ -33,3 +34,25 @@ def test_a_rank_joins_on_an_accelerator_of_another_kind() -> None:
     assert "torch knows no backend of torch.distributed for npu" in found["unknown"]
     assert (found["allocated"], found["peak"], found["free"]) == (0, None, None)
     assert found["held"] > 1 << 20  # the host's
+
+
+def test_random_states_autocast_and_checkpointing_on_an_accelerator_of_another_kind() -> None:
+    """Its generator is in the states of a rank, beside the host's; computed anew, dropout is the same."""
+    paths = [str(SIMULATED / "npu"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, str(SIMULATED / "on_npu.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "device": "npu:0",
+        "rows": ["device", "numpy", "python", "torch"],
+        "again": True,
+        "host": True,
+        "lower": "torch.bfloat16",
+        "checkpointed": True,
+        "offloaded": True,
+    }

@@ -143,43 +143,42 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
 ROWS = tuple(row for rows in SECTIONS.values() for row in rows)
 
 
-_TRAINING = "tests/training"
-#: Where what a key does is tested.
+#: In ``tests/training``: the test that holds what a key does.
 TESTED = {
-    "cache.dtype": f"{_TRAINING}/test_cache.py",
-    "cache.placement": f"{_TRAINING}/test_cache.py",
-    "cache.source": f"{_TRAINING}/test_cache.py",
-    "engine.config": f"{_TRAINING}/test_config.py",
-    "lora.rank": f"{_TRAINING}/test_lora_runs.py",
-    "lora.start_from": f"{_TRAINING}/test_lora_runs.py",
-    "lora.targets": f"{_TRAINING}/test_lora_parts.py",
-    "media.base": f"{_TRAINING}/test_media_tables.py",
-    "media.buckets": f"{_TRAINING}/test_buckets.py",
-    "media.columns": f"{_TRAINING}/test_media_tables.py",
-    "media.height": f"{_TRAINING}/test_media_pictures.py",
-    "media.max_pixels": f"{_TRAINING}/test_media_pictures.py",
-    "media.num_frames": f"{_TRAINING}/test_media_videos.py",
-    "media.repeats": f"{_TRAINING}/test_media_tables.py",
-    "media.source": f"{_TRAINING}/test_media_tables.py",
-    "media.width": f"{_TRAINING}/test_media_pictures.py",
-    "media.workers": f"{_TRAINING}/test_media_runs.py",
-    "model.component": f"{_TRAINING}/test_flow_task.py",
-    "model.source": f"{_TRAINING}/test_flow_runs.py",
-    "output.directory": f"{_TRAINING}/test_run.py",
-    "output.every": f"{_TRAINING}/test_lora_runs.py",
-    "output.format": f"{_TRAINING}/test_lora_diffusion.py",
-    "output.remove_prefix": f"{_TRAINING}/test_lora_runs.py",
-    "resume": f"{_TRAINING}/test_resumed_runs.py",
-    "task.boundaries": f"{_TRAINING}/test_flow_task.py",
-    "task.name": f"{_TRAINING}/test_flow_runs.py",
-    "tracking.project": f"{_TRAINING}/test_lora_runs.py",
-    "tracking.trackers": f"{_TRAINING}/test_lora_runs.py",
-    "train.accumulation": f"{_TRAINING}/test_run.py",
-    "train.checkpoint_blocks": f"{_TRAINING}/test_flow_runs.py",
-    "train.learning_rate": f"{_TRAINING}/test_schedule.py",
-    "train.steps": f"{_TRAINING}/test_run.py",
-    "train.trainable": f"{_TRAINING}/test_lora_runs.py",
-    "train.weight_decay": f"{_TRAINING}/test_run.py",
+    "cache.dtype": "test_cache.py::test_where_encoders_lie_and_what_they_compute_in",
+    "cache.placement": "test_cache.py::test_where_encoders_lie_and_what_they_compute_in",
+    "cache.source": "test_cache.py::test_texts_are_added_by_the_encoders_of_the_items",
+    "engine.config": "test_shared_experts.py::test_experts_from_a_file_train_as_one_process",
+    "lora.rank": "test_lora_runs.py::test_a_lora_on_every_engine",
+    "lora.start_from": "test_lora_runs.py::test_training_goes_on_from_a_lora_file",
+    "lora.targets": "test_lora_parts.py::test_lists_of_diffsynths_scripts",
+    "media.base": "test_media_tables.py::test_the_digest_is_of_contents_wherever_they_lie",
+    "media.buckets": "test_buckets.py::test_a_step_has_the_same_examples_on_any_number_of_ranks",
+    "media.columns": "test_media_tables.py::test_columns_by_other_names",
+    "media.height": "test_media_pictures.py::test_sizes_are_those_of_diffsynth",
+    "media.max_pixels": "test_media_pictures.py::test_sizes_are_those_of_diffsynth",
+    "media.num_frames": "test_media_videos.py::test_first_frames_of_every_form",
+    "media.repeats": "test_cache.py::test_reading",
+    "media.source": "test_media_tables.py::test_one_table_in_three_formats",
+    "media.width": "test_media_pictures.py::test_sizes_are_those_of_diffsynth",
+    "media.workers": "test_media_runs.py::test_ranks_and_resuming_do_not_change_what_a_step_sees",
+    "model.component": "test_flow_task.py::test_the_experts_of_a_pipeline_have_their_own_times",
+    "model.source": "test_flow_runs.py::test_a_pipeline_draws_what_the_trained_model_does",
+    "output.directory": "test_place.py::test_two_runs_are_not_in_one_directory",
+    "output.every": "test_lora_runs.py::test_merged_and_every_so_many_steps",
+    "output.format": "test_lora_diffusion.py::test_pipelines_of_diffusers_open_the_file",
+    "output.remove_prefix": "test_lora_diffusion.py::test_all_of_a_model_under_diffsynths_names",
+    "resume": "test_resumed_runs.py::test_the_losses_go_on_exactly",
+    "task.boundaries": "test_flow_task.py::test_times_are_the_distribution_between_its_boundaries",
+    "task.name": "test_whole_way.py::test_from_an_empty_directory_to_pictures",
+    "tracking.project": "test_lora_runs.py::test_trackers_get_what_a_step_is",
+    "tracking.trackers": "test_lora_runs.py::test_trackers_get_what_a_step_is",
+    "train.accumulation": "test_flow_runs.py::test_a_run_is_that_of_one_process",
+    "train.checkpoint_blocks": "test_flow_runs.py::test_every_family_is_trained_as_by_one_process",
+    "train.learning_rate": "test_lora_runs.py::test_a_lora_on_every_engine",
+    "train.steps": "test_whole_way.py::test_from_an_empty_directory_to_pictures",
+    "train.trainable": "test_lora_runs.py::test_a_part_of_the_model_is_trained",
+    "train.weight_decay": "test_flow_runs.py::test_decay_where_optimizers_step_parts",
 }
 
 
@@ -191,7 +190,7 @@ def text() -> str:
         for row in rows:
             keys = ", ".join(f"`{key}`" for key in row.keys) or "-"
             places = dict.fromkeys(TESTED[key] for key in row.keys if key in TESTED)
-            tests = ", ".join(f"`{Path(place).name}`" for place in places) or "-"
+            tests = ", ".join(f"`{place}`" for place in places) or "-"
             lines.append(f"| `--{row.flag}` | {keys} | {row.note} | {tests} |")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)

@@ -107,6 +107,27 @@ def test_items_are_what_the_pipeline_feeds_its_transformer(made: dict[str, Any],
         items.prompt("a dog")
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_where_encoders_lie_and_what_they_compute_in(
+    made: dict[str, Any], pipeline: Path, tmp_path: Path
+) -> None:
+    """Offloaded by layers: the same bytes. In 16 bits: what the pipeline's encoder gives in them."""
+    one = Path(made["output"]["directory"]) / "cache"
+    values = {**made, "output": {"directory": str(tmp_path / "by-layers")}}
+    values["cache"] = {**made["cache"], "placement": "offload"}
+    assert len(set(run_ranks(cached, 2, values))) == 1
+    assert bytes_of(tmp_path / "by-layers" / "cache") == bytes_of(one)
+    values = {**made, "output": {"directory": str(tmp_path / "lower")}}
+    values["cache"] = {**made["cache"], "dtype": "bfloat16"}
+    run_ranks(cached, 2, values)
+    pipe = diffusers.ZImagePipeline.from_pretrained(str(pipeline), vae=None, dtype=torch.bfloat16)
+    for number, item in enumerate(CachedItems(tmp_path / "lower" / "cache")):
+        (embeds,), _ = pipe.encode_prompt(PROMPTS[number % len(PROMPTS)], do_classifier_free_guidance=False)
+        assert item["prompt_embeds"].dtype == torch.bfloat16
+        assert torch.equal(item["prompt_embeds"], embeds)
+
+
 def test_reading(made: dict[str, Any], place: Path) -> None:
     """By workers, by copies, several times over; items of one shape share a key."""
     items = CachedItems(place)

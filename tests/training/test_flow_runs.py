@@ -86,7 +86,7 @@ def test_a_run_is_that_of_one_process(tmp_path):
 
 
 def test_on_fsdp2_and_with_what_is_held_out(tmp_path):
-    values = configured(tmp_path, "wan", "fsdp2", 3)
+    values = configured(tmp_path, "wan", "fsdp2", 3, weight_decay=0.5)
     values["task"] |= {"held_out": 0.25, "shift": 2.0, "sampling": "logit-normal"}
     values["output"]["pipeline"] = True
     found = check(values, "wan", 2)

@@ -151,9 +151,10 @@ class Session:
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Each value added up over all ranks; collective."""
-        totals = torch.tensor(values, dtype=torch.float64, device=self.device)
-        if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(totals)
+        # On the host, by the group for small messages: not every accelerator has float64.
+        totals, world = torch.tensor(values, dtype=torch.float64, device="cpu"), current_world()
+        if world.size > 1:
+            torch.distributed.all_reduce(totals, group=world.group)
         summed: list[float] = totals.tolist()
         return summed
 
