@@ -21,7 +21,7 @@ from zerostart.state.full_tensors import whole_tensor
 from zerostart.upstream.deepspeed_editing import master_of
 from zerostart.upstream.deepspeed_edits import is_gathered
 
-__all__ = ["disabled", "injected", "merged", "read", "shown"]
+__all__ = ["disabled", "injected", "merged", "read", "shown", "surrounded"]
 
 #: The loaded model that a layer with adapters is in.
 _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
@@ -56,6 +56,16 @@ def injected(original: Callable[[], Any], model: nn.Module, of_values: bool) -> 
             _parts.update(
                 (module, weakref.ref(part)) for module in part.modules() if hasattr(module, "merge")
             )
+    return found
+
+
+def surrounded(original: Callable[[], Any], model: nn.Module) -> Any:
+    """``_setup_prompt_encoder`` of PEFT: what stands around a loaded model, as what is put into one."""
+    parts, before = list(loaded_models(model)), {id(p) for p in model.parameters()}
+    found = original()
+    added = [p for p in model.parameters() if id(p) not in before]
+    if parts and added:
+        record_of(parts[0]).engine.share_added(model, added)
     return found
 
 

@@ -52,7 +52,7 @@ def _adapters(name: str) -> Any:
     return call_it
 
 
-_added = AdapterCalls(_adapters("injected"), _adapters("merged"), _adapters("disabled"), _adapters("read"))
+_added = AdapterCalls(*map(_adapters, ("injected", "surrounded", "merged", "disabled", "read")))
 _shapes = LoraShapes(_adapters("shown"))
 
 

@@ -94,7 +94,15 @@ _TOKENS = PatchPoint(
         ),
     ),
 )
-TOUCHED = (_INJECTED, _SIZES, _MERGED, _SWITCHED, _GATHERED, _TOKENS, _READ)
+_PROMPTS = PatchPoint(
+    library=PEFT,
+    owner="peft.peft_model:PeftModel",
+    names=("_setup_prompt_encoder",),
+    why="what stands around a model in shards is the same on every rank, and is trained alike",
+    lasts=Lasts.MODEL,
+    shapes=(Shape("peft.peft_model:PeftModel._setup_prompt_encoder", leads=("adapter_name",)),),
+)
+TOUCHED = (_INJECTED, _SIZES, _MERGED, _SWITCHED, _GATHERED, _TOKENS, _READ, _PROMPTS)
 _REMEDY = "zerostart cannot take over adapters of models in shards"
 
 #: What the dimension of a mesh is called whose ranks compute with a part of a weight.
@@ -107,6 +115,8 @@ _OWN_BEGIN = ("gaussian", "eva", "orthogonal")
 Injecting = Callable[[Callable[[], Any], nn.Module, bool], Any]
 #: ``around(original, layer, what)`` for a layer's own ``merge`` or ``unmerge``.
 Merging = Callable[[Callable[[], Any], Any, str], Any]
+#: ``around(original, model)`` for a call that puts a prompt's encoder beside the model inside ``model``.
+Surrounding = Callable[[Callable[[], Any], nn.Module], Any]
 #: ``instead(original, model, **arguments)`` for ``get_peft_model_state_dict``.
 Reading = Callable[..., Any]
 
@@ -115,9 +125,15 @@ class AdapterCalls(Held):
     """Has the calls go to functions that are given the original, and told when a layer is switched off."""
 
     def __init__(
-        self, injecting: Injecting, merging: Merging, disabling: Callable[[Any], None], reading: Reading
+        self,
+        injecting: Injecting,
+        surrounding: Surrounding,
+        merging: Merging,
+        disabling: Callable[[Any], None],
+        reading: Reading,
     ) -> None:
         super().__init__(self._enter)
+        self._surrounding = surrounding
         self._disabling = disabling
         self._injecting = injecting
         self._merging = merging
@@ -132,6 +148,8 @@ class AdapterCalls(Held):
         tokens = _TOKENS.owner.partition(":")[0]
         stack.callback(when_imported(tokens, functools.partial(_collects, later)))
         stack.callback(when_imported(_FILES, functools.partial(self._files_imported, later)))
+        prompts = _PROMPTS.owner.partition(":")[0]
+        stack.callback(when_imported(prompts, functools.partial(self._prompts, later)))
 
     def _layers_imported(self, stack: ExitStack, module: ModuleType) -> None:
         demand((_INJECTED, _SIZES, _MERGED, _SWITCHED), _REMEDY)
@@ -193,6 +211,17 @@ class AdapterCalls(Held):
             return original() or "deepspeed" in sys.modules
 
         stack.enter_context(replaced_wherever_imported(_GATHERED, name, original, enabled))
+
+    def _prompts(self, stack: ExitStack, module: ModuleType) -> None:
+        demand((_PROMPTS,), _REMEDY)
+        (name,) = _PROMPTS.names
+        original = getattr(module.PeftModel, name)
+
+        @functools.wraps(original)
+        def set_up(model: nn.Module, adapter_name: str) -> Any:
+            return self._surrounding(functools.partial(original, model, adapter_name), model)
+
+        stack.enter_context(replaced(_PROMPTS, module.PeftModel, name, set_up))
 
     def _files_imported(self, stack: ExitStack, module: ModuleType) -> None:
         demand((_READ,), _REMEDY)

@@ -68,24 +68,29 @@ def shard_around(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> No
         fully_shard(model, mesh=_mesh_of(model), ignored_params=scalars_of(model), **options)
 
 
-def share_added(model: nn.Module, added: Sequence[nn.Parameter]) -> None:
+def share_added(model: nn.Module, added: Sequence[nn.Parameter], shared: str = "") -> None:
     """Have ``added`` parameters with rank 0's values everywhere, and the mean of all ranks' gradients.
 
     So they are whole, and right in a loop that does no more than FSDP2 asks for, until they are sharded.
+    ``shared`` names the axes over which the model is cut before; then they cannot be trained unless they are
+    sharded, as the mean is not of all ranks: a forward that would raises EngineError.
     """
-    # Copies of the model's own modules (``modules_to_save``) are of shards that no unit gathers.
-    values = with_first_values(lambda: [_whole(p) if isinstance(p, DTensor) else p for p in added])
+    values = added
+    if not shared:
+        # Copies of the model's own modules (``modules_to_save``) are of shards that no unit gathers.
+        values = with_first_values(lambda: [_whole(p) if isinstance(p, DTensor) else p for p in added])
     whole = dict(zip(map(id, added), values, strict=True))
     modules = dict(model.named_modules())
     for name, module in modules.items():
         own = {leaf: whole[id(p)] for leaf, p in module._parameters.items() if id(p) in whole}
         if own:
             module._parameters.update(own)
-            paths = reversed(list(itertools.accumulate(name.split("."), "{}.{}".format)))
-            around = itertools.takewhile(_is_no_unit, map(modules.__getitem__, paths))
-            sharing = _Sharing(around)
+            paths = ["", *itertools.accumulate(name.split("."), "{}.{}".format)]
+            around = itertools.takewhile(_is_no_unit, map(modules.__getitem__, reversed(paths)))
+            sharing = _Sharing(around, f"{name} of a {type(model).__name__} {shared}" if shared else "")
             module.register_forward_pre_hook(sharing)
-            sharing(module, ())
+            if not shared:
+                sharing(module, ())
 
 
 def _is_no_unit(module: nn.Module) -> bool:
@@ -103,8 +108,9 @@ class _Sharing:
     later.
     """
 
-    def __init__(self, around: Iterable[nn.Module]) -> None:
+    def __init__(self, around: Iterable[nn.Module], alone: str) -> None:
         self._around = [weakref.ref(one) for one in around]
+        self._alone = alone
 
     def __call__(self, module: nn.Module, args: object) -> None:
         """Be the hook before a forward, which a unit has gathered its parameters for, and reduces them."""
@@ -113,7 +119,13 @@ class _Sharing:
         for parameter in module._parameters.values():
             if parameter is None or isinstance(parameter, DTensor) or hasattr(parameter, _AVERAGED):
                 continue
-            if parameter.requires_grad:
+            if parameter.requires_grad and self._alone:
+                if torch.is_grad_enabled():
+                    raise EngineError(
+                        f"{self._alone} was added after the load, and nothing averages its gradients; have "
+                        "accelerate prepare the model, which shards it, or share no experts and tensors"
+                    )
+            elif parameter.requires_grad:
                 setattr(parameter, _AVERAGED, True)
                 parameter.register_post_accumulate_grad_hook(_average)  # type: ignore[no-untyped-call]
 

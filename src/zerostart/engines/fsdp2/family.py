@@ -252,8 +252,10 @@ class FSDP2(Engine):
         """See ``Engine``: a plain loop has nothing that would reduce their gradients."""
         from zerostart.engines.fsdp2.added import share_added
 
-        if self.units and not self.mesh.parallel:
-            share_added(model, added)
+        if self.units:
+            axes = ("expert_parallel", "tensor_parallel")
+            shared = [f"{axis}={size}" for axis in axes if (size := getattr(self.mesh, axis)) > 1]
+            share_added(model, added, f"with {' and '.join(shared)}" if shared else "")
 
     def begin_batch(self, model: nn.Module, last: bool) -> None:
         """See ``Engine``."""
