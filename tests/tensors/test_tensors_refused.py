@@ -56,7 +56,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tensor_parallel": 2, "sequence_parallel": 2},
-        "tensor_parallel=2 with sequence_parallel=2 is not available",
+        "tensor_parallel=2 with sequence_parallel=2 asks for 4 ranks to a batch",
     ),
     (
         {"tensor_parallel": 2, "engine_config": {"compile": {"passes": ["autotp"]}}},

@@ -40,13 +40,19 @@ def expert_modules(model: nn.Module, parallelism: Parallelism) -> dict[nn.Module
 
 
 def exchange_tokens(
-    experts: nn.Module, group: dist.ProcessGroup, counts: Sequence[int], copies: int = 1
+    experts: nn.Module,
+    group: dist.ProcessGroup,
+    counts: Sequence[int],
+    copies: int = 1,
+    alike: dist.ProcessGroup | None = None,
 ) -> None:
     """Make ``experts``, which holds this rank's experts alone, serve the tokens of all ranks of ``group``.
 
     ``counts`` is the number of experts of each rank of the group; experts are numbered rank by rank. Each
     token is sent ``copies`` times, by the ranks that share tensors: the gradients of experts are divided by
-    that, where the engine divides them by the batches and not by the ranks.
+    that, where the engine divides them by the batches and not by the ranks. ``alike`` are the ranks that
+    send the same: they get the first one's results and gradients back. A product may round a row otherwise in
+    another place, and what these ranks keep whole would drift apart.
     """
     module: Any = experts
     own_forward = module.forward
@@ -60,7 +66,7 @@ def exchange_tokens(
         hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         with _local_parameters(experts):
-            return _serve(run, group, (owner, first), hidden_states, top_k_index, top_k_weights)
+            return _serve(run, group, alike, (owner, first), hidden_states, top_k_index, top_k_weights)
 
     module.forward = forward
 
@@ -68,6 +74,7 @@ def exchange_tokens(
 def _serve(
     run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     group: dist.ProcessGroup,
+    alike: dist.ProcessGroup | None,
     owners: tuple[torch.Tensor, torch.Tensor],
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -84,10 +91,12 @@ def _serve(
     dist.all_to_all_single(receive, send, group=group)
     outgoing, incoming = torch.stack([send, receive]).tolist()
     travel: Any = _AllToAll.apply
-    tokens = travel(hidden_states[order // top_k_index.shape[-1]], outgoing, incoming, group)
+    same: Any = _Same.apply
+    rows = hidden_states[order // top_k_index.shape[-1]]
+    tokens = travel(same(rows, None, alike), outgoing, incoming, group)
     numbers = pairs.new_empty(sum(incoming))
     dist.all_to_all_single(numbers, pairs - first[to], incoming, outgoing, group=group)
-    results: torch.Tensor = travel(run(tokens, numbers), incoming, outgoing, group)
+    results: torch.Tensor = same(travel(run(tokens, numbers), incoming, outgoing, group), alike, None)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=device)
     by_token: torch.Tensor = results[back].view(*top_k_index.shape, -1)
@@ -129,6 +138,29 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient * ctx.factor, None
+
+
+class _Same(torch.autograd.Function):
+    """Rows of the first rank of ``values``, and the gradient of that of ``gradients``; None is one's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, values: dist.ProcessGroup | None, gradients: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        ctx.gradients = gradients
+        return _of_first(rows, values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _of_first(gradient, ctx.gradients), None, None
+
+
+def _of_first(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    if group is None:
+        return rows.view_as(rows)
+    found = rows.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(found, group=group, group_src=0)
+    return found
 
 
 class _AllToAll(torch.autograd.Function):

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import World
@@ -22,6 +23,7 @@ from zerostart.layout import Layout, Parallelism, flat_partition, replicated
 from zerostart.upstream.deepspeed_autoep import note_shared
 from zerostart.upstream.deepspeed_experts import ExpertGroups, mark_expert, require_groups
 from zerostart.upstream.deepspeed_flat_experts import mark_flat_expert
+from zerostart.upstream.deepspeed_tensor_engine import TensorGroups
 
 __all__ = ["expert_cutter", "expert_shards", "flat_expert_shards"]
 
@@ -32,10 +34,12 @@ def expert_cutter(world: World, parallelism: Parallelism, partitioned: bool) -> 
     ``partitioned``: experts are partitioned further, and not kept whole.
     """
     require_groups()
+    size = parallelism.mesh.tensor_parallel
     with world.collectives("making the experts' groups"):
         groups = ExpertGroups(parallelism.mesh.expert_parallel)
+        alike = TensorGroups(size).tensors if size > 1 else None
     marked = mark_expert if partitioned else mark_flat_expert
-    return lambda model: _cut(model, parallelism, world.rank, groups, lambda p: marked(p, groups))
+    return lambda model: _cut(model, parallelism, world.rank, groups, alike, lambda p: marked(p, groups))
 
 
 def _cut(
@@ -43,6 +47,7 @@ def _cut(
     parallelism: Parallelism,
     rank: int,
     groups: ExpertGroups,
+    alike: dist.ProcessGroup | None,
     mark: Callable[[nn.Parameter], None],
 ) -> None:
     """Leave this rank's experts in ``model`` (on meta), marked, and make them serve all ranks' tokens."""
@@ -56,7 +61,7 @@ def _cut(
             mark(local)
             note_shared(local, groups.size)
             module._parameters[leaf] = local
-        exchange_tokens(module, groups.experts, counts, copies=parallelism.mesh.tensor_parallel)
+        exchange_tokens(module, groups.experts, counts, parallelism.mesh.tensor_parallel, alike)
 
 
 def _local(old: nn.Parameter | None, shape: tuple[int, ...]) -> nn.Parameter:

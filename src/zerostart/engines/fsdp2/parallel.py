@@ -108,7 +108,8 @@ class FSDP2ParallelShards:
                 sections[self._experts.get_local_rank()].shape, dtype=old.dtype, device="meta"
             )
             module._parameters[leaf] = distributed(old, local, self._experts, [ShardPlacement(0)])
-        exchange_tokens(module, self._experts.get_group(), counts)
+        alike = self._tensors.get_group() if self._tensors.size() > 1 else None
+        exchange_tokens(module, self._experts.get_group(), counts, alike=alike)
 
     def _wrap_experts(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         """Shard one experts module over its owners."""
