@@ -119,7 +119,8 @@ def check_edits(path: Path) -> dict[str, list[str]]:
     return {name: edited(path, CASES[case], edit) for name, (case, edit) in EDITS.items()}
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_edited_models_start_as_on_the_stock_route(world_size: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
     for found in run_ranks(check_edits, world_size, path, timeout=300):
