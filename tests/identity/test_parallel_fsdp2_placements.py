@@ -115,7 +115,8 @@ def test_read_saved_and_resumed(kind: str, before: Any, after: Any, folder: Path
     saved, again = (unsharded(tmp_path / folder) for folder in ("saved", "state/model"))
     for name, tensor in results[0][-1].items():
         assert torch.equal(saved[name], again[name]), name
-        assert not torch.equal(saved[name], tensor), name
+        # A buffer, which no step changes, is there as well.
+        assert name.endswith("correction_bias") or not torch.equal(saved[name], tensor), name
 
 
 def keep(path: Path, before: Any, after: Any, folder: Path) -> tuple[int, int, Any, Any]:
