@@ -122,8 +122,8 @@ class _Sharing:
             if parameter.requires_grad and self._alone:
                 if torch.is_grad_enabled():
                     raise EngineError(
-                        f"{self._alone} was added after the load, and nothing averages its gradients; have "
-                        "accelerate prepare the model, which shards it, or share no experts and tensors"
+                        f"{self._alone} was added after the load, and nothing averages its gradients; share "
+                        "no tensors, and no experts unless accelerate prepares the model, which shards it"
                     )
             elif parameter.requires_grad:
                 setattr(parameter, _AVERAGED, True)
