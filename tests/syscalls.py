@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from zerostart.checkpoint import publishing
-
 __all__ = ["FAILURES", "Calls", "Killed"]
 
 #: Everything of ``os`` that changes files or directories, or brings them to the disk.
@@ -55,7 +53,6 @@ class Calls:
         kept = {name: getattr(os, name) for name in CHANGING}
         # A process that is killed takes nothing with it that it has written, synced or not.
         harmless = {**kept, "fsync": lambda handle: None}
-        exchanged = publishing._exchanged
 
         def watching(name: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +65,6 @@ class Calls:
 
         for name in CHANGING:
             setattr(os, name, watching(name))
-        publishing._exchanged = lambda one, other: self._meet("renameat2", lambda: exchanged(one, other))
         try:
             yield self
         except Killed:
@@ -76,4 +72,3 @@ class Calls:
         finally:
             for name, function in kept.items():
                 setattr(os, name, function)
-            publishing._exchanged = exchanged

@@ -1,70 +1,54 @@
-"""Directories that appear whole or not at all: killed, and failing, at each call that changes a file."""
+"""Saves of which readers see the whole or nothing: killed, and failing, at each call that changes a file."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from shared_directory import KINDS, SHARDS, SINGLE, described, save_model, value_of
 
 import zerostart
 from ranks import rank_outcomes
 from syscalls import FAILURES, Calls
-from zerostart.checkpoint import publishing as protocol
-from zerostart.checkpoint.digest import Digests
-from zerostart.checkpoint.shards import plan_shards
+from zerostart.checkpoint import publishing as publishing_of_checkpoints
+from zerostart.checkpoint.folders import Folder
+from zerostart.checkpoint.switching import Plan
 from zerostart.checkpoint.verifying import verify
-from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.world import World, current_world
 from zerostart.state.publishing import publishing
 
 ALONE = World(0, 1, None)
-ENTRIES = [("a", "F32", (4, 3)), ("b", "F32", (5,)), ("c", "F32", ())]
-
-
-def save(path: Path, value: float, shard_size: int | str = 40, world: World = ALONE) -> None:
-    """Tensors full of ``value``, and a configuration."""
-    layout = plan_shards(ENTRIES, shard_size)
-    digests = Digests(ENTRIES)
-    with publishing(path, world) as publication:
-        if world.rank == 0:
-            (publication.directory / "model").mkdir()
-            with CheckpointWriter(publication.directory / "model", layout) as writer:
-                for name, _, shape in ENTRIES:
-                    tensor = torch.full(shape, value).reshape(-1)
-                    writer.write(name, tensor.numpy().data.cast("B"))
-                    digests.add(name, 0, tensor)
-            text = publication.directory / "config.json"
-            handle = os.open(text, os.O_WRONLY | os.O_CREAT)
-            os.write(handle, str(value).encode())
-            os.close(handle)
-        publication.add_digests(digests.summed(world), "model")
-
-
-def value_at(path: Path) -> float | None:
-    """The one value that everything at ``path`` has; None where nothing is there."""
-    if not path.exists():
-        return None
-    verify(path)
-    found = {float((path / "config.json").read_text())}
-    for file in (path / "model").glob("*.safetensors"):
-        for tensor in load_file(file).values():
-            found |= set(tensor.reshape(-1).tolist())
-    (value,) = found
-    return value
+#: What is saved over what: kinds, and the sizes of files.
+CHANGES = {
+    "shards over shards": ("model", SHARDS, SHARDS),
+    "a single file over shards": ("model", SHARDS, SINGLE),
+    "shards over a single file": ("model", SINGLE, SHARDS),
+    "a single file over another": ("model", SINGLE, SINGLE),
+    "adapters": ("adapters", SINGLE, SINGLE),
+    "a state": ("state", SHARDS, SHARDS),
+    "a state of single files": ("state", SINGLE, SINGLE),
+}
 
 
 def beside(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.parent.iterdir() if entry != path)
 
 
-def in_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a file system that cannot exchange directories."""
-    monkeypatch.setattr(protocol, "_exchanged", lambda one, other: False)
+def all_files(path: Path) -> list[str]:
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir())
+
+
+def without_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that gives no second name to a file."""
+
+    def link(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
 
 
 @pytest.fixture
@@ -73,134 +57,163 @@ def _without_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
+def prepared(path: Path, kind: str, size: int, before: bool) -> None:
+    """A directory that somebody uses, with an earlier save in it or none; and other contents beside that."""
+    path.mkdir(parents=True)
+    (path / "notes").write_text("mine")
+    if before:
+        for other in KINDS:
+            if other != kind:
+                KINDS[other](path, 7.0, SINGLE)
+        KINDS[kind](path, 1.0, size)
+
+
+def check(path: Path, kind: str, before: bool) -> float | None:
+    """What is there of ``kind``, all of which is as it was saved; and of everything else."""
+    found = value_of(path, kind)
+    assert (path / "notes").read_text() == "mine"
+    if before:
+        assert verify(path).tensors
+        for other in KINDS:
+            assert other == kind or value_of(path, other) == 7.0
+    elif found is not None:
+        verify(path)
+    return found
+
+
 @pytest.mark.usefixtures("_without_disk")
-@pytest.mark.parametrize("steps", ["one", "two"])
-@pytest.mark.parametrize("before", ["nothing", "an earlier one"])
+@pytest.mark.parametrize("links", ["links", pytest.param("no links", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("before", [False, True], ids=["nothing before", "an earlier one"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_killed_at_any_call(
-    before: str,
-    steps: str,
+    change: str,
+    before: bool,
+    links: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if steps == "two":
-        in_two_steps(monkeypatch)
+    if links == "no links":
+        without_links(monkeypatch)
+    kind, size, then = CHANGES[change]
     calls = Calls()
-    with calls.watched():
-        save(tmp_path / "counting", 1.0)
-    points = 0
+    points, seen = 0, set()
+    prepared(tmp_path / "begin", kind, size, before)
     while True:
         path = tmp_path / str(points) / "saved"
-        path.parent.mkdir()
-        if before != "nothing":
-            save(path, 1.0, 20)
-            (path / "notes").write_text("mine")
+        shutil.copytree(tmp_path / "begin", path)
         with calls.watched(chosen=points):
-            save(path, 2.0)
+            KINDS[kind](path, 2.0, then)
         if len(calls.names) <= points:
             break
-        protocol.recover(path)
-        found = value_at(path)
-        assert found in ((1.0, 2.0) if before != "nothing" else (None, 2.0)), calls.names[points]
-        save(path, 3.0)
-        assert value_at(path) == 3.0
-        assert beside(path) == [], f"left by a kill at {calls.names[points]}"
-        assert before == "nothing" or (path / "notes").read_text() == "mine"
+        found = check(path, kind, before)
+        assert found in ((1.0, 2.0) if before else (None, 2.0)), calls.names[points]
+        seen.add(found)
+        # The next save of any kind, or one beside, removes what was left.
+        if points % 3 == 0:
+            KINDS[kind](path, 3.0, then)
+            assert check(path, kind, before) == 3.0
+        else:
+            KINDS["adapters"](path.with_name("beside"), 3.0, SINGLE)
+            assert check(path, kind, before) == found
+        assert not (path / ".zerostart").exists(), f"left by a kill at {calls.names[points]}"
+        left = set(all_files(path)) - set(described(path))
+        assert left <= {"notes", "zerostart.json", "state.json"}, (calls.names[points], left)
         points += 1
+    assert seen == ({1.0, 2.0} if before else {None, 2.0})
     assert points > 30
     with capsys.disabled():
         print(f" killed at {points} points", end="")
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("_without_disk")
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_save_is_killed_too(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At any call with which it settles what the first one has left, from any of its later calls."""
+    kind, size, then = CHANGES[change]
+    calls, points = Calls(), 0
+    prepared(tmp_path / "begin", kind, size, True)
+    with calls.watched():
+        KINDS[kind](shutil.copytree(tmp_path / "begin", tmp_path / "counting"), 2.0, then)
+    note = max(n for n, name in enumerate(calls.names) if name in ("link", "replace", "rename"))
+    for first in range(max(0, note - 25), len(calls.names), 3):
+        # What tells a file is its inode, too: no copies from here on, and each time the same way.
+        for second in range(1, 1000, 2):
+            path = tmp_path / f"{first} {second}" / "saved"
+            shutil.copytree(tmp_path / "begin", path)
+            with calls.watched(chosen=first):
+                KINDS[kind](path, 2.0, then)
+            found = value_of(path, kind)
+            with calls.watched(chosen=second):
+                KINDS["adapters"](path.with_name("beside"), 3.0, SINGLE)
+            if len(calls.names) <= second:
+                break
+            assert check(path, kind, True) == found, (first, second, calls.names[second])
+            KINDS["adapters"](path.with_name("last"), 3.0, SINGLE)
+            assert check(path, kind, True) == found
+            assert not (path / ".zerostart").exists()
+            assert set(all_files(path)) - set(described(path)) <= {"notes", "zerostart.json", "state.json"}
+            shutil.rmtree(path.parent)
+            points += 1
+    with capsys.disabled():
+        print(f" killed twice at {points} points", end="")
+
+
 @pytest.mark.usefixtures("_without_disk")
 @pytest.mark.parametrize("number", FAILURES, ids=errno.errorcode.get)
-@pytest.mark.parametrize("steps", ["one", "two"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_failing_at_any_call(
-    steps: str,
-    number: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    change: str, number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if steps == "two":
-        in_two_steps(monkeypatch)
+    kind, size, then = CHANGES[change]
     calls = Calls()
     points = told = 0
+    prepared(tmp_path / "begin", kind, size, True)
     while True:
         path = tmp_path / str(points) / "saved"
-        path.parent.mkdir()
-        save(path, 1.0, 20)
+        shutil.copytree(tmp_path / "begin", path)
         failure: Exception | None = None
         with calls.watched(chosen=points, error=number):
             try:
-                save(path, 2.0)
+                KINDS[kind](path, 2.0, then)
             except Exception as error:
                 failure = error
         if len(calls.names) <= points:
             break
-        found = value_at(path)
+        found = check(path, kind, True)
         if failure is None:  # what was replaced could not be removed
             assert found == 2.0, calls.names[points]
         else:
             assert isinstance(failure, zerostart.errors.WriteError), calls.names[points]
             assert os.strerror(number) in str(failure)
-            assert found == (2.0 if "all is there" in str(failure) else 1.0), calls.names[points]
+            partly = "all is there" in str(failure) or "a part of it" in str(failure)
+            assert found == (2.0 if partly else 1.0), calls.names[points]
             told += 1
-        save(path, 3.0)
-        assert value_at(path) == 3.0
-        assert beside(path) == []
+        KINDS[kind](path, 3.0, then)
+        assert check(path, kind, True) == 3.0
+        assert not (path / ".zerostart").exists()
+        assert set(all_files(path)) - set(described(path)) <= {"notes", "zerostart.json", "state.json"}
         points += 1
-    assert told > 25
+    assert told > 20
     with capsys.disabled():
         print(f" failed at {points} points, {told} of them told", end="")
-
-
-def test_files_of_others_stay(tmp_path: Path) -> None:
-    """They are the same files as before, and what an earlier save has left goes."""
-    path = tmp_path / "out"
-    save(path, 1.0, 20)
-    for name in ("notes", "runs/events", "model/README.md"):
-        (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_text(name)
-    (path / "link").symlink_to("runs")
-    (path / "empty").mkdir()
-    (path / "model" / "model-00007-of-00009.safetensors").write_text("of a save of somebody else's")
-    with (path / "runs" / "events").open("a") as still_open:
-        save(path, 2.0, "1GB")
-        still_open.write("+")
-    assert value_at(path) == 2.0
-    assert (path / "runs" / "events").read_text() == "runs/events+"
-    assert (path / "link").readlink() == Path("runs")
-    found = sorted(str(file.relative_to(path)) for file in path.rglob("*"))
-    assert found == [
-        "config.json", "empty", "link", "model", "model/README.md", "model/model.safetensors", "notes",
-        "runs", "runs/events", "zerostart.json",
-    ]  # fmt: skip
 
 
 def test_a_link_goes_on_leading_to_its_directory(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
-    save(tmp_path / "link", 1.0)
-    save(tmp_path / "link", 2.0)
+    save_model(tmp_path / "link", 1.0)
+    save_model(tmp_path / "link", 2.0)
     assert (tmp_path / "link").is_symlink()
-    assert value_at(tmp_path / "disk") == 2.0
-
-
-def test_a_save_that_goes_on_is_not_swept_away(tmp_path: Path) -> None:
-    path = tmp_path / "saved"
-    with publishing(path, ALONE) as publication:
-        (publication.directory / "slow").write_text("still there")
-        save(path, 1.0)
-        assert (publication.directory / "slow").exists()
-    assert (path / "slow").read_text() == "still there"
+    assert value_of(tmp_path / "disk", "model") == 2.0
 
 
 def test_places_that_cannot_be_saved_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(zerostart.errors.WriteError, match="file"):
-            save(place, 1.0)
+            save_model(place, 1.0)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
@@ -208,40 +221,13 @@ def test_the_working_directory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "here" / "below").mkdir(parents=True)
     for place in ("here", "here/below"):
         monkeypatch.chdir(tmp_path / place)
-        (tmp_path / "here" / "notes").write_text("of somebody else")
         for value in (1.0, 2.0):
-            save(tmp_path / "here", value, 40 if value == 1.0 else "5GB")
-            assert value_at(tmp_path / "here") == value
+            save_model(tmp_path / "here", value, SHARDS if value == 1.0 else SINGLE)
+            assert value_of(tmp_path / "here", "model") == value
             assert Path.cwd() == tmp_path / place
-        save(Path("saved"), 1.0)
-        assert value_at(Path("saved")) == 1.0
-    assert (tmp_path / "here" / "notes").read_text() == "of somebody else"
+        save_model(Path("saved"), 1.0)
+        assert value_of(Path("saved"), "model") == 1.0
     assert beside(tmp_path / "here") == []
-
-
-@pytest.mark.usefixtures("_without_disk")
-def test_a_place_that_stays_never_looks_whole_and_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "mounted")
-    calls, points, seen = Calls(), 0, set()
-    while True:
-        path = tmp_path / str(points) / "mounted"
-        path.mkdir(parents=True)
-        save(path, 1.0)
-        with calls.watched(chosen=points):
-            save(path, 2.0, "5GB")
-        if len(calls.names) <= points:
-            break
-        try:
-            seen.add(value_at(path))
-        except zerostart.errors.VerifyError:
-            seen.add(None)
-        save(path, 3.0)
-        assert value_at(path) == 3.0
-        assert not [entry for entry in path.iterdir() if entry.name.endswith(".saving")]
-        points += 1
-    assert seen == {1.0, 2.0, None}
 
 
 class Synced:
@@ -261,7 +247,9 @@ class Synced:
         def naming(call: Callable[..., None]) -> Callable[..., None]:
             def named(old: object, new: Path, **options: object) -> None:
                 call(old, new, **options)
-                self.clean.discard(Path(new).parent.stat().st_ino)
+                handle = options.get("dst_dir_fd")
+                parent = os.fstat(handle) if isinstance(handle, int) else Path(new).parent.stat()
+                self.clean.discard(parent.st_ino)
 
             return named
 
@@ -280,27 +268,45 @@ class Synced:
             monkeypatch.setattr(os, name, made)
 
 
-def test_everything_is_on_the_disk_before_it_has_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_is_on_the_disk_before_readers_go_by_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file, every name, and the place itself: no power cut finds a half of it there."""
-    save(tmp_path / "saved", 1.0)
-    (tmp_path / "saved" / "notes").write_text("mine")
+    """Every file and every name: no power cut finds a document or an index of what is not there."""
+    path = tmp_path / "saved"
+    KINDS[kind](path, 1.0, SHARDS)
+    (path / "notes").write_text("mine")
     synced = Synced(monkeypatch)
-    exchanged = protocol._exchanged
-    seen: list[Path] = []
+    switched = publishing_of_checkpoints.switch
+    seen: list[str] = []
 
-    def exchange(new: Path, old: Path) -> bool:
-        for path in (new, *new.rglob("*")):
-            seen.append(path)
-            assert path.stat().st_ino in synced.clean or path.name == "notes", path
-        synced.clean.discard(new.parent.stat().st_ino)
-        return exchanged(new, old)
+    def replaced(self: Folder, source: str, name: str) -> None:
+        if name == seen[-1]:
+            staged = self.path / source
+            assert staged.stat().st_ino in synced.clean
+            if name.endswith(".index.json") or name == "state.json":
+                folders = {path / Path(name).parent}
+                if name == "state.json":
+                    folders |= {path / "model", path / "state"}
+                for folder in folders:
+                    assert folder.stat().st_ino in synced.clean, folder
+                    for file in folder.glob("*.safetensors"):
+                        assert file.stat().st_ino in synced.clean, file
+        replace(self, source, name)
 
-    monkeypatch.setattr(protocol, "_exchanged", exchange)
-    save(tmp_path / "saved", 2.0)
-    assert tmp_path.stat().st_ino in synced.clean
-    assert {"zerostart.json", "config.json", "notes", "model"} <= {path.name for path in seen}
+    def switch(folder: Folder, staged: str, plan: Plan) -> None:
+        seen.append(plan.switch)
+        switched(folder, staged, plan)
+
+    replace = Folder.replace
+    monkeypatch.setattr(Folder, "replace", replaced)
+    monkeypatch.setattr(publishing_of_checkpoints, "switch", switch)
+    # What was there before is on the disk.
+    synced.clean |= {entry.stat().st_ino for entry in path.rglob("*.safetensors")}
+    KINDS[kind](path, 2.0, SHARDS)
+    assert value_of(path, kind) == 2.0
+    assert path.stat().st_ino in synced.clean
+    assert seen
 
 
 def test_nothing_is_left_of_a_save_that_failed(tmp_path: Path) -> None:
@@ -323,20 +329,20 @@ def full() -> BaseException:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails(rank: int, tmp_path: Path) -> None:
-    save(tmp_path / "saved", 1.0)
+    save_model(tmp_path / "saved", 1.0)
     outcomes = rank_outcomes(fail_on, 2, rank, tmp_path / "saved", full)
     assert {outcome.error for outcome in outcomes} == {"zerostart.errors.WriteError"}
     assert len({outcome.message for outcome in outcomes}) == 1
     assert "No space left on device; nothing was saved" in outcomes[0].message
-    assert value_at(tmp_path / "saved") == 1.0
+    assert value_of(tmp_path / "saved", "model") == 1.0
     assert beside(tmp_path / "saved") == []
 
 
 def save_by_all(path: Path) -> None:
-    save(path, 5.0, world=current_world())
+    save_model(path, 5.0, world=current_world())
 
 
 def test_ranks_save_together(tmp_path: Path) -> None:
     outcomes = rank_outcomes(save_by_all, 2, tmp_path / "saved")
     assert [outcome.ok for outcome in outcomes] == [True, True], outcomes[0].describe()
-    assert value_at(tmp_path / "saved") == 5.0
+    assert value_of(tmp_path / "saved", "model") == 5.0

@@ -13,7 +13,7 @@ from traced_calls import Point, points_in, traced, tracing_works
 import zerostart
 from ranks import rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
-from zerostart.checkpoint.verifying import read_marker
+from zerostart.checkpoint.manifest import read_marker
 from zerostart.distributed.world import current_world
 from zerostart.state.keeping import complete, prune
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["begin_writeback", "sync", "sync_directory", "write_whole"]
+__all__ = ["begin_writeback", "sync", "sync_directory", "sync_handle", "write_whole"]
 
 #: sync_file_range(2): have the system begin to write what is in memory alone, and wait for nothing.
 _RANGE_WRITE = 2
@@ -20,7 +21,8 @@ def write_whole(path: Path, data: bytes, part: Path, durable: bool = True) -> No
     With ``durable`` its bytes are on the disk before it has its name; the name itself is once the directory
     is synced. Raises OSError.
     """
-    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    handle = os.open(part, flags, 0o666)
     try:
         left = memoryview(data)
         while left:
@@ -41,9 +43,18 @@ def sync(path: Path, flags: int = 0) -> None:
     """Bring the bytes of a file to the disk, whoever wrote them. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
-        os.fsync(handle)
+        sync_handle(handle)
     finally:
         os.close(handle)
+
+
+def sync_handle(handle: int) -> None:
+    """Bring an open file or directory to the disk; a file system may know no such thing of directories."""
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
 
 
 def begin_writeback(handle: int, begin: int, end: int) -> None:

@@ -1,270 +1,341 @@
-"""Directories that appear whole or not at all.
+"""Saves into a directory that others may use, too: new files beside old ones, and one step to them.
 
-What is to be saved is written into a directory beside its place, brought to the disk, marked as complete by a
-file written last, and then takes its place in one step of the file system. Until then the place is as it was.
+Everything is written into ``.zerostart/TOKEN`` in the directory itself, and brought to the disk. Then weights
+get names that nothing has, and one step makes readers go by them (the switch): the rename of the index, of
+the single file of weights, or of the document that names them; where an index takes over from a single file,
+the removal of that. Then what belongs beside them gets its names, and the old weights go. Nothing else is
+touched.
 
-What a killed process leaves is told by its name, ``.NAME.TOKEN.saving`` (or ``.replaced``) beside ``NAME``,
-and by a lock that nobody holds any more; the next save to ``NAME`` removes it. What is being removed is
-``.NAME.TOKEN.removed``, of which nobody has any use.
+``.zerostart/TOKEN.lock`` is locked by the save that has written it. It lists what gets and what loses its
+name, which are told by inode, length and time. So whoever saves next, here or beside, finishes what a killed
+save has left once that has made its switch, and takes it back before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
-import fcntl
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import shutil
+import socket
+import time
 import uuid
-from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.durable import sync, sync_directory, write_whole
+from zerostart.checkpoint.durable import sync, write_whole
+from zerostart.checkpoint.folders import Folder, lock
+from zerostart.checkpoint.manifest import FORMAT, HIDDEN, MARKER, MARKERS, current, grouped
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.replacing import MARKER, MARKERS, Replaced
+from zerostart.checkpoint.switching import Plan, finish, planned, settle, switch
 from zerostart.errors import WriteError, ZerostartError
 
-__all__ = ["FORMAT", "Staging", "recover", "remove", "told"]
+__all__ = ["Staging", "remove", "told"]
 
-#: The version of the markers.
-FORMAT = 1
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-#: What a system or a file system answers that cannot exchange two directories.
-_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+_LOCK = re.compile(r"(?P<token>[0-9a-f]{12})\.lock")
+#: A list of more bytes is none that a save has written.
+_MOST = 100 << 20
+#: Most directories beside a place that are looked at for what killed saves have left.
+_NEIGHBOURS = 10_000
+#: The entry of a document with the time of the save.
+_SAVED_AT = "saved_at_ns"
 
 
 class Staging:
-    """A directory that is to take the place ``path``; one process has it, and writes or leads those who do.
+    """A save into the directory ``path``; one process has it, and writes or leads those who do.
 
-    Everything is written below ``directory``. Then :meth:`complete` publishes it, or :meth:`discard` removes
-    it, which may be called at any time, and more than once.
+    Everything is written below ``directory``. Then :meth:`complete` gives it its names, or :meth:`discard`
+    removes it, which may be called at any time, and more than once.
     """
 
-    def __init__(self, path: str | os.PathLike[str], marker: str = MARKER) -> None:
-        """Make the directory, after removing what killed processes have left. Raises WriteError."""
+    def __init__(
+        self, path: str | os.PathLike[str], marker: str = MARKER, by_document: bool | None = None
+    ) -> None:
+        """Make the directories, after removing what killed processes have left. Raises WriteError.
+
+        ``marker`` is the name of the document, empty for none. ``by_document``: readers go by it, and not by
+        the names of weights; None: by the one of a training state.
+        """
         # A link that leads to a directory goes on doing so.
         self.path = Path(os.path.realpath(expanded(path)))
-        self.marker = marker
-        with told(self.path, "nothing was saved"):
-            self._check_place()
+        self._marker, self._by_document = (
+            marker,
+            marker not in (MARKER, "") if by_document is None else by_document,
+        )
         self._token = uuid.uuid4().hex[:12]
-        self._stays = _has_to_stay(self.path)
-        beside = _beside(self.path, self._token, "saving")
-        self.directory = self.path / beside.name if self._stays else beside
+        self.directory = self.path / HIDDEN / self._token
+        self._staged = f"{HIDDEN}/{self._token}/"
         self._made: list[Path] = []
-        self._published = False
-        self._lock: int | None = None
+        self._plan: Plan | None = None
+        self._folder: Folder | None = None
+        self._lock = -1
         try:
-            self._begin()
+            with told(self.path, "nothing was saved"):
+                if self.path.exists() and not self.path.is_dir():
+                    raise WriteError(f"{self.path} is a file; save to a directory, or remove it")
+                _clear(self.path)
+                self._begin()
         except BaseException:
             self.discard()
             raise
 
     def _begin(self) -> None:
-        with told(self.path, "nothing was saved"):
-            self._make_parents()
-            recover(self.path)
-            for leftover in _leftovers(self.path, self.directory.parent):
-                _remove(leftover)
-            self.directory.mkdir()
-            self._lock = _locked(self.directory)
+        while self._folder is None:
+            self._make_place()
+            with contextlib.suppress(FileNotFoundError):  # removed, as what a killed save has left
+                self._folder = Folder(self.path)
+                self._folder.make(HIDDEN)
+                self._lock = _locked(self._folder, self._token, bool(self._made))
+            if self._lock < 0 and self._folder is not None:
+                self._folder.close()
+                self._folder = None
+        self._folder.make(self._staged)
 
-    def complete(self, document: Mapping[str, Any]) -> None:
-        """Bring everything to the disk, write the marker, and put the directory in its place.
+    def _make_place(self) -> None:
+        missing = [place for place in (self.path, *self.path.parents) if not place.exists()]
+        for place in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                place.mkdir()
+                self._made.append(place)
+                sync(place.parent, os.O_DIRECTORY)
 
-        The marker holds ``document``, and "files": for each file its "bytes" and, unless "digests" of
+    def complete(self, document: Mapping[str, Any]) -> dict[str, str]:
+        """Bring everything to the disk, give it its names, and have readers go by it.
+
+        The document holds ``document``, and "files": for each file its "bytes" and, unless "digests" of
         ``document`` has the tensors of its folder, its "sha256"; what "files" of ``document`` says of a file
-        is taken as it is. What lies at the place and is no part of what was saved there before is kept.
-        Raises WriteError (of an OSError); the place is then as it was, unless the message says otherwise.
-
-        A place that has to stay (a mount point, the working directory or one above it) gets the files one by
-        one, the marker last: what was there is then no checkpoint any more from the first of them on.
+        is taken as it is, and may be of one that stays where it is. Gives the names of weights, by those that
+        they were written under. Raises WriteError (of an OSError); the place is then as it was, unless the
+        message says otherwise.
         """
-        with told(self.path, "nothing was saved, and what was there is as it was"):
-            digested, known = document.get("digests", {}), document.get("files", {})
+        assert self._folder is not None, "not yet discarded"
+        document = {_SAVED_AT: time.time_ns(), **document} if self._marker == MARKER else document
+        state, names = "nothing was saved, and what was there is as it was", dict[str, str]()
+        with told(self.path, state):
+            known = document.get("files", {})
             below = _files_below(self.directory)
-            files = {name: known.get(name) or self._described(name, digested) for name in below}
-            replaced = Replaced(self.path, self.directory, files)
-            if not self._stays:
-                replaced.keep()
-            for name in files:
+            for name in below:
                 sync(self.directory / name)
-            for folder, _, _ in os.walk(self.directory, topdown=False):
-                sync_directory(Path(folder))
-            self._write_marker({"format": FORMAT, **document, "files": files})
-            if self._stays:
-                self._fill_place(replaced)
-                return
-            old = self._take_place()
-            self._published = True
+            files = {name: known.get(name) or self._described(name, document) for name in below}
+            files = {**known, **files}
+            contents = {"": list(files)} if self._by_document else grouped(files)
+        with contextlib.ExitStack() as stack:
+            with told(self.path, state):
+                stack.enter_context(self._folder.alone())
+            for key, of in contents.items():
+                described = {**document, "format": FORMAT, "files": {name: files[name] for name in of}}
+                if not self._by_document and "digests" in document:
+                    folders = {str(Path(name).parent) for name in of if name.endswith(".safetensors")}
+                    described["digests"] = {f: d for f, d in document["digests"].items() if f in folders}
+                names |= self._publish(key, described, state)
+                state = "a part of it was saved: save again"
+        with contextlib.suppress(OSError):  # what is left is nobody's, and goes with the next save
+            self._close()
+        return names
+
+    def _publish(self, key: str, document: dict[str, Any], state: str) -> dict[str, str]:
+        folder = self._folder
+        assert folder is not None, "not yet discarded"
+        with told(self.path, state):
+            plan = planned(folder, self._token, self._marker, self._by_document, key, document)
+            if self._marker:
+                data = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+                write_whole(self.directory / self._marker, data, self.directory / f".{self._marker}.part")
+            plan.folders = _above([*plan.puts.values(), *plan.deliver, plan.switch])
+            plan.folders = [name for name in plan.folders if folder.identity(name) is None]
+            _note(self._lock, dataclasses.asdict(plan))
+            self._plan = plan
+            for name in plan.folders:
+                folder.make(name)
+            switch(folder, self._staged, plan)
         with told(self.path, "all is there, but may be lost if the machine stops now: save again"):
-            sync_directory(self.path.parent)
-            if old is not None:
-                replaced.keep(old)
-        self._release()
-        if old is not None:
-            _remove(old)
+            finish(folder, self._staged, plan)
+        self._plan = None
+        return plan.puts
 
     def discard(self) -> None:
-        """Remove what was written, unless it was published."""
-        self._release()
-        if self._published:
-            return
-        _remove(self.directory)
-        for parent in reversed(self._made):
+        """Remove what was written and has no names yet; what has made its switch is finished."""
+        with contextlib.suppress(OSError, ZerostartError):
+            self._close()
+        for place in reversed(self._made):
             with contextlib.suppress(OSError):
-                parent.rmdir()
+                place.rmdir()
 
-    def _check_place(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise WriteError(f"{self.path} is a file; save to a directory, or remove it")
+    def _close(self) -> None:
+        folder, self._folder = self._folder, None
+        handle, self._lock = self._lock, -1
+        if folder is not None:
+            try:
+                if handle >= 0:
+                    _settled(folder, self._token, handle, self._plan)
+            finally:
+                if handle >= 0:
+                    os.close(handle)
+                folder.close()
 
-    def _make_parents(self) -> None:
-        missing = [parent for parent in self.path.parents if not parent.exists()]
-        for parent in reversed(missing):
-            with contextlib.suppress(FileExistsError):
-                parent.mkdir()
-                self._made.append(parent)
-                sync_directory(parent.parent)
-
-    def _described(self, name: str, digested: Mapping[str, Any]) -> dict[str, Any]:
+    def _described(self, name: str, document: Mapping[str, Any]) -> dict[str, Any]:
         """What tells a file that it is as it was: its length, and a hash unless its tensors have digests."""
         file = self.directory / name
         described: dict[str, Any] = {"bytes": file.stat().st_size}
-        if file.suffix != ".safetensors" or PurePosixPath(name).parent.as_posix() not in digested:
+        if file.suffix != ".safetensors" or str(Path(name).parent) not in document.get("digests", {}):
             with file.open("rb") as handle:
                 described["sha256"] = hashlib.file_digest(handle, "sha256").hexdigest()
         return described
 
-    def _write_marker(self, document: Mapping[str, Any]) -> None:
-        data = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
-        write_whole(self.directory / self.marker, data, self.directory / f".{self.marker}.part")
-        sync_directory(self.directory)
 
-    def _take_place(self) -> Path | None:
-        """Put the directory in its place; gives where that lies now which was there."""
-        if not self.path.exists():
-            self.directory.rename(self.path)
-            return None
-        if _exchanged(self.directory, self.path):
-            return self.directory
-        # Two steps: a process that is killed between them leaves it to ``recover`` to take the second.
-        old = _beside(self.path, self._token, "replaced")
-        self.path.rename(old)
-        try:
-            self.directory.rename(self.path)
-        except OSError:
-            old.rename(self.path)
-            raise
-        return old
+def remove(path: Path, marker: str) -> None:
+    """Remove the files that the document ``marker`` of a directory names, and it where nothing else is in it.
 
-    def _fill_place(self, replaced: Replaced) -> None:
-        """Move the files into a place that has to stay."""
-        with told(self.path, "what was there was being replaced: save again"):
-            replaced.fill(self.marker)
-        self._published = True
-        self._release()
-        _remove(self.directory)
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-def recover(path: str | os.PathLike[str]) -> None:
-    """Finish, or undo, a replacement of ``path`` in two steps that was killed between them.
-
-    Only where a file system cannot exchange two directories is there such a moment. Raises OSError.
+    It is none any more from the first step on; what a kill leaves goes with the next save beside it. Raises
+    OSError and ZerostartError.
     """
-    place = Path(os.path.realpath(expanded(path)))
-    if place.exists() or not place.parent.is_dir():
-        return
-    for old in _leftovers(place, place.parent):
-        if old.suffix == ".replaced":
-            new = old.with_suffix(".saving")
-            complete = any((new / marker).exists() for marker in MARKERS)
-            (new if complete else old).rename(place)
-            sync_directory(place.parent)
-            return
-
-
-def remove(path: Path) -> None:
-    """Remove a directory, which is gone in one step; a kill on the way leaves what the next call removes.
-
-    Raises OSError.
-    """
-    for leftover in path.parent.iterdir():
-        if re.fullmatch(r"\..+\.[0-9a-f]{12}\.removed", leftover.name):
-            _remove(leftover)
-    gone = path.rename(_beside(path, uuid.uuid4().hex[:12], "removed"))
-    shutil.rmtree(gone)
-
-
-def _has_to_stay(path: Path) -> bool:
-    """Whether no other directory can take the place: a mount point, or where this process works."""
-    if path.is_mount():
-        return True
+    folder = Folder(path)
     try:
-        return Path.cwd().is_relative_to(path)
-    except FileNotFoundError:  # the working directory was removed
-        return False
+        with folder.alone():
+            document = current(path, marker)
+            if document is None:
+                return
+            token = uuid.uuid4().hex[:12]
+            folder.make(HIDDEN)
+            handle = _locked(folder, token, True)
+            plan = Plan(marker, "")
+            for name in document["files"]:
+                if (known := folder.identity(name, regular=True)) is not None:
+                    plan.drop[name] = known
+            plan.folders = _above(document["files"])
+            try:
+                _note(handle, dataclasses.asdict(plan))
+                folder.remove(marker)
+                folder.sync(marker)
+                _settled(folder, token, handle, plan)
+            finally:
+                os.close(handle)
+    finally:
+        folder.close()
+    with contextlib.suppress(OSError):  # others have put something there
+        path.rmdir()
 
 
-def _beside(path: Path, token: str, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{token}.{kind}")
-
-
-def _leftovers(path: Path, where: Path) -> list[Path]:
-    """What saves to ``path`` that were killed have left in ``where``: all that no process has locked."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.(saving|replaced)")
-    found = [entry for entry in where.iterdir() if name.fullmatch(entry.name)]
-    return sorted(entry for entry in found if _is_free(entry))
-
-
-def _locked(directory: Path) -> int:
-    """A handle of the directory, locked until it is closed, or this process ends."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with contextlib.suppress(OSError):  # a file system without locks: what is left is told by its name alone
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _locked(folder: Folder, token: str, new: bool) -> int:
+    """The handle of a new lock. Raises FileNotFoundError where somebody took it for one that was left."""
+    name = f"{HIDDEN}/{token}.lock"
+    with folder.parent(name) as (parent, last):
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        handle = os.open(last, flags, 0o666, dir_fd=parent)
+        try:
+            lock(handle)
+            found = os.stat(last, dir_fd=parent, follow_symlinks=False)
+            if found.st_ino != os.fstat(handle).st_ino:
+                raise FileNotFoundError(name)
+            _note(handle, {"host": socket.gethostname(), "pid": os.getpid(), "new": new})
+            os.fsync(parent)
+        except BaseException:
+            os.close(handle)
+            with contextlib.suppress(OSError):
+                os.unlink(last, dir_fd=parent)
+            raise
     return handle
 
 
-def _is_free(directory: Path) -> bool:
-    try:
-        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
+def _note(handle: int, line: Mapping[str, Any]) -> None:
+    left = memoryview((json.dumps(line) + "\n").encode())
+    while left:
+        left = left[os.write(handle, left) :]
+    os.fsync(handle)
+
+
+def _settled(folder: Folder, token: str, handle: int, plan: Plan | None) -> None:
+    """Finish a save, or take it back; then remove what it has written besides, its lock last."""
+    if plan is not None:
+        settle(folder, f"{HIDDEN}/{token}/", plan)
+        os.ftruncate(handle, 0)  # what goes now tells no more how far it had come
+    for marker in MARKERS:  # first: what they describe may not be there any more
+        folder.remove(f"{HIDDEN}/{token}/{marker}")
+    with folder.parent(f"{HIDDEN}/{token}") as (parent, last):
+        shutil.rmtree(last, ignore_errors=True, dir_fd=parent)
+    if folder.identity(f"{HIDDEN}/{token}") is None:  # else whoever saves next removes it
+        folder.remove(f"{HIDDEN}/{token}.lock")
+        folder.remove_empty(HIDDEN)
+
+
+def _clear(path: Path) -> None:
+    """Settle what killed saves have left in ``path`` and the directories beside it, as far as that can be."""
+    with contextlib.suppress(OSError):
+        with os.scandir(path.parent) as entries:
+            beside = [Path(entry) for entry, _ in zip(entries, range(_NEIGHBOURS), strict=False)]
+        for place in {path, *beside}:
+            with contextlib.suppress(OSError, ZerostartError):
+                if os.path.lexists(place / HIDDEN):
+                    _clear_one(Folder(place, follow=False))
+
+
+def _clear_one(folder: Folder) -> None:
+    made = False
+    with contextlib.closing(folder), folder.alone(wait=False) as mine:
+        found = folder.path.stat()
+        for entry in sorted((folder.path / HIDDEN).iterdir()) if mine else ():
+            if not (match := _LOCK.fullmatch(entry.name)):
+                continue
+            with folder.parent(f"{HIDDEN}/{entry.name}") as (parent, last):
+                handle = os.open(
+                    last, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent
+                )
+            try:
+                lines = _lines(handle)
+                if _is_free(handle, lines):
+                    made = made or bool(lines and lines[0].get("new"))
+                    _settled(folder, match["token"], handle, _noted(lines))
+            finally:
+                os.close(handle)
+        folder.remove_empty(HIDDEN)
+        if mine and not os.path.lexists(
+            folder.path / HIDDEN
+        ):  # what a save has left has gone, and the directory is as old as it was
+            os.utime(folder.path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    if made:
+        with contextlib.suppress(OSError):
+            folder.path.rmdir()
+
+
+def _lines(handle: int) -> list[dict[str, Any]]:
+    """What a save has noted in its lock, line by line; one that a kill has cut off is none."""
+    raw = os.pread(handle, _MOST, 0).decode("utf-8", "replace").split("\n")[:-1]
+    with contextlib.suppress(ValueError, RecursionError):
+        lines = [json.loads(line) for line in raw]
+        return lines if all(isinstance(line, dict) for line in lines) else []
+    return []
+
+
+def _noted(lines: list[dict[str, Any]]) -> Plan | None:
+    """What the save was doing last, having done all before it."""
+    with contextlib.suppress(TypeError, AttributeError):
+        plan = Plan(**lines[-1]) if len(lines) > 1 else None
+        return plan if plan is not None and plan.is_safe() else None
+    return None
+
+
+def _is_free(handle: int, lines: list[dict[str, Any]]) -> bool:
+    """Whether the process of a lock is no more; where a file system has no locks, as far as can be told."""
+    if (locked := lock(handle)) is not None:
+        return locked
+    if not lines or lines[0].get("host") != socket.gethostname():
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-    finally:
-        os.close(handle)
-    return True
-
-
-def _remove(directory: Path) -> None:
-    """Remove a directory. Nothing depends on it: what cannot be removed now, the next save removes."""
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Let two directories change places in one step; False where that cannot be done here."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        os.kill(int(lines[0]["pid"]), 0)
+    except ProcessLookupError:
         return True
-    number = ctypes.get_errno()
-    if number in _NO_EXCHANGE:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return False
-    raise OSError(number, os.strerror(number), str(other))
+    return False
+
+
+def _above(names: Iterable[str]) -> list[str]:
+    """All directories that files are in, those above first."""
+    return sorted({parent.as_posix() for name in names for parent in Path(name).parents} - {"."})
 
 
 def _files_below(directory: Path) -> list[str]:

@@ -18,15 +18,24 @@ from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.formats.pipeline import choose, components
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_file
+from zerostart.checkpoint.manifest import MARKER, MARKERS, contents_of, current, is_inside
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.storage import Storage, storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.checkpoint.strict_json import DAMAGED, read_json, shown
 from zerostart.checkpoint.training import training_checkpoint
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
-__all__ = ["Files", "config_path", "open_catalog", "read_config", "read_files", "resolve_source"]
+__all__ = [
+    "Files",
+    "config_path",
+    "open_catalog",
+    "open_saved_state",
+    "read_config",
+    "read_files",
+    "resolve_source",
+]
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
@@ -53,6 +62,10 @@ NO_WEIGHTS = (
 CONFIG_NAME = "config.json"
 #: Headers are small and parsing holds the interpreter lock: threads hide the latency of opening only.
 HEADER_THREADS = 8
+#: How often a checkpoint is opened that a save replaces meanwhile.
+_TRIES = 3
+#: The model in a directory of ``save_state``, and when something was saved, in nanoseconds.
+_MODEL, _SAVED_AT = "model", "saved_at_ns"
 
 
 @dataclass(frozen=True)
@@ -92,18 +105,51 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     if isinstance(source, Files):
         return replace(_catalog(Path(), [Path(path) for path in source.paths], wanted=None), root="")
     path = resolve_source(source)
-    if path.is_dir() and (saved := _saved_state(path)) is not None:
-        return open_catalog(saved)
+    if path.is_dir() and _is_saved_state(path):
+        return open_saved_state(path, [_MODEL])[1][0]
     found = components(path) if path.is_dir() else None
     if found is not None:
         component = choose(path, found, classes)
         return replace(open_catalog(component.path), component=component.name)
     if path.is_dir() and not _has_weights(path) and (trained := training_checkpoint(path)) is not None:
         return trained
-    weights = _weights_in(path) if path.is_dir() else path
-    if INDEX_NAME.fullmatch(weights.name):
-        return _open_index(weights)
-    return _catalog(weights.parent, [weights], wanted=None)
+    for _ in range(_TRIES):
+        weights = _weights_in(path) if path.is_dir() else path
+        before = FileState.at(str(weights))
+        try:
+            if INDEX_NAME.fullmatch(weights.name):
+                return _open_index(weights)
+            return _catalog(weights.parent, [weights], wanted=None)
+        except CheckpointNotFoundError as error:  # unless a save has replaced it meanwhile
+            if FileState.at(str(weights)) == before:
+                raise
+            missing = error
+    raise missing
+
+
+def open_saved_state(path: Path, folders: Sequence[str]) -> tuple[dict[str, Any], list[Catalog]]:
+    """The document of the training state in ``path``, and the catalogs of some of its ``folders``.
+
+    Of the files that the document names, whatever else lies there. Raises as ``open_catalog`` does.
+    """
+    for _ in range(_TRIES):
+        document = read_json(path / MARKERS[1], "training state")
+        try:
+            return document, [_listed(path, document, folder) for folder in folders]
+        except CheckpointNotFoundError as error:  # unless a save has replaced it meanwhile
+            if read_json(path / MARKERS[1], "training state") == document:
+                raise
+            missing = error
+    raise missing
+
+
+def _listed(path: Path, document: dict[str, Any], folder: str) -> Catalog:
+    files = document.get("files")
+    names = [name for name in files if is_inside(name)] if isinstance(files, dict) else []
+    names = sorted(n for n in names if n.endswith(SUFFIX) and str(PurePosixPath(n).parent) == folder)
+    if not names:
+        return open_catalog(path / folder)
+    return _catalog(path / folder, [path / name for name in names], wanted=None)
 
 
 def resolve_source(source: str | os.PathLike[str]) -> Path:
@@ -170,10 +216,20 @@ def _has_weights(directory: Path) -> bool:
     return any((directory / name).exists() for name in STANDARD_NAMES)
 
 
-def _saved_state(directory: Path) -> Path | None:
-    """The model in a directory of ``save_state``, which is one by itself; None if it is no such directory."""
-    model = directory / "model"
-    return model if (directory / "state.json").is_file() and model.is_dir() else None
+def _is_saved_state(directory: Path) -> bool:
+    """Whether the model that counts is that of ``save_state``, and none that was saved beside it later."""
+    state = directory / MARKERS[1]
+    if not state.is_file() or not (directory / _MODEL).is_dir():
+        return False
+    try:
+        document = current(directory, MARKER) if _has_weights(directory) else None
+        beside = contents_of(document).values() if document is not None else ()
+        weights = _weights_in(directory).name if beside else ""
+        when = read_json(state, "training state").get(_SAVED_AT) if beside else 0
+    except (CheckpointError, ReadError, VerifyError):
+        return True
+    times = [one.get(_SAVED_AT) for one in beside if weights in one["files"]]
+    return not any(type(time) is int and type(when) is int and time > when for time in times)
 
 
 def _weights_in(directory: Path) -> Path:

@@ -11,14 +11,13 @@ from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.digesting import file_digests
+from zerostart.checkpoint.manifest import MARKERS, documents, lies_at
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.publishing import FORMAT, recover
-from zerostart.checkpoint.replacing import MARKERS, is_inside
 from zerostart.checkpoint.source import Files, open_catalog
-from zerostart.checkpoint.strict_json import read_json, shown
+from zerostart.checkpoint.strict_json import shown
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
-__all__ = ["Verified", "read_marker", "verify"]
+__all__ = ["Verified", "verify"]
 
 #: Most faults that a message lists.
 _LISTED = 8
@@ -36,65 +35,30 @@ class Verified:
 def verify(path: str | os.PathLike[str]) -> Verified:
     """See ``zerostart.verify``, which raises what this raises."""
     place = expanded(path)
-    try:
-        recover(place)
-    except OSError as error:
-        raise VerifyError(f"{place}: a save was killed, and cannot be put right: {error.strerror}") from error
     if not place.is_dir():
         raise VerifyError(f"{place}: there is no such directory")
-    found = read_marker(place)
-    if found is None:
+    found = documents(place)
+    if not found:
         raise VerifyError(
             f"{place}: there is no {' and no '.join(MARKERS)} in it, so that nothing says what was saved: "
             "zerostart has not saved it, or not all of it; zerostart.diff compares it with another checkpoint"
         )
-    faults = [*_faults_of_files(place, found["files"])]
+    faults = [fault for document in found for fault in _faults_of_files(place, document)]
     tensors = 0
-    if not faults:
-        for folder, digests in found.get("digests", {}).items():
-            catalog = _catalog(place, folder, found["files"])
-            faults += _faults_of_tensors(catalog, digests)
+    for document in found if not faults else ():
+        for folder, digests in document.get("digests", {}).items():
+            faults += _faults_of_tensors(_catalog(place, folder, document), digests)
             tensors += len(digests)
     if faults:
         more = f"; and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
         raise VerifyError(f"{place} is not what was saved: {'; '.join(faults[:_LISTED])}{more}")
-    files: Mapping[str, Any] = found["files"]
-    return Verified(len(files), tensors, sum(described["bytes"] for described in files.values()))
+    files = {name: one["bytes"] for document in found for name, one in document["files"].items()}
+    return Verified(len(files), tensors, sum(files.values()))
 
 
-def read_marker(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The document with which directory ``path`` was saved; None without one. Raises VerifyError."""
-    for name in MARKERS:
-        marker = Path(path) / name
-        try:
-            if not marker.is_file():
-                continue
-            document = read_json(marker, "marker")
-        except (CheckpointError, ReadError, OSError) as error:
-            raise VerifyError(str(error)) from error
-        if document.get("format") != FORMAT:
-            raise VerifyError(
-                f"{marker}: its format is {document.get('format')!r}, and this version knows {FORMAT}: use "
-                "the version of zerostart that has saved it"
-            )
-        if not _well_formed(document):
-            raise VerifyError(f"{marker}: it does not list files and digests as zerostart writes them")
-        return document
-    return None
-
-
-def _well_formed(document: Mapping[str, Any]) -> bool:
-    files, digests = document.get("files"), document.get("digests", {})
-    if not isinstance(files, dict) or not isinstance(digests, dict):
-        return False
-    described = all(isinstance(one, dict) and type(one.get("bytes")) is int for one in files.values())
-    inside = all(is_inside(name) for name in (*files, *digests))
-    return described and inside and all(isinstance(one, dict) for one in digests.values())
-
-
-def _faults_of_files(place: Path, files: Mapping[str, Any]) -> Iterator[str]:
-    for name, described in files.items():
-        file = place / name
+def _faults_of_files(place: Path, document: Mapping[str, Any]) -> Iterator[str]:
+    for name, described in document["files"].items():
+        file = lies_at(place, document, name)
         try:
             size = file.stat().st_size
             if size != described["bytes"]:
@@ -112,9 +76,9 @@ def _hash(file: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _catalog(place: Path, folder: str, files: Mapping[str, Any]) -> Catalog:
-    """The tensors of all safetensors files of one folder that the marker lists."""
-    names = [name for name in files if PurePosixPath(name).parent == PurePosixPath(folder)]
+def _catalog(place: Path, folder: str, document: Mapping[str, Any]) -> Catalog:
+    """The tensors of all safetensors files of one folder that the document lists."""
+    names = [name for name in document["files"] if PurePosixPath(name).parent == PurePosixPath(folder)]
     weights = [str(place / name) for name in sorted(names) if name.endswith(".safetensors")]
     try:
         return open_catalog(Files(tuple(weights), str(place / folder)))

@@ -15,8 +15,8 @@ import torch
 
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.digest import Digests
+from zerostart.checkpoint.manifest import MARKERS
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.replacing import MARKERS
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.source import open_catalog, read_config
 from zerostart.checkpoint.strict_json import read_json
@@ -97,7 +97,10 @@ def export(
                 digests.add(name, first, part)
                 writer.write(name, part.view(torch.uint8).numpy().data, first * part.itemsize)
         publication.add_digests(digests.summed(World(0, 1, None)))
-    return Exported(Path(out), tuple(file.name for file in layout.files), len(entries), layout.total_size)
+    written = [file.name for file in layout.files]
+    return Exported(
+        Path(out), tuple(publication.names.get(n, n) for n in written), len(entries), layout.total_size
+    )
 
 
 def _opened(source: str | os.PathLike[str]) -> Catalog:
@@ -117,7 +120,7 @@ def _opened(source: str | os.PathLike[str]) -> Catalog:
 def _check_whole(catalog: Catalog) -> None:
     """Raise ConfigError for a training state without the parameters that were frozen."""
     root = Path(catalog.root or ".")
-    for folder in (root, root.parent):
+    for folder in (root.parent,) if root.name == "model" else ():
         marker = folder / MARKERS[1]
         if marker.is_file() and read_json(marker, "training state").get("left_out"):
             raise ConfigError(

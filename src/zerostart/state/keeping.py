@@ -49,7 +49,8 @@ def prune(
     One rank calls it, after a save. ``score`` says how good a checkpoint is, from its ``extra`` as it is in
     the document (more is better; None and nan are none of the best). ``keep=None`` keeps all. What is
     incomplete, or no training checkpoint, or none of ``own``, is left alone.
-    A checkpoint is gone in one step; what a kill has left of one goes with the next.
+    A checkpoint is none any more from one step on, and then the files go that its document names: what others
+    have put there stays, and what a kill has left goes with the next save.
     Raises ConfigError for numbers that keep nothing, WriteError where removing fails.
     """
     if keep is None:
@@ -65,7 +66,7 @@ def prune(
     removed = [path for path in found if path not in kept]
     for path in removed:
         try:
-            remove(path)
+            remove(path, MARKER)
         except OSError as error:
             raise WriteError(f"{path}: cannot be removed: {error}") from error
     return removed

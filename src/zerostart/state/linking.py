@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
+import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from zerostart.checkpoint.verifying import read_marker, verify
+from zerostart.checkpoint.folders import NO_LINKS
+from zerostart.checkpoint.manifest import INDEX, documents
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.verifying import verify
 from zerostart.distributed.world import World
 from zerostart.errors import VerifyError
 from zerostart.state.digest import digests_of
@@ -15,8 +20,7 @@ from zerostart.state.writing import Entry, Outgoing
 
 __all__ = ["check_unchanged", "linked"]
 
-#: What a system answers that gives no second name to a file here.
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
+_WEIGHTS = ".safetensors"
 
 
 def linked(
@@ -31,14 +35,15 @@ def linked(
     """
     if saved is None:
         return None
-    known = world.broadcast_object(lambda: _known(saved), "looking at the files that are saved")
-    if known.keys() != {name for name, _, _ in entries}:
+    names = {name for name, _, _ in entries}
+    known, files = world.broadcast_object(lambda: _known(saved, names), "looking at the files that are saved")
+    if not known:
         return None
     with world.phase("comparing the model with the files that are saved"):
         found = digests_of((item.shard for item in outgoing), world)
     if found != known:
         return None
-    made = world.broadcast_object(lambda: _link(saved, folder), "linking the files that are saved")
+    made = world.broadcast_object(lambda: _link(saved, folder, files), "linking the files that are saved")
     return found if made else None
 
 
@@ -58,38 +63,47 @@ def check_unchanged(path: Path, folder: str, saved_at: object) -> None:
         verify(path)
 
 
-def _known(saved: Path) -> dict[str, str]:
-    """The digests of the tensors in ``saved``; none where its files are not those of a save."""
-    try:
-        document = read_marker(saved) or {}
-    except VerifyError:
-        return {}
-    sizes = {name: told["bytes"] for name, told in document.get("files", {}).items()}
-    whole = all(_size(saved / name) == sizes[name] for name in _weights(sizes))
-    return dict(document.get("digests", {}).get(".", {})) if whole else {}
+def _known(saved: Path, names: set[str]) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Digests of the tensors ``names`` in ``saved``, and its files: the names that they have, and usual ones.
+
+    Both are empty where no save has written just these there, as they are.
+    """
+    found: list[dict[str, Any]] = []
+    with contextlib.suppress(VerifyError):
+        found = documents(saved)
+    for document in found:
+        files = {
+            name: one
+            for name, one in document["files"].items()
+            if "/" not in name and name.endswith((_WEIGHTS, _WEIGHTS + INDEX))
+        }
+        whole = all(_size(saved / name) == one["bytes"] for name, one in files.items())
+        if whole and (digests := document.get("digests", {}).get(".", {})).keys() == names:
+            return digests, [(name, one.get("name", name)) for name, one in files.items()]
+    return {}, []
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-def _weights(names: Collection[str]) -> list[str]:
-    """Of files those in the directory itself that hold weights, and the index of them."""
-    kinds = (".safetensors", ".safetensors.index.json")
-    return [name for name in names if "/" not in name and name.endswith(kinds)]
-
-
-def _link(saved: Path, folder: Path) -> bool:
+def _link(saved: Path, folder: Path, files: list[tuple[str, str]]) -> bool:
     folder.mkdir()
-    names = _weights((read_marker(saved) or {})["files"])
+    usual = dict(files)
     try:
-        for name in names:
-            os.link(saved / name, folder / name)
+        for name, own in files:
+            if name.endswith(INDEX):
+                index = read_json(saved / name, "index")
+                index["weight_map"] = {n: usual[file] for n, file in index["weight_map"].items()}
+                text = json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+                (folder / own).write_text(text, encoding="utf-8")
+            else:
+                os.link(saved / name, folder / own)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in NO_LINKS:
             raise
-        for name in names:
-            (folder / name).unlink(missing_ok=True)
+        for _, own in files:
+            (folder / own).unlink(missing_ok=True)
         folder.rmdir()
         return False
     return True

@@ -1,4 +1,4 @@
-"""Directories that all ranks write together, and that appear whole or not at all."""
+"""Saves that all ranks write together, of which readers see the whole or nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerostart.checkpoint.manifest import MARKER
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.publishing import Staging, told
-from zerostart.checkpoint.replacing import MARKER
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 
@@ -22,11 +22,13 @@ __all__ = ["Publication", "agreed_place", "publishing"]
 class Publication:
     """What is being saved: everything is written below ``directory``, which all ranks see.
 
-    ``document`` of rank 0 becomes the marker.
+    ``document`` of rank 0 becomes the one that says what was saved. ``names`` are those that weights have in
+    the end, by those that they were written under; the same on all ranks once all is in its place.
     """
 
     directory: Path
     document: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
 
     def add_digests(self, digests: Mapping[str, str], folder: str = ".") -> None:
         """Note the digests of all tensors in the safetensors files of ``folder`` (a path from there)."""
@@ -46,20 +48,26 @@ def agreed_place(path: str | os.PathLike[str], world: World, doing: str = "savin
 
 
 @contextmanager
-def publishing(path: str | os.PathLike[str], world: World, *, marker: str = MARKER) -> Iterator[Publication]:
-    """A directory beside ``path`` in which all ranks write, and which takes its place at the end; collective.
+def publishing(
+    path: str | os.PathLike[str], world: World, *, marker: str = MARKER, by_document: bool | None = None
+) -> Iterator[Publication]:
+    """A directory within ``path`` in which all ranks write; at the end its files get their names; collective.
 
     On leaving the ranks agree that all went well; then everything is synced (each rank has synced the files
-    that it wrote), the marker is written, and the directory put in its place, before any rank goes on. After
-    an error on any rank everything is removed, and ``path`` is as before. Files at ``path`` that were no part
-    of an earlier save stay there. Raises WriteError, or what the body raised, on every rank.
+    that it wrote) and gets its names (``Staging``, which has ``marker`` and ``by_document``), before any rank
+    goes on. After an error on any rank all that was written is removed, and ``path`` is as before. Raises
+    WriteError, or what the body raised, on every rank.
     """
     staging: Staging | None = None
 
     def begin() -> str:
         nonlocal staging
-        staging = Staging(path, marker)
+        staging = Staging(path, marker, by_document)
         return str(staging.directory)
+
+    def complete() -> dict[str, str]:
+        assert staging is not None, "the first rank has it"
+        return staging.complete(publication.document)
 
     with world.phase("saving to a directory"):
         path = agreed_place(path, world)
@@ -73,8 +81,7 @@ def publishing(path: str | os.PathLike[str], world: World, *, marker: str = MARK
                         "to a file system that all ranks share"
                     )
                 yield publication
-            if staging is not None:
-                staging.complete(publication.document)
+            publication.names.update(world.broadcast_object(complete, "giving the files their names"))
         except BaseException:
             if staging is not None:
                 staging.discard()

@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.publishing import recover
-from zerostart.checkpoint.source import open_catalog
+from zerostart.checkpoint.source import open_saved_state
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name, whole_shard
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError, ReadError
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError
 from zerostart.layout import Layout, dimension_shard, replicated
 from zerostart.loading.source import open_source
 from zerostart.planning import Destination, Plan, PlanOptions, join
@@ -138,10 +137,6 @@ def _described(path: Path) -> _Saved:
     foreign = foreign_state(path)
     if foreign is not None:
         return _Saved(path, *foreign)
-    try:
-        recover(path)
-    except OSError as error:
-        raise ReadError(f"{path}: a save was killed, and cannot be put right: {error.strerror}") from error
     if not (path / MARKER).is_file():
         path = state_in(path) or path
     if not (path / MARKER).is_file():
@@ -165,7 +160,8 @@ def _described(path: Path) -> _Saved:
             "update zerostart"
         )
     check_unchanged(path, MODEL, document.get(SAVED_AT))
-    return _Saved(path, document, open_catalog(path / MODEL), open_catalog(path / STATE))
+    document, (weights, state) = open_saved_state(path, (MODEL, STATE))
+    return _Saved(path, document, weights, state)
 
 
 def _check_names(training: Training, saved: _Saved) -> None:

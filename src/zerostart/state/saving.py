@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -120,7 +120,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], request: SaveRequest) -
                 done = [(".", *_model(model, inner, record, publication, request, world))]
             for folder, written, _ in done:
                 publication.add_digests(written.digests, folder)
-    return _report(path, done, time.perf_counter() - begun)
+    return _report(path, done, publication.names, time.perf_counter() - begun)
 
 
 def _check_adapters(inner: nn.Module, adapted: Adapted | None, request: SaveRequest) -> None:
@@ -246,13 +246,15 @@ def _parameters(held: list[Held]) -> int:
     return sum(prod(item.shard.layout.shape) for item in held if item.parameter)
 
 
-def _report(path: str | os.PathLike[str], done: list[Done], seconds: float) -> SaveReport:
+def _report(
+    path: str | os.PathLike[str], done: list[Done], names: Mapping[str, str], seconds: float
+) -> SaveReport:
     files: list[str] = []
     own: dict[str, Any] = {}
     tied: dict[str, str] = {}
     for folder, written, contents in done:
         before = "" if folder == "." else f"{folder}/"
-        files += [before + file.name for file in written.layout.files]
+        files += [names.get(before + file.name, before + file.name) for file in written.layout.files]
         own |= contents.own_names
         tied |= contents.tied
     return SaveReport(

@@ -18,9 +18,9 @@ from zerostart.checkpoint.catalog import (
     contiguous_strides,
 )
 from zerostart.checkpoint.formats.pipeline import components
+from zerostart.checkpoint.manifest import MARKERS
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.replacing import MARKERS
-from zerostart.checkpoint.source import open_catalog, resolve_source
+from zerostart.checkpoint.source import open_catalog, open_saved_state, resolve_source
 from zerostart.checkpoint.storage import Reader, storage_at
 from zerostart.layout.flat import flat_run
 from zerostart.planning import Destination, join
@@ -50,11 +50,12 @@ def catalogs_at(source: str | os.PathLike[str], model_alone: bool) -> list[tuple
     path = resolve_source(source)
     if path.is_dir() and is_state(path):
         if model_alone:
-            return [("", open_catalog(path / MODEL))]
+            return [("", open_saved_state(path, [MODEL])[1][0])]
         folders = sorted(
-            entry for entry in path.iterdir() if entry.is_dir() and any(entry.glob("*.safetensors"))
+            entry.name for entry in path.iterdir() if entry.is_dir() and any(entry.glob("*.safetensors"))
         )
-        return [(f"{folder.name}/", open_catalog(folder)) for folder in folders]
+        catalogs = open_saved_state(path, folders)[1]
+        return [(f"{folder}/", catalog) for folder, catalog in zip(folders, catalogs, strict=True)]
     found = components(path) if path.is_dir() else None
     if found is not None:
         return [(f"{component.name}/", open_catalog(component.path)) for component in found]

@@ -24,7 +24,6 @@ import torch
 from zerostart.checkpoint.catalog import TORCH_NAMES
 from zerostart.checkpoint.durable import sync_directory, write_whole
 from zerostart.checkpoint.publishing import told
-from zerostart.checkpoint.replacing import MARKER
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World
@@ -38,6 +37,7 @@ from zerostart.training.cached import (
     Kind,
     digest_of,
     items_file,
+    read_manifest,
     text_key,
 )
 from zerostart.training.locks import hold
@@ -208,7 +208,7 @@ def publish(
 
     Raises WriteError, on every rank; the draft is there still then.
     """
-    with publishing(place, world) as publication:
+    with publishing(place, world, by_document=True) as publication:
         if world.rank == 0:
             _fill(publication, draft, facts, prompts)
     if world.rank == 0:
@@ -221,16 +221,15 @@ def publish_prompts(place: Path, added: Mapping[str, Tensors], world: World) -> 
     Texts that other runs have added meanwhile stay. Raises WriteError, on every rank; the cache is as it was
     then.
     """
-    with contextlib.ExitStack() as stack, publishing(place, world) as publication:
+    with contextlib.ExitStack() as stack, publishing(place, world, by_document=True) as publication:
         if world.rank == 0:
             _lock(stack, place, wait=True)
             there = CachedItems(place)
             prompts = {text: there.prompt(text) for text in there.texts} | dict(added)
-            document = read_json(place / MARKER, "marker")
-            kept = {name: one for name, one in document["files"].items() if name != PROMPTS_FILE}
-            for name in kept:
-                _linked(place / name, publication.directory / name)
-            publication.document["files"] = kept
+            document = read_manifest(place) or {}
+            publication.document["files"] = dict(
+                document["files"]
+            )  # which stay, where they are not made anew
             cache = {**document["cache"], "prompts": list(prompts)}
             publication.document["cache"] = cache
             _write_prompts(publication, prompts)

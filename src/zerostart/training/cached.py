@@ -26,7 +26,7 @@ import torch
 
 from zerostart.checkpoint.catalog import DTYPE_BITS
 from zerostart.checkpoint.formats.safetensors import read_header
-from zerostart.checkpoint.verifying import read_marker
+from zerostart.checkpoint.manifest import documents, lies_at
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
 from zerostart.recipe import torch_dtype
 
@@ -79,12 +79,11 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     Raises VerifyError for a marker that this version of zerostart does not know, ConfigError for that of a
     directory that is something else.
     """
-    document = read_marker(directory) if directory.is_dir() else None
-    if document is None:
-        return None
-    if not isinstance(document.get("cache"), dict):
+    found = documents(directory) if directory.is_dir() else []
+    caches = [document for document in found if isinstance(document.get("cache"), dict)]
+    if found and not caches:
         raise ConfigError(f"cache.directory {directory} holds a saved model, and no cache; name another")
-    return document
+    return caches[0] if caches else None
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,7 @@ class CachedItems:
         document = read_manifest(self.directory)
         if document is None:
             raise CheckpointNotFoundError(f"{self.directory}: there is no cache; zerostart cache makes one")
+        self._save = {"save": document.get("save")}
         found = document["cache"]
         if found.get("version") != VERSION:
             raise CheckpointError(
@@ -137,7 +137,7 @@ class CachedItems:
             raise IndexError(f"item {index} of {len(self)}")
         number = index % self._count
         kind, first = self._kinds[self._index.kinds[number]], int(self._index.firsts[number])
-        path = self.directory / items_file(number // self._per_file)
+        path = self._path(items_file(number // self._per_file))
         hashed = hashlib.blake2b(digest_size=16)
         item: dict[str, torch.Tensor] = {}
         with _opened(path) as handle:
@@ -175,9 +175,9 @@ class CachedItems:
                 if self.texts
                 else f"{self.directory} has embeddings of no text alone: its encoders take pictures, too"
             )
-        path = self.directory / PROMPTS_FILE
         # Between its header and its bytes another run may have put another file there: once more, then.
-        found = _embeddings(path, text) or _embeddings(path, text)
+        path = self._path(PROMPTS_FILE)
+        found = _embeddings(path, text) or _embeddings(path := self._path(PROMPTS_FILE), text)
         if found is None:
             raise ReadError(
                 f"{path}: what is there of the text {text!r} is not what was written: the file is damaged; "
@@ -187,7 +187,7 @@ class CachedItems:
 
     def _check_sizes(self) -> None:
         for name, size in self._sizes.items():
-            path = self.directory / name
+            path = self._path(name)
             try:
                 found = path.stat().st_size
             except OSError as error:
@@ -195,11 +195,14 @@ class CachedItems:
             if found != size:
                 raise ReadError(f"{path} has {found} bytes and had {size}; {self._remedy()}")
 
+    def _path(self, name: str) -> Path:
+        return lies_at(self.directory, self._save, name)
+
     def _remedy(self) -> str:
         return f"remove {self.directory}, and have it made anew"
 
     def _read_index(self) -> _Index:
-        path = self.directory / INDEX_FILE
+        path = self._path(INDEX_FILE)
         entries, _, _ = read_header(path)
         with _opened(path) as handle:
             found = {

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.durable import sync_directory
+from zerostart.checkpoint.manifest import MARKER as MODEL_MARKER
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.replacing import MARKER as MODEL_MARKER
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World

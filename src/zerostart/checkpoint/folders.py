@@ -1,0 +1,151 @@
+"""An open directory, below which nothing is read, written or removed by way of a link."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from zerostart.checkpoint.durable import sync_handle
+from zerostart.errors import WriteError
+
+__all__ = ["NO_LINKS", "Folder", "Identity", "lock"]
+
+#: What tells a file from a later one of its name: inode, bytes, and time of the last change in nanoseconds.
+Identity = list[int]
+#: What a system answers that gives no second name to a file here.
+NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+#: Seconds to wait for another save into the same directory, which is busy with names alone.
+_PATIENCE = 60.0
+
+
+class Folder:
+    """Names are paths from the directory, with slashes; every method raises OSError."""
+
+    def __init__(self, path: Path, follow: bool = True) -> None:
+        """Open ``path``; without ``follow`` it may be no link itself."""
+        self._handle = os.open(path, _DIRECTORY | (0 if follow else os.O_NOFOLLOW))
+        self.path = path
+
+    def close(self) -> None:
+        """Close the directory; it may be called more than once."""
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle = -1
+
+    @contextlib.contextmanager
+    def parent(self, name: str) -> Iterator[tuple[int, str]]:
+        """A handle of the directory that has ``name``, and the last part of the name."""
+        *folders, last = PurePosixPath(name).parts
+        handle = os.dup(self._handle)
+        try:
+            for folder in folders:
+                inner = os.open(folder, _DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+                os.close(handle)
+                handle = inner
+            yield handle, last
+        finally:
+            os.close(handle)
+
+    def identity(self, name: str, regular: bool = False) -> Identity | None:
+        """That of what has this name, be it a link; None for nothing, and if asked for what is no file."""
+        try:
+            with self.parent(name) as (handle, last):
+                found = os.stat(last, dir_fd=handle, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if regular and not stat.S_ISREG(found.st_mode):
+            return None
+        return [found.st_ino, found.st_size, found.st_mtime_ns]
+
+    def sha256(self, name: str) -> str | None:
+        """The hash of a file; None of what is no file."""
+        if self.identity(name, regular=True) is None:
+            return None
+        with (
+            self.parent(name) as (handle, last),
+            os.fdopen(os.open(last, _FILE, dir_fd=handle), "rb") as file,
+        ):
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def make(self, folder: str) -> list[str]:
+        """Make a directory and those above it, where they are not there; gives those that were made."""
+        made = []
+        parts = PurePosixPath(folder).parts
+        for count in range(1, len(parts) + 1):
+            name = "/".join(parts[:count])
+            with self.parent(name) as (handle, last), contextlib.suppress(FileExistsError):
+                os.mkdir(last, dir_fd=handle)
+                made.append(name)
+        return made
+
+    def put(self, source: str, name: str) -> None:
+        """Give a file a name that nothing has. Raises FileExistsError where something has it."""
+        with self.parent(source) as (old, begin), self.parent(name) as (new, end):
+            try:
+                os.link(begin, end, src_dir_fd=old, dst_dir_fd=new, follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                # The name is ours from here on, and the file follows.
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                os.close(os.open(end, flags, 0o600, dir_fd=new))
+                os.replace(begin, end, src_dir_fd=old, dst_dir_fd=new)
+            else:
+                os.unlink(begin, dir_fd=old)
+
+    def replace(self, source: str, name: str) -> None:
+        """Give a file a name that another one, or a link, may have, in one step."""
+        with self.parent(source) as (old, begin), self.parent(name) as (new, end):
+            os.replace(begin, end, src_dir_fd=old, dst_dir_fd=new)
+
+    def remove(self, name: str, known: Identity | None = None) -> None:
+        """Remove a file, if it is one and, where that is ``known``, still the same."""
+        found = self.identity(name, regular=True)
+        if found is not None and known in (None, found):
+            with self.parent(name) as (handle, last), contextlib.suppress(FileNotFoundError):
+                os.unlink(last, dir_fd=handle)
+
+    def remove_empty(self, folder: str) -> None:
+        """Remove a directory if there is nothing in it, and if that can be done."""
+        with contextlib.suppress(OSError), self.parent(folder) as (handle, last):
+            os.rmdir(last, dir_fd=handle)
+
+    def sync(self, name: str) -> None:
+        """Bring the names beside ``name`` to the disk."""
+        with self.parent(name) as (handle, _):
+            sync_handle(handle)
+
+    @contextlib.contextmanager
+    def alone(self, wait: bool = True) -> Iterator[bool]:
+        """Inside no other save changes names here; gives False, at once, where one does and not to ``wait``.
+
+        Raises WriteError where another one takes longer than a minute.
+        """
+        end = time.monotonic() + _PATIENCE
+        while (locked := lock(self._handle)) is False and wait:
+            if time.monotonic() > end:
+                raise WriteError(f"{self.path}: another process is saving here; save when it has ended")
+            time.sleep(0.01)
+        try:
+            yield locked is not False
+        finally:
+            if locked:
+                fcntl.flock(self._handle, fcntl.LOCK_UN)
+
+
+def lock(handle: int) -> bool | None:
+    """Whether a handle is locked now, until it is closed or this process ends; None: there are no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    return True

@@ -1,0 +1,313 @@
+"""From the files of one content, as a save has staged them, to their names: what is done, in which order."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from zerostart.checkpoint.durable import write_whole
+from zerostart.checkpoint.folders import Folder, Identity
+from zerostart.checkpoint.manifest import (
+    HIDDEN,
+    INDEX,
+    MARKER,
+    WEIGHTS,
+    contents_of,
+    current,
+    documents,
+    grouped,
+    is_inside,
+)
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.errors import ZerostartError
+
+__all__ = ["Plan", "finish", "planned", "settle", "switch"]
+
+#: What says how weights are to be read, and is theirs; other files beside them may be a script's own.
+_CONTENT = ("config.json", "adapter_config.json")
+
+
+@dataclass
+class Plan:
+    """What one content does to the names in a directory. All are paths there, with slashes.
+
+    ``switch`` is the staged file by which readers go from then on, ``over`` the single file that has to be
+    gone for that. ``puts`` are weights, staged and new names; ``made`` has what tells these, ``drop`` what
+    tells the old ones. ``deliver`` is what gets its name after the switch: where nothing is (None), or in the
+    place of what is told so. ``folders`` go where nothing is in them.
+    """
+
+    marker: str
+    switch: str
+    over: str = ""
+    puts: dict[str, str] = field(default_factory=dict)
+    made: dict[str, Identity] = field(default_factory=dict)
+    deliver: dict[str, Identity | None] = field(default_factory=dict)
+    drop: dict[str, Identity] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
+
+    def is_safe(self) -> bool:
+        """Whether all names are below the directory: anybody may have written them."""
+        names = [*self.made, *self.deliver, *self.drop, *self.folders, self.marker, self.switch, self.over]
+        return all(name == "" or is_inside(name) for name in names)
+
+
+def planned(
+    folder: Folder, token: str, marker: str, by_document: bool, key: str, document: dict[str, Any]
+) -> Plan:
+    """Plan the content ``key``, whose staged files ``document`` describes; it becomes what will be there.
+
+    ``by_document``: readers go by the document (of a training state, of a cache), which says what the files
+    are called; else by the index of the weights, or by their single file. Raises OSError.
+    """
+    planner = _Planner(folder, token, Plan(marker, marker), by_document, key, document)
+    for group, names in grouped(planner.files).items():
+        if "cache" in document:
+            planner.replace_all(names)
+            continue
+        weights = [name for name in names if WEIGHTS.fullmatch(PurePosixPath(name).name)]
+        if weights:
+            planner.name_weights(group, weights)
+        for name in names:
+            if name not in weights and planner.staged(name).is_file():
+                planner.name_companion(name)
+    if by_document:
+        planner.drop_listed()
+    document.update(planner.beside(), content=key, save=token, switch=planner.plan.switch)
+    if planner.plan.over:
+        document["over"] = planner.plan.over
+    return planner.plan
+
+
+class _Planner:
+    def __init__(
+        self, folder: Folder, token: str, plan: Plan, by_document: bool, key: str, document: dict[str, Any]
+    ) -> None:
+        self.plan, self.files = plan, document["files"]
+        self._folder, self._token, self._key, self._document = folder, token, key, document
+        self._by_document = by_document
+        self._known: list[dict[str, Any]] = []
+        self._before: dict[str, dict[str, Any]] = {}
+        self._groups: set[str] = set()
+        with contextlib.suppress(ZerostartError):  # a damaged one says nothing
+            self._known = documents(folder.path)
+            top = current(folder.path, plan.marker) if plan.marker else None
+            if top is not None:
+                self._before = contents_of(top) if plan.marker == MARKER else {key: top}
+        self._old = self._before.get(key, {}).get("files", {})
+
+    def staged(self, name: str) -> Path:
+        return self._folder.path / HIDDEN / self._token / name
+
+    def name_weights(self, group: str, names: Sequence[str]) -> None:
+        """Give weights of one folder and stem free names, and find those that they take the place of."""
+        single = f"{group}.safetensors"
+        index = single + INDEX
+        files = [name for name in names if name != index and self.staged(name).is_file()]
+        alone = not self._by_document and index not in names
+        taken = {name for name in (*files, single, index) if self._folder.identity(name) is not None}
+        tagged = not alone and bool(taken if self._by_document else taken & set(files))
+        called = {name: self._tagged(name) if tagged else name for name in files}
+        if alone:
+            self.plan.switch = single
+        else:
+            self.plan.puts |= called
+            self.plan.made |= {new: self._identity(name) for name, new in called.items()}
+        for name, new in called.items() if tagged else ():
+            self.files[new] = {**self.files.pop(name), "name": name}
+        if tagged:
+            self._write_index(group, index, called)
+        if self._by_document:
+            self._groups.add(group)
+            if index in self.files:
+                self._deliver_index(index)
+            return
+        if not alone:
+            self.plan.switch, self.plan.over = index, single if single in taken else ""
+        listed = [index if alone else single, *self._in_index(index), *self._old]
+        for name in listed:
+            self._drop(name, {group})
+
+    def name_companion(self, name: str) -> None:
+        """Have a file that is no weights get its name, unless what has that is somebody's own."""
+        there, same = self._folder.identity(name), False
+        if there is not None:
+            found = self._folder.sha256(name)
+            same = found is not None and found == self.files[name].get("sha256")
+            ours = any(one["files"].get(name, {}).get("sha256", "") == found for one in self._known)
+            if not ours and PurePosixPath(name).name not in _CONTENT:
+                del self.files[name]
+                return
+        if not same:
+            self.plan.deliver[name] = there
+
+    def replace_all(self, names: Sequence[str]) -> None:
+        """Have files of a cache get their names after its document, by which they are found until then."""
+        there = {name: self._folder.identity(name) for name in names if self.staged(name).is_file()}
+        self.plan.deliver |= there
+
+    def drop_listed(self) -> None:
+        """Have the weights go that the document before this one lists."""
+        groups = self._groups
+        if "cache" in self._document and "cache" in self._before.get(self._key, {}):
+            groups = groups | set(grouped(self._old))
+        for name in self._old:
+            self._drop(name, groups)
+
+    def beside(self) -> dict[str, Any]:
+        """What else there is to say of the directory: the contents that stay, as far as they are there."""
+        if self.plan.marker != MARKER:
+            return {}
+        others = {}
+        for key, other in self._before.items():
+            files = {name: one for name, one in other["files"].items() if name not in self.files}
+            weights = [name for name in files if name.endswith(".safetensors")]
+            if key != self._key and any(self._folder.identity(name) for name in weights):
+                others[key] = {n: v for n, v in other.items() if n not in ("others", "switch", "over")}
+                others[key]["files"] = files
+        return {"others": others} if others else {}
+
+    def _tagged(self, name: str) -> str:
+        path = PurePosixPath(name)
+        match = WEIGHTS.fullmatch(path.name)
+        assert match is not None, "asked for weights"
+        called = f"{match['stem']}-{self._token}{match['shard'] or ''}.safetensors"
+        return (path.parent / called).as_posix()
+
+    def _identity(self, name: str) -> Identity:
+        found = self._folder.identity(f"{HIDDEN}/{self._token}/{name}")
+        assert found is not None, "what is staged"
+        return found
+
+    def _write_index(self, group: str, index: str, called: Mapping[str, str]) -> None:
+        """The index with the names that files really have; also of one file, whose own name was taken."""
+        names = {PurePosixPath(name).name: PurePosixPath(new).name for name, new in called.items()}
+        if index in self.files:
+            document = read_json(self.staged(index), "index")
+            document["weight_map"] = {n: names[file] for n, file in document["weight_map"].items()}
+        else:
+            digests = self._document.get("digests", {}).get(PurePosixPath(group).parent.as_posix())
+            if not digests or len(names) != 1:
+                return
+            total = sum(self.files[new]["bytes"] for new in called.values())
+            document = {
+                "metadata": {"total_size": total},
+                "weight_map": dict.fromkeys(digests, *names.values()),
+            }
+        data = (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        part = self.staged(index).with_name(f".{PurePosixPath(index).name}.part")
+        write_whole(self.staged(index), data, part)
+        self.files[index] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+    def _deliver_index(self, index: str) -> None:
+        """After the document, the index says the same to others; unless that is of weights of their own."""
+        there = self._folder.identity(index)
+        if there is None or self._folder.sha256(index) == self._old.get(index, {}).get("sha256", ""):
+            self.plan.deliver = {index: there, **self.plan.deliver}
+        else:
+            del self.files[index]
+
+    def _in_index(self, index: str) -> list[str]:
+        """What the index that is there lists."""
+        if self._folder.identity(index, regular=True) is None:
+            return []
+        with contextlib.suppress(ZerostartError):
+            listed = read_json(self._folder.path / index, "index").get("weight_map")
+            values = set(listed.values()) if isinstance(listed, dict) else set()
+            folder = PurePosixPath(index).parent
+            return sorted((folder / value).as_posix() for value in values if is_inside(value))
+        return []
+
+    def _drop(self, name: str, groups: set[str]) -> None:
+        """Note a file of weights that were there before."""
+        path = PurePosixPath(name)
+        match = WEIGHTS.fullmatch(path.name)
+        if match is None or name in self.files or (path.parent / match["stem"]).as_posix() not in groups:
+            return
+        if name != self.plan.switch and (there := self._folder.identity(name, regular=True)) is not None:
+            self.plan.drop[name] = there
+
+
+def switch(folder: Folder, staged: str, plan: Plan) -> None:
+    """Give weights their names, and make the one step that readers see. Raises OSError."""
+    for name, new in plan.puts.items():
+        folder.put(staged + name, new)
+    for new in {PurePosixPath(new).parent: new for new in (*plan.puts.values(), plan.switch)}.values():
+        folder.sync(new)
+    folder.replace(staged + plan.switch, plan.switch)
+
+
+def finish(folder: Folder, staged: str, plan: Plan) -> None:
+    """What is left to do after the switch; also what a killed save has left to do of it. Raises OSError."""
+    if plan.over and plan.over in plan.drop:
+        folder.remove(plan.over, plan.drop[plan.over])
+    if plan.switch:
+        folder.sync(plan.switch)
+    lost = []
+    for name, known in plan.deliver.items():
+        there, own = folder.identity(name), folder.identity(staged + name)
+        if own is None:
+            continue
+        with contextlib.suppress(FileExistsError):
+            if there == own:  # killed between the two names
+                folder.remove(staged + name)
+            elif there is None and known is None:
+                folder.put(staged + name, name)
+            elif there == known:
+                folder.replace(staged + name, name)
+        if folder.identity(name) != own:  # somebody has just put something there
+            lost.append(name)
+    for folders in {PurePosixPath(name).parent: name for name in plan.deliver}.values():
+        folder.sync(folders)
+    for name, known in plan.drop.items():
+        folder.remove(name, known)
+    _describe(folder, staged, plan.marker, lost)
+
+
+def _is_switched(folder: Folder, staged: str, plan: Plan) -> bool:
+    if folder.identity(staged + plan.switch if plan.switch else plan.marker) is not None:
+        return False
+    if plan.switch != plan.marker:
+        return True
+    with contextlib.suppress(ZerostartError):
+        return PurePosixPath(staged).name == (current(folder.path, plan.marker) or {}).get("save")
+    return False
+
+
+def settle(folder: Folder, staged: str, plan: Plan) -> bool:
+    """Finish what has made its switch, take back what has not; gives whether it has. Raises OSError."""
+    done = _is_switched(folder, staged, plan)
+    if done:
+        finish(folder, staged, plan)
+    else:
+        named: set[str] = set()
+        with contextlib.suppress(ZerostartError):
+            named = {name for document in documents(folder.path) for name in document["files"]}
+        for name, known in plan.made.items():
+            if name not in named:
+                folder.remove(name, known)
+    for name in sorted(plan.folders, reverse=True):
+        folder.remove_empty(name)
+    return done
+
+
+def _describe(folder: Folder, staged: str, marker: str, lost: Sequence[str]) -> None:
+    """Give the document its name, without what was lost to somebody else's files."""
+    if not marker:
+        return
+    there = folder.identity(staged + marker) is not None
+    if lost:
+        path = folder.path / (staged + marker if there else marker)
+        document = read_json(path, "document")
+        document["files"] = {name: one for name, one in document["files"].items() if name not in lost}
+        data = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+        write_whole(folder.path / (staged + marker), data, folder.path / f"{staged}.{marker}.part")
+        there = True
+    if there:
+        folder.replace(staged + marker, marker)
+        folder.sync(marker)

@@ -1,0 +1,112 @@
+"""Saves of small tensors of every kind into one directory, and what readers of every kind see there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from zerostart.checkpoint.digest import Digests
+from zerostart.checkpoint.manifest import documents
+from zerostart.checkpoint.shards import plan_shards
+from zerostart.checkpoint.source import open_saved_state
+from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.distributed.world import World
+from zerostart.state.publishing import Publication, publishing
+
+ALONE = World(0, 1, None)
+ENTRIES = [("a", "F32", (4, 3)), ("b", "F32", (5,)), ("c", "F32", ())]
+SHARDS, SINGLE = 40, 1 << 30
+
+
+def write(publication: Publication, folder: str, value: float, size: int, stem: str) -> None:
+    """Tensors full of ``value``, by this process."""
+    layout = plan_shards(ENTRIES, size, stem)
+    digests = Digests(ENTRIES)
+    with CheckpointWriter(publication.directory / folder, layout) as writer:
+        for name, _, shape in ENTRIES:
+            tensor = torch.full(shape, value).reshape(-1)
+            writer.write(name, tensor.numpy().data.cast("B"))
+            digests.add(name, 0, tensor)
+    publication.add_digests(digests.summed(ALONE), folder)
+
+
+def configure(publication: Publication, name: str, value: float) -> None:
+    (publication.directory / name).write_text(json.dumps({"value": value}))
+
+
+def save_model(path: Path, value: float, size: int = SHARDS, world: World = ALONE) -> None:
+    with publishing(path, world) as publication:
+        if world.rank == 0:
+            write(publication, ".", value, size, "model")
+            configure(publication, "config.json", value)
+            configure(publication, "tokenizer.json", value)
+
+
+def save_adapters(path: Path, value: float, size: int = SINGLE) -> None:
+    """Two, each in its place."""
+    with publishing(path, ALONE) as publication:
+        for folder in (".", "second"):
+            write(publication, folder, value, SINGLE, "adapter_model")
+            configure(publication, f"{folder}/adapter_config.json", value)
+
+
+def save_state(path: Path, value: float, size: int = SHARDS) -> None:
+    with publishing(path, ALONE, marker="state.json") as publication:
+        write(publication, "model", value, size, "model")
+        configure(publication, "model/config.json", value)
+        write(publication, "state", value, size, "state")
+
+
+KINDS: dict[str, Callable[[Path, float, int], None]] = {
+    "model": save_model,
+    "adapters": save_adapters,
+    "state": save_state,
+}
+
+
+def _one(values: set[float], what: object) -> float:
+    (value,) = values or {float("nan")}
+    assert value == value, what
+    return value
+
+
+def _in_files(folder: Path, names: list[str]) -> set[float]:
+    return {v for name in names for t in load_file(folder / name).values() for v in t.reshape(-1).tolist()}
+
+
+def plain_reader(folder: Path, stem: str = "model", index_first: bool = False) -> float | None:
+    """The value that transformers (or, with the index before the single file, diffusers) reads there."""
+    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    for path in (index, single) if index_first else (single, index):
+        if path.is_file():
+            if path == single:
+                return _one(_in_files(folder, [single.name]), path)
+            names = set(json.loads(path.read_text())["weight_map"].values())
+            return _one(_in_files(folder, sorted(names)), path)
+    return None
+
+
+def value_of(path: Path, kind: str) -> float | None:
+    """The one value that every reader of this kind sees; None where there is nothing to be read."""
+    if kind == "state":
+        if not (path / "state.json").is_file():
+            return None
+        _, catalogs = open_saved_state(path, ["model", "state"])
+        found = {_one(_in_files(path, list(c.files)), path) for c in catalogs}
+        assert plain_reader(path / "model") is not None
+        assert plain_reader(path / "model", index_first=True) is not None
+        return _one(found, path)
+    if kind == "model":
+        value = plain_reader(path)
+        assert (plain_reader(path, index_first=True) is None) == (value is None)
+        return value
+    return plain_reader(path, "adapter_model")
+
+
+def described(path: Path) -> list[str]:
+    """What the documents there list."""
+    return sorted({name for document in documents(path) for name in document["files"]})
