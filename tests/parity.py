@@ -45,6 +45,9 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     },
+    "starcoder2": {"intermediate_size": 32},
+    "gpt_neox": {"intermediate_size": 32},
+    "phi": {"intermediate_size": 32},
     "qwen3": {"intermediate_size": 32, "tie_word_embeddings": True},
     "qwen3_moe": {
         "intermediate_size": 32,

@@ -140,7 +140,7 @@ def parallel_shards(
         if isinstance(parameter, DTensor)
     }
     given = settings.shard_placement_fn is not None
-    dims = {name: _dimension(parameter, parallelism.cut(name)) for name, parameter in found.values()}
+    dims = {name: _dimension(parameter) for name, parameter in found.values()}
     shares = MeshShares.of(settings, parallelism, dims if given else None)
     shards = {}
     for alias, (name, parameter) in found.items():
@@ -150,7 +150,9 @@ def parallel_shards(
     return shards
 
 
-def _dimension(parameter: DTensor, cut: object) -> int:
-    """The dimension along which owners share ``parameter``; another mesh's placement comes after theirs."""
-    placement: Any = parameter.placements[-1 if cut is None else -2]
+def _dimension(parameter: DTensor) -> int:
+    """The dimension along which owners share ``parameter``; see ``FSDP2ParallelShards._meshes``."""
+    axes = parameter.device_mesh.mesh_dim_names
+    assert axes is not None, "the meshes of a load have names"
+    placement: Any = parameter.placements[axes.index("shard")]
     return int(placement.dim)
