@@ -28,6 +28,7 @@ from zerostart.engines.fsdp2.tensors import cut_tensors, distributed
 from zerostart.engines.fsdp2.units import scalars_of, units_of
 from zerostart.engines.names import loaded_names
 from zerostart.engines.residence import Residence
+from zerostart.engines.same_draws import share_draws
 from zerostart.engines.shard import Shard
 from zerostart.layout import Parallelism
 from zerostart.upstream.transformers_tensor import require as require_styles
@@ -67,6 +68,7 @@ class FSDP2ParallelShards:
         shares = MeshShares.planned(settings, self._parallelism, whole)
         if self._tensors.size() > 1:
             cut_tensors(model, self._parallelism, self._tensors)
+            share_draws(model, self._tensors.get_group())
         experts = expert_modules(model, self._parallelism)
         for module, own in experts.items():
             self._cut_experts(module, own)
