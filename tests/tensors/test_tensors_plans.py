@@ -9,6 +9,7 @@ import pytest
 
 import zerostart
 from parity import checkpoint
+from ranks import run_ranks
 from zerostart.errors import ConfigError
 
 
@@ -46,7 +47,7 @@ def test_what_would_train_wrong_is_refused(kind: str, preset: str | None, said: 
 
 
 def test_experts_beside_tensors_name_the_other_engine(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="unsupported partition style.*use engine='fsdp2'"):
+    with pytest.raises(ConfigError, match=r"unsupported partition style.*use engine='fsdp2'"):
         planned(checkpoint("deepseek_v2", folder), None, expert_parallel=2)
 
 
@@ -70,3 +71,20 @@ def test_dropout_of_heads_that_are_shared_unevenly(folder: Path) -> None:
 )
 def test_what_fits_is_served(kind: str, preset: str | None, folder: Path) -> None:
     planned(checkpoint(kind, folder), preset)
+
+
+def test_adapters_of_what_ranks_share(folder: Path) -> None:
+    run_ranks(adapted, 2, checkpoint("llama", folder), checkpoint("qwen3_moe", folder))
+
+
+def adapted(path: Path, mixture: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    for stage in (2, 3):
+        options: dict[str, Any] = {"engine": "deepspeed", "zero_stage": stage, "progress": False}
+        model = zerostart.load(path, tensor_parallel=2, **options)
+        with pytest.raises(ConfigError, match="cut over the ranks of tensor_parallel=2: .*LinearAllreduce"):
+            get_peft_model(model, LoraConfig(target_modules=["o_proj"]))
+        model = zerostart.load(mixture, expert_parallel=2, **options)
+        with pytest.raises(ConfigError, match="is an adapter of experts of Qwen3MoeForCausalLM"):
+            get_peft_model(model, LoraConfig(target_parameters=["mlp.experts.gate_up_proj"], r=2))

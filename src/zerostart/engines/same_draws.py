@@ -20,7 +20,7 @@ __all__ = ["share_draws"]
 
 
 def share_draws(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Have each forward of ``model`` in training begin, on all ranks of ``group``, as its first rank would."""
+    """Have each forward of ``model`` in training begin, on all ranks of ``group``, as on its first."""
     model.register_forward_pre_hook(functools.partial(_begin, group))
 
 

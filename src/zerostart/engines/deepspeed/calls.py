@@ -32,7 +32,7 @@ def keep_calls(model: nn.Module) -> None:
 
 
 def _check_reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise EngineError for experts that are trained on what has no gradient: ZeRO-3 fails in the backward."""
+    """Raise EngineError for experts that are trained on what has no gradient: ZeRO-3 fails in backward."""
     trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False))
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if trained and not any(value.requires_grad for value in given):

@@ -319,7 +319,7 @@ class FlatBuffers(DeepSpeed):
             )
 
     def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
-        """See ``Engine``; nothing is gathered, and what ranks share is partitioned as the load's stages do."""
+        """See ``Engine``; nothing is gathered, and stage 3 would partition what ranks share otherwise."""
         from zerostart.upstream.deepspeed_stages import keep_stage
 
         if self.mesh.parallel:

@@ -1,7 +1,7 @@
 """What DeepSpeed cuts of a model, held against the plan that the model itself declares.
 
-A preset, or a user's rules, may fit the names of a model and not its structure: a norm of heads that each rank
-runs on its own heads gets a part of its gradient, and nothing says so.
+A preset, or a user's rules, may fit the names of a model and not its structure: a norm of heads that each
+rank runs on its own heads gets a part of its gradient, and nothing says so.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def _wrong(
             yield f"leave {name} whole, and cut what is beside it"
     for name, parameter in model.named_parameters():
         style, owner = plan.get(name) or expand(plan, name, parameter=True), name.rpartition(".")[0]
-        if style is not None and owner in beside and name not in sliced:
-            if cut_of(style, name, parameter.dim()) is not None:
-                yield f"leave {name} whole, and cut what is beside it"
+        whole = style is not None and owner in beside and name not in sliced
+        if whole and cut_of(str(style), name, parameter.dim()) is not None:
+            yield f"leave {name} whole, and cut what is beside it"
 
 
 def _complete(model: nn.Module, became: Any, name: str) -> bool:
@@ -82,7 +82,7 @@ def check_structure(model: nn.Module, size: int) -> None:
 
 
 def check_dropout(model: nn.Module, size: int) -> None:
-    """Raise ConfigError for heads that ranks share unevenly, with dropout of attention: draws would differ."""
+    """Raise ConfigError for heads that ranks share unevenly, and drop out: their draws would differ."""
     heads, keys = _heads(model)
     names = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
     config = _text(model)
