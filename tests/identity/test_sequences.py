@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def beside(path: Path, other: Path) -> tuple[str, str, str, str]:
     with torch.no_grad():
         as_before = differing(teacher(**own).logits, wanted)
     generated = differing(model.eval().generate(**own, **more), alone.generate(**own, **more))
-    same = zerostart.load(path, progress=False, **options)
+    same = copy.deepcopy(model)
     assert torch.equal(
         same(part["input_ids"], position_ids=part["position_ids"], use_cache=False).logits, logits
     )

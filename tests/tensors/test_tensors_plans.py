@@ -83,7 +83,7 @@ def adapted(path: Path, mixture: Path) -> None:
     for stage in (2, 3):
         options: dict[str, Any] = {"engine": "deepspeed", "zero_stage": stage, "progress": False}
         model = zerostart.load(path, tensor_parallel=2, **options)
-        with pytest.raises(ConfigError, match="cut over the ranks of tensor_parallel=2: .*LinearAllreduce"):
+        with pytest.raises(ConfigError, match=r"cut over the ranks of tensor_parallel=2: .*LinearAllreduce"):
             get_peft_model(model, LoraConfig(target_modules=["o_proj"]))
         model = zerostart.load(mixture, expert_parallel=2, **options)
         with pytest.raises(ConfigError, match="is an adapter of experts of Qwen3MoeForCausalLM"):

@@ -7,7 +7,6 @@ out as those of its neighbours then.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -21,12 +20,16 @@ __all__ = ["share_draws"]
 
 def share_draws(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Have each forward of ``model`` in training begin, on all ranks of ``group``, as on its first."""
-    model.register_forward_pre_hook(functools.partial(_begin, group))
+
+    # A function, and no partial: a copy of the model copies what that has, and no group can be copied.
+    def begin(module: nn.Module, _: Any) -> None:
+        if module.training:
+            _draw_alike(group)
+
+    model.register_forward_pre_hook(begin)
 
 
-def _begin(group: dist.ProcessGroup, model: nn.Module, _: Any) -> None:
-    if not model.training:
-        return
+def _draw_alike(group: dist.ProcessGroup) -> None:
     device = default_device()
     backend: Any = torch if device.type == "cpu" else torch.get_device_module(device)
     arguments = () if device.type == "cpu" else (device,)

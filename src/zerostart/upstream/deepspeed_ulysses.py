@@ -25,11 +25,11 @@ from torch import nn
 
 from zerostart.errors import ConfigError
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.transformers_attention import packed_documents, require
 from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["TOUCHED", "evaluate_in_parts", "mask_sequences"]
+__all__ = ["TOUCHED", "evaluate_in_parts", "mask_sequences", "sequence_group"]
 
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF"
 _REGISTERING = PatchPoint(
@@ -65,19 +65,30 @@ _EVALUATION = PatchPoint(
     lasts=Lasts.MODEL,
     shapes=(Shape(f"{_ULYSSES}.forward", has=("not module.training and self.disable_in_eval",)),),
 )
-TOUCHED = (_REGISTERING, _EVALUATION)
+_GROUP = Use(
+    library=DEEPSPEED,
+    owner="deepspeed.utils.groups",
+    names=("_get_sequence_parallel_group",),
+    why="the ranks that share a sequence, as transformers' Trainer asks for them",
+)
+TOUCHED = (_REGISTERING, _EVALUATION, _GROUP)
 
 
 @dataclass(eq=False)
 class _Shared:
-    """A model with our mark; ``apart`` while each rank calls it with sequences of its own."""
+    """A model with our mark; ``apart`` while each rank calls it with sequences of its own.
+
+    Modules have it as an attribute: a copy of the model, such as a reference, shares sequences as well.
+    """
 
     kind: str
     apart: bool = False
 
+    def __deepcopy__(self, memo: Any) -> _Shared:
+        return self
 
-#: Modules of the models that are marked.
-_marked: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
+
+_ATTRIBUTE = "_zerostart_sequences"
 #: What DeepSpeed has made, and put in the place of transformers' attention.
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -93,7 +104,8 @@ def mask_sequences(model: nn.Module) -> None:
     _held.hold(model)
     _take_over()
     shared = _Shared(type(model).__name__)
-    _marked.update(dict.fromkeys(model.modules(), shared))
+    for module in model.modules():
+        vars(module)[_ATTRIBUTE] = shared
     model.register_forward_pre_hook(functools.partial(_begin, shared), with_kwargs=True)
     model.register_forward_hook(functools.partial(_end, shared), always_call=True)
 
@@ -120,6 +132,14 @@ def evaluate_in_parts() -> None:
         attention.disable_in_eval = False
 
 
+def sequence_group() -> Any:
+    """The group of ranks that share this rank's sequences, once Ulysses is registered."""
+    from deepspeed.utils import groups
+
+    private: Any = groups
+    return private._get_sequence_parallel_group()
+
+
 def _enter(stack: ExitStack) -> None:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -128,7 +148,7 @@ def _enter(stack: ExitStack) -> None:
     @functools.wraps(original)
     def register(_: Any, model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         ours = not isinstance(model_name_or_path, nn.Module) or any(
-            module in _marked for module in model_name_or_path.modules()
+            _ATTRIBUTE in vars(module) for module in model_name_or_path.modules()
         )
         if ours and _made:
             kind = type(model_name_or_path).__name__
@@ -182,7 +202,7 @@ class _ForMarked:
     def __call__(
         self, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        shared, known = _marked.get(module), self._attention
+        shared, known = vars(module).get(_ATTRIBUTE), self._attention
         if shared is None:
             return self._original(module, query, key, value, mask, *args, **kwargs)
         if shared.apart or (known.disable_in_eval and not module.training):
@@ -216,7 +236,7 @@ class _Masking:
     def __call__(
         self, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if mask is None and module in _marked:
+        if mask is None and _ATTRIBUTE in vars(module):
             mask = self._mask(kwargs["position_ids"], kwargs.get("sliding_window"))
         return self._attention(module, query, key, value, mask, *args, **kwargs)
 

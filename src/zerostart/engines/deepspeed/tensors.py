@@ -54,8 +54,6 @@ def tensor_cuts(
         if not plan:
             raise
         raise ConfigError(f"{error}; or {REMEDY}") from error
-    if configured:
-        check_rules(model, tried, rules_without(plan, experts), slices, size)
     if not slices:
         raise ConfigError(
             f"tensor_parallel={size}, but DeepSpeed cuts no layer of {kind} with what is configured; say "
@@ -67,6 +65,8 @@ def tensor_cuts(
             raise EngineError(
                 f"DeepSpeed takes {name} for {list(piece.shape)}, and it is {list(shapes[name])}"
             )
+    if configured:
+        check_rules(model, tried, rules_without(plan, experts), slices, size)
     return ParallelPlan(cuts)
 
 
