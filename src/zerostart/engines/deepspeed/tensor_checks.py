@@ -102,5 +102,5 @@ def _heads(model: nn.Module) -> tuple[Any, Any]:
 
 
 def _text(model: Any) -> Any:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
