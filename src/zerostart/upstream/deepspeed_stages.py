@@ -16,7 +16,7 @@ from torch import nn
 
 from zerostart.errors import EngineError
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, Use
 from zerostart.upstream.versions import DEEPSPEED
 
 __all__ = ["TOUCHED", "keep_stage"]
@@ -25,7 +25,7 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _STAGE = PatchPoint(
     library=DEEPSPEED,
     owner=_ENGINE,
-    names=("_configure_expert_parallel", "zero_optimization_stage"),
+    names=("_configure_expert_parallel",),
     why="the first step that gets the model: an engine of another stage than the load's is refused",
     lasts=Lasts.MODEL,
     otherwise=Otherwise.STOCK,
@@ -34,7 +34,15 @@ _STAGE = PatchPoint(
         Shape(f"{_ENGINE}.__init__", has=("self._configure_expert_parallel(model, ...)",)),
     ),
 )
-TOUCHED = (_STAGE,)
+TOUCHED = (
+    _STAGE,
+    Use(
+        library=DEEPSPEED,
+        owner=_ENGINE,
+        names=("zero_optimization_stage",),
+        why="the stage of an engine, as its configuration has it",
+    ),
+)
 
 #: Of each loaded model, what it was loaded for, and the stages whose engines take it.
 _loaded: weakref.WeakKeyDictionary[nn.Module, tuple[str, Collection[int]]] = weakref.WeakKeyDictionary()
