@@ -18,7 +18,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from zerostart.errors import ZerostartError
 from zerostart.loading.request import Request
 
-__all__ = ["AXES", "ENGINES", "PATH", "RANKS", "SHARING", "TRAINED", "Setting", "answers", "text"]
+__all__ = [
+    "AXES",
+    "ENGINES",
+    "OTHERWISE",
+    "PATH",
+    "RANKS",
+    "SHARING",
+    "TRAINED",
+    "Setting",
+    "answers",
+    "text",
+]
 
 PATH = Path(__file__).parents[2] / "docs" / "combinations.md"
 
@@ -125,20 +136,42 @@ _SEQUENCES, _EXPERTS = "tests/identity/test_sequences.py", "tests/identity/test_
 #: What trains the axes that are served, by engine.
 TRAINED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
-        "E": f"tests/identity/test_parallel_deepspeed.py, {_EXPERTS}, tests/identity/test_experts_placed.py",
+        "E": f"tests/identity/test_parallel_deepspeed.py, tests/identity/test_parts_trained.py, {_EXPERTS}, "
+        "tests/identity/test_experts_placed.py",
         "S": _SEQUENCES,
-        "T": "tests/tensors/test_tensors_deepspeed.py",
+        "T": "tests/tensors/test_tensors_deepspeed.py, tests/tensors/test_tensors_drawn.py",
         "E + S": _SEQUENCES,
         "E + T": "tests/tensors/test_experts_and_tensors.py",
     },
     "fsdp2": {
         "E": "tests/identity/test_parallel_fsdp2.py",
         "S": _RINGS,
-        "T": "tests/identity/test_parallel_fsdp2.py",
+        "T": "tests/identity/test_parallel_fsdp2.py, tests/identity/test_parallel_fsdp2_biases.py",
         "E + S": _RINGS,
         "E + T": "tests/identity/test_parallel_fsdp2.py",
         "S + T": _RINGS,
         "E + S + T": _RINGS,
+    },
+}
+
+#: What is served, and trains otherwise than one process for a reason of the library's own, by engine.
+OTHERWISE: Mapping[str, Mapping[str, str]] = {
+    "deepspeed": {
+        "S, in transformers' `Trainer`, rows of several lengths": (
+            "the mean of the means of its micro-batches: tokens of short rows count more. "
+            "Told once on rank 0; equal rows, and `zerostart train`, are right"
+        ),
+        "S, in transformers' `Trainer`, stages 1, 2": (
+            "gradients and the logged norm times the ranks that share a sequence. "
+            "Told once on rank 0; set `max_grad_norm` to as many times more, or use stage 3"
+        ),
+        "T, with dropout": (
+            "what ranks share is dropped out alike, and so are the heads of each; heads that are shared "
+            "unevenly, with dropout of attention, are refused"
+        ),
+    },
+    "fsdp2": {
+        "T, with dropout": "what ranks share is dropped out alike, and so are the heads of each",
     },
 }
 
@@ -177,6 +210,8 @@ def text() -> str:
             lines += _rows(name, rows[engine, name], setting.test)
         lines += ["", "| shared | trained as one process trains, in |", "|---|---|"]
         lines += [f"| {axes} | {_files(tests)} |" for axes, tests in TRAINED[engine].items()]
+        lines += ["", "| shared | trained otherwise than one process trains |", "|---|---|"]
+        lines += [f"| {axes} | {how} |" for axes, how in OTHERWISE[engine].items()]
         lines.append("")
     lines += ["## What is said", "", *(f"{number}. `{sentence}`" for sentence, number in said.items())]
     return "\n".join(lines) + "\n"

@@ -82,6 +82,19 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_an_expert_plan_without_the_biases(engine: str, checkpoints: TinyCheckpoints) -> None:
+    plan = dict.fromkeys(
+        (f"model.layers.*.mlp.experts.{leaf}_proj" for leaf in ("gate_up", "down")), "grouped_gemm"
+    )
+    with pytest.raises(
+        zerostart.ZerostartError, match=r"leaves model.layers.0.mlp.experts.gate_up_proj_bias whole"
+    ):
+        zerostart.plan(
+            checkpoints("gpt_oss"), 2, engine=engine, expert_parallel=2, engine_config={"ep_plan": plan}
+        )
+
+
 @pytest.mark.parametrize(("engine", "options", "text"), CASES)
 def test_refused_with_the_remedy(
     engine: str, options: dict[str, Any], text: str, checkpoints: TinyCheckpoints

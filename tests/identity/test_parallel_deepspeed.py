@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import zerostart
-from parity import CLIP, Trace, alone, batches, checkpoint, differences, optimizer
+from parity import CLIP, ROUNDING, Trace, alone, batches, checkpoint, differences, optimizer
 from ranks import run_ranks
 
 MODELS = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
@@ -61,6 +61,8 @@ def test_experts_train_as_in_one_process(
         *((kind, 2, 2, 2) for kind in MODELS),
         ("gpt_oss", 2, 4, 1),
         *(pytest.param(kind, 2, 4, 1, marks=pytest.mark.slow) for kind in MODELS if kind != "gpt_oss"),
+        # Its expert plan has styles of tensors for the dense part as well.
+        pytest.param("gemma4_text", 2, 2, 2, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 4, 4, 1, marks=pytest.mark.slow),
         ("mixtral", 1, 2, 1),
     ],
@@ -69,7 +71,7 @@ def test_at_stage_2(kind: str, experts: int, world: int, accumulation: int, fold
     path = checkpoint(kind, folder)
     wanted = run_ranks(alone, 1, path)[0]
     for found in run_ranks(train, world, path, accumulation, experts, 2):
-        assert differences(found, wanted) == []
+        assert differences(found, wanted, ROUNDING.get(kind, 1e-5)) == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zerostart
-from parity import CLIP, Trace, alone, batches, checkpoint, differences, optimizer
+from parity import CLIP, ROUNDING, Trace, alone, batches, checkpoint, differences, optimizer
 from ranks import run_ranks
 
 MODELS = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
@@ -31,6 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *((kind, 2, 2, 2) for kind in MODELS),
         *((kind, 2, 4, 1) for kind in UNALIKE),
         *(pytest.param(kind, 2, 4, 1, marks=SLOW) for kind in MODELS if kind not in UNALIKE),
+        # Its expert plan has styles of tensors for the dense part as well.
+        pytest.param("gemma4_text", 2, 4, 1, marks=SLOW),
         *(
             pytest.param(kind, *case, marks=SLOW)
             for kind in MODELS
@@ -45,7 +47,7 @@ def test_experts_train_as_in_one_process(
     wanted = run_ranks(alone, 1, path)[0]
     options = {"expert_parallel": experts}
     for found in run_ranks(train, world, path, accumulation, options):
-        assert differences(found, wanted) == []
+        assert differences(found, wanted, ROUNDING.get(kind, 1e-5)) == []
 
 
 def train(path: Path, accumulation: int, options: dict[str, Any]) -> Trace:

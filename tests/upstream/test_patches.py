@@ -186,6 +186,7 @@ def test_nothing_is_left_of_a_model_and_its_engine(stage: int, checkpoints: Tiny
     if stage == 3:
         # The second and third of GatheredParameters.
         assert loaded == saving | {
+            "_configure_expert_parallel",
             "_get_trainable_parameter_groups",
             "__enter__",
             "_exit",

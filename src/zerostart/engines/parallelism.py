@@ -65,7 +65,20 @@ def _experts(
                 f"expert_parallel={size} leaves ranks without any of the {experts} experts of {name}, "
                 f"{-(-experts // size)} a rank; use expert_parallel={fitting}"
             )
+    _check_complete(plan, shapes)
     return plan
+
+
+def _check_complete(plan: ParallelPlan, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ConfigError where a plan leaves whole what has a row for each of the experts that it shares."""
+    experts = {name.rpartition(".")[0]: shapes[name][0] for name in plan.cuts}
+    for name, shape in shapes.items():
+        owner = name.rpartition(".")[0]
+        if name not in plan.cuts and owner in experts and shape[:1] == (experts[owner],):
+            raise ConfigError(
+                f"the expert-parallel plan shares out {owner}, and leaves {name} whole, which has a row for "
+                f"each of the {experts[owner]} experts; give it the style 'grouped_gemm' as well"
+            )
 
 
 def _all_served(experts: int, size: int) -> bool:

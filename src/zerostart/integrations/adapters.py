@@ -49,7 +49,17 @@ def injected(original: Callable[[], Any], model: nn.Module, of_values: bool) -> 
         if of_units and "DTensor" in str(error):  # which torch does not mix with a rank's own tensors
             raise ConfigError(refusal) from error
         raise
+    except ValueError as error:
+        sharing = max((record_of(part).engine.mesh.tensor_parallel for part in loaded), default=1)
+        if sharing > 1 and "is not supported" in str(error):
+            raise ConfigError(
+                f"PEFT has no adapter for layers of {type(model).__name__} that are cut over the ranks of "
+                f"tensor_parallel={sharing}: {str(error).partition('(')[0]}; use tensor_parallel=1, or "
+                "target_modules that no rank has a part of"
+            ) from error
+        raise
     for part, before in parts:
+        _check_experts(part, before)
         added = [p for p in part.parameters() if id(p) not in before]
         if added:
             record_of(part).engine.share_added(part, added)
@@ -57,6 +67,19 @@ def injected(original: Callable[[], Any], model: nn.Module, of_values: bool) -> 
                 (module, weakref.ref(part)) for module in part.modules() if hasattr(module, "merge")
             )
     return found
+
+
+def _check_experts(part: nn.Module, before: set[int]) -> None:
+    """Raise ConfigError for adapters of experts that ranks share: each rank would train its own as all's."""
+    cuts = record_of(part).parallelism.experts.cuts
+    owners = {name.rpartition(".")[0] + "." for name in cuts}
+    for name, parameter in part.named_parameters():
+        if id(parameter) not in before and any(name.startswith(owner) for owner in owners):
+            raise ConfigError(
+                f"{name} is an adapter of experts of {type(part).__name__}, which ranks share with "
+                f"expert_parallel={record_of(part).engine.mesh.expert_parallel}, and an adapter is the same "
+                "on every rank; use expert_parallel=1, or leave experts out of target_parameters"
+            )
 
 
 def surrounded(original: Callable[[], Any], model: nn.Module) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from zerostart import engines
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
-from zerostart.integrations import diffsynth_resuming, meeting, notices, saving, states, trainer
+from zerostart.integrations import diffsynth_resuming, meeting, notices, saving, states, trainer, trainer_loss
 from zerostart.integrations.active import Active, find_active
 from zerostart.integrations.diffsynth import DiffSynthCall, keys_of_torch_file
 from zerostart.integrations.diffsynth_saving import save_trained
@@ -265,6 +265,7 @@ _saving = SavingCalls(
         "accelerate.accelerator.load_fsdp_model": states.begin_fsdp_load,
         "transformers.trainer.deepspeed_load_checkpoint": trainer.load_deepspeed,
         "transformers.trainer.get_last_checkpoint": trainer.last_checkpoint,
+        "transformers.trainer.deepspeed_sp_compute_loss": trainer_loss.shared_loss,
         "Trainer.save_model": trainer.save_model,
         "Trainer._load_from_checkpoint": trainer.load_from_checkpoint,
         "Trainer._load_optimizer_and_scheduler": trainer.load_optimizer_and_scheduler,

@@ -154,8 +154,12 @@ def tensor_plan(
 def expert_plan(
     rules: Mapping[str, str], parameters: Mapping[str, int], modules: Sequence[str]
 ) -> ParallelPlan:
-    """A plan out of transformers' expert-parallel styles. Raises ConfigError for one that is not known."""
-    unknown = sorted(set(rules.values()) - set(EXPERT_STYLES) - set(_FORMER_STYLES))
+    """A plan out of transformers' expert-parallel styles. Raises ConfigError for one that is not known.
+
+    Styles of tensors in it would cut the dense part over the same ranks: it stays whole, with the batch of
+    each rank its own.
+    """
+    unknown = sorted(set(rules.values()) - set(EXPERT_STYLES) - set(TENSOR_STYLES) - set(_FORMER_STYLES))
     if unknown:
         raise ConfigError(
             f"the expert-parallel plan has the styles {', '.join(unknown)}; "

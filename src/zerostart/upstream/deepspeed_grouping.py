@@ -61,7 +61,7 @@ def _enter(stack: ExitStack) -> None:
         ours = any(expert_of(p) is not None or marked(p) is not None for p in parameters)
         if self.has_moe_layers or not ours or not self.zero_optimization():
             return configure(self, client_optimizer, model_parameters)
-        self.has_moe_layers = any(expert_of(p) is not None for p in parameters)
+        self.has_moe_layers = any(expert_of(p) is not None and p.requires_grad for p in parameters)
         try:
             return configure(self, *_split(client_optimizer, model_parameters))
         finally:

@@ -18,6 +18,7 @@ from torch import nn
 
 from zerostart.errors import EngineError
 from zerostart.upstream import deepspeed as upstream
+from zerostart.upstream.deepspeed_slices import slices_of
 from zerostart.upstream.patches import Held, Ticket, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.versions import DEEPSPEED
@@ -110,6 +111,10 @@ class _Mark:
 def mark_sliced(model: nn.Module, size: int, section: Mapping[str, Any], groups: TensorGroups) -> None:
     """Have the engine of ``model`` share tensors over ``size`` ranks, as long as the model lives."""
     demand(TOUCHED, "Use engine='fsdp2'")
+    for name in slices_of(model):
+        # AutoTP forgets it of embeddings, such as T5's of relative positions.
+        sliced: Any = model.get_parameter(name)
+        sliced.tensor_model_parallel = True
     told = {key: section[key] for key in _DECIDING if section.get(key) is not None}
     marked: Any = model
     marked.__dict__[_ATTRIBUTE] = _Mark(size, told, groups.tensors, _held.ticket())

@@ -191,8 +191,9 @@ def _partition(model: nn.Module, size: int, section: Mapping[str, Any]) -> None:
             engine._apply_autotp_partitioning(_Asked(size), model, config)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
         raise ConfigError(
-            f"tensor_parallel={size}: DeepSpeed does not cut {kind} over ranks: {error} Say how with "
-            "engine_config['tensor_parallel'] (preset_model, or partition_config), or use tensor_parallel=1"
+            f"tensor_parallel={size}: DeepSpeed does not cut {kind} over ranks: {error} Use "
+            "tensor_parallel=1, or say how with engine_config['tensor_parallel'] (preset_model, or "
+            "partition_config)"
         ) from error
 
 

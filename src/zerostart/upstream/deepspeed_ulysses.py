@@ -1,10 +1,14 @@
-"""Private parts of DeepSpeed: Ulysses, whose ranks share sequences, for packed documents and sliding windows.
+"""Private parts of DeepSpeed: Ulysses, whose ranks share sequences, for the models that it was asked for.
 
 ``UlyssesSPAttentionHF`` brings all positions of a sequence together on each rank, for some heads, and calls
-transformers' own attention with them. The mask that the model has made goes: it is of one rank's part. Flash
-attention sees from the positions where a packed document begins, and is told of a window; ``sdpa`` is told of
-neither, and would attend across documents and beyond the window. For models with our mark it gets the mask
-that transformers would have made of the whole sequence.
+transformers' own attention with them. It puts itself in the place of that attention for the whole process:
+a teacher, or the reference of a preference loss, whose ranks each have sequences of their own, would attend
+to garbage. So what is registered is asked for the modules of models with our mark; others, and what generates
+with a cache, which each rank does by itself, get the attention and the mask that they would have had.
+
+The mask that a model has made is of one rank's part, and goes. Flash attention sees from the positions where
+a packed document begins, and is told of a window; ``sdpa`` is told of neither, and would attend across
+documents and beyond the window: it gets the mask that transformers would have made of the whole sequence.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,25 +25,26 @@ from torch import nn
 
 from zerostart.errors import ConfigError
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.transformers_attention import packed_documents, require
 from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["TOUCHED", "evaluate_in_parts", "mask_sequences"]
+__all__ = ["TOUCHED", "evaluate_in_parts", "mask_sequences", "sequence_group"]
 
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF"
-_INIT = PatchPoint(
+_REGISTERING = PatchPoint(
     library=DEEPSPEED,
     owner=_ULYSSES,
-    names=("__init__",),
-    attributes=("attn", "disable_in_eval"),
+    names=("register_with_transformers",),
+    attributes=("attn", "attn_head_count", "attn_head_size", "global_kv_head_count", "disable_in_eval"),
     writes=("attn",),
-    why="sdpa gets a mask of the whole sequence, for packed documents and sliding windows",
+    why="it serves the loaded model alone, and sdpa gets a mask of the whole sequence",
     lasts=Lasts.MODEL,
     shapes=(
         Shape(f"{_ULYSSES}.__init__", leads=("attn",), has=("self.attn = attn",)),
         Shape(
             f"{_ULYSSES}.register_with_transformers",
+            leads=("model_name_or_path",),
             has=("ALL_ATTENTION_FUNCTIONS[core_attn_implementation] = uattn_wrapper",),
         ),
         Shape(
@@ -59,16 +65,36 @@ _EVALUATION = PatchPoint(
     lasts=Lasts.MODEL,
     shapes=(Shape(f"{_ULYSSES}.forward", has=("not module.training and self.disable_in_eval",)),),
 )
-TOUCHED = (_INIT, _EVALUATION)
+_GROUP = Use(
+    library=DEEPSPEED,
+    owner="deepspeed.utils.groups",
+    names=("_get_sequence_parallel_group",),
+    why="the ranks that share a sequence, as transformers' Trainer asks for them",
+)
+TOUCHED = (_REGISTERING, _EVALUATION, _GROUP)
 
-#: Modules of the models that are marked.
-_marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+@dataclass(eq=False)
+class _Shared:
+    """A model with our mark; ``apart`` while each rank calls it with sequences of its own.
+
+    Modules have it as an attribute: a copy of the model, such as a reference, shares sequences as well.
+    """
+
+    kind: str
+    apart: bool = False
+
+    def __deepcopy__(self, memo: Any) -> _Shared:
+        return self
+
+
+_ATTRIBUTE = "_zerostart_sequences"
 #: What DeepSpeed has made, and put in the place of transformers' attention.
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def mask_sequences(model: nn.Module) -> None:
-    """Have Ulysses mask sequences of ``model`` as if one rank had them whole.
+    """Have Ulysses serve ``model``, and mask its sequences as if one rank had them whole.
 
     It may have been registered by the name of the model, or is from now on. A call of ``model`` before that
     raises ConfigError: its ranks would each attend to a part alone.
@@ -76,20 +102,28 @@ def mask_sequences(model: nn.Module) -> None:
     require()
     demand(TOUCHED, "Use sequence_parallel=1")
     _held.hold(model)
-    for attention in _registered():
-        attention.attn = _masking(attention.attn)
-        _made.add(attention)
-    _marked.update(model.modules())
-    model.register_forward_pre_hook(_check_registered)
+    _take_over()
+    shared = _Shared(type(model).__name__)
+    for module in model.modules():
+        vars(module)[_ATTRIBUTE] = shared
+    model.register_forward_pre_hook(functools.partial(_begin, shared), with_kwargs=True)
+    model.register_forward_hook(functools.partial(_end, shared), always_call=True)
 
 
-def _check_registered(model: nn.Module, _: Any) -> None:
+def _begin(shared: _Shared, model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+    shared.apart = kwargs.get("past_key_values") is not None
     if not _made:
+        _take_over()  # Of a script that had the method before the model.
+    if not _made and not shared.apart:
         raise ConfigError(
-            f"{type(model).__name__} was loaded with sequence_parallel, and its attention does not share "
+            f"{shared.kind} was loaded with sequence_parallel, and its attention does not share "
             "sequences yet: call UlyssesSPAttentionHF.register_with_transformers(model, ...) and "
             "pass what it returns as mpu= to deepspeed.initialize (accelerate and zerostart train do)"
         )
+
+
+def _end(shared: _Shared, *_: Any) -> None:
+    shared.apart = False
 
 
 def evaluate_in_parts() -> None:
@@ -98,24 +132,57 @@ def evaluate_in_parts() -> None:
         attention.disable_in_eval = False
 
 
+def sequence_group() -> Any:
+    """The group of ranks that share this rank's sequences, once Ulysses is registered."""
+    from deepspeed.utils import groups
+
+    private: Any = groups
+    return private._get_sequence_parallel_group()
+
+
 def _enter(stack: ExitStack) -> None:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-    original = UlyssesSPAttentionHF.__init__
+    original = UlyssesSPAttentionHF.register_with_transformers
 
     @functools.wraps(original)
-    def init(self: Any, attn: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, _masking(attn), *args, **kwargs)
-        _made.add(self)
+    def register(_: Any, model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = not isinstance(model_name_or_path, nn.Module) or any(
+            _ATTRIBUTE in vars(module) for module in model_name_or_path.modules()
+        )
+        if ours and _made:
+            kind = type(model_name_or_path).__name__
+            name = model_name_or_path if isinstance(model_name_or_path, str) else kind
+            raise ConfigError(
+                f"{name} cannot share sequences beside another model: DeepSpeed registers Ulysses once in a "
+                "process. A model with as many heads of the same size is served by what is registered; use "
+                "sequence_parallel=1 for others"
+            )
+        mpu = original(model_name_or_path, *args, **kwargs)
+        if ours:
+            _take_over()
+        return mpu
 
-    stack.enter_context(replaced(_INIT, UlyssesSPAttentionHF, "__init__", init))
+    (name,) = _REGISTERING.names
+    stack.enter_context(replaced(_REGISTERING, UlyssesSPAttentionHF, name, classmethod(register)))
 
 
 _held = Held(_enter)
 
 
-def _registered() -> Iterator[Any]:
-    """What DeepSpeed has put in the place of an attention function before a model was marked."""
+def _take_over() -> None:
+    """Have what DeepSpeed has registered asked for marked models alone."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name, attention in list(_registered()):
+        shares = ALL_ATTENTION_FUNCTIONS[name]
+        ALL_ATTENTION_FUNCTIONS[name] = _ForMarked(shares, attention, attention.attn)
+        attention.attn = _masking(attention.attn)
+        _made.add(attention)
+
+
+def _registered() -> Iterator[tuple[str, Any]]:
+    """What DeepSpeed has put in the place of an attention function, by its name."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -123,7 +190,33 @@ def _registered() -> Iterator[Any]:
         for cell in getattr(ALL_ATTENTION_FUNCTIONS[name], "__closure__", None) or ():
             with suppress(ValueError):  # of an empty one, in somebody's own function
                 if isinstance(cell.cell_contents, UlyssesSPAttentionHF):
-                    yield cell.cell_contents
+                    yield name, cell.cell_contents
+
+
+class _ForMarked:
+    """An attention function: ``shares``, which calls ``attention``, for marked models; else ``original``."""
+
+    def __init__(self, shares: Any, attention: Any, original: Any) -> None:
+        self._shares, self._attention, self._original = shares, attention, original
+
+    def __call__(
+        self, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        shared, known = vars(module).get(_ATTRIBUTE), self._attention
+        if shared is None:
+            return self._original(module, query, key, value, mask, *args, **kwargs)
+        if shared.apart or (known.disable_in_eval and not module.training):
+            # Ulysses writes it for its own heads, where there are fewer of keys than ranks.
+            module.num_key_value_groups = query.shape[1] // key.shape[1]
+            return self._original(module, query, key, value, mask, *args, **kwargs)
+        served = known.attn_head_count, known.global_kv_head_count, known.attn_head_size
+        if (query.shape[1], key.shape[1], query.shape[-1]) != served:
+            raise ConfigError(
+                f"{shared.kind} has {query.shape[1]} heads of queries and {key.shape[1]} of keys, of "
+                f"{query.shape[-1]}, and Ulysses is registered in this process for {served[0]} and "
+                f"{served[1]}, of {served[2]}; use sequence_parallel=1 for one of the models"
+            )
+        return self._shares(module, query, key, value, mask, *args, **kwargs)
 
 
 def _masking(attention: Any) -> Any:
@@ -143,7 +236,7 @@ class _Masking:
     def __call__(
         self, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if mask is None and module in _marked:
+        if mask is None and _ATTRIBUTE in vars(module):
             mask = self._mask(kwargs["position_ids"], kwargs.get("sliding_window"))
         return self._attention(module, query, key, value, mask, *args, **kwargs)
 

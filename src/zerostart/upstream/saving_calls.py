@@ -236,6 +236,20 @@ _TRAINER_LAST = PatchPoint(
         Shape(f"{_TRAINER}.train", has=("get_last_checkpoint(args.output_dir)",)),
     ),
 )
+_TRAINER_LOSS = PatchPoint(
+    library=TRANSFORMERS,
+    owner="transformers.trainer",
+    names=("deepspeed_sp_compute_loss",),
+    why="what it does to sequences that ranks share is told, where one process would train otherwise",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "transformers.trainer:deepspeed_sp_compute_loss",
+            leads=("accelerator", "model", "inputs", "return_outputs", "pc"),
+            has=("loss = total_loss / total_good_tokens.clamp(min=1)",),
+        ),
+    ),
+)
 _SAVE_TRAINED = PatchPoint(
     library=DIFFSYNTH,
     owner=_LOGGER,
@@ -294,6 +308,7 @@ TOUCHED = (
     _TRAINER_MODEL,
     _TRAINER_STATE,
     _TRAINER_LAST,
+    _TRAINER_LOSS,
     _SAVE_TRAINED,
     _RESUME_TRAINED,
     _LOAD_LORA,

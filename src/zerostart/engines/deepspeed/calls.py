@@ -11,9 +11,11 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerostart.engines.calls import OutsideInferenceMode, has_containers, leave_inference_mode
+from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed_hollow import check_called
 
 __all__ = ["keep_calls"]
@@ -24,6 +26,20 @@ def keep_calls(model: nn.Module) -> None:
     for module in model.modules():
         guard = _Guard()
         module.register_forward_pre_hook(guard.before, with_kwargs=True)
+    for name, module in model.named_modules():
+        if "experts" in name and next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(_check_reached, with_kwargs=True)
+
+
+def _check_reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise EngineError for experts that are trained on what has no gradient: ZeRO-3 fails in backward."""
+    trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False))
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if trained and not any(value.requires_grad for value in given):
+        raise EngineError(
+            f"{type(module).__name__} is trained, and nothing before it is, which DeepSpeed's ZeRO-3 cannot "
+            "do: call model.enable_input_require_grads() before deepspeed.initialize, or use zero_stage=2"
+        )
 
 
 class _Guard:

@@ -258,8 +258,10 @@ class ZeroThree(DeepSpeed):
         """See ``Engine``; the methods need nothing, as each module gathers its own parameters."""
         from zerostart.engines.deepspeed.calls import keep_calls
         from zerostart.upstream.deepspeed_hollow import keep_from_loss
+        from zerostart.upstream.deepspeed_stages import keep_stage
 
         keep_calls(model)
+        keep_stage(model, self.title, (3,))
         keep_from_loss(model, list(model.parameters()))
 
     def share_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
@@ -315,6 +317,13 @@ class FlatBuffers(DeepSpeed):
                 f"{self.title} in this version, where each rank reads its slices; leave exchange out, or use "
                 "zero_stage=3"
             )
+
+    def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
+        """See ``Engine``; nothing is gathered, and stage 3 would partition what ranks share otherwise."""
+        from zerostart.upstream.deepspeed_stages import keep_stage
+
+        if self.mesh.parallel:
+            keep_stage(model, self.title, (1, 2) if self.mesh.expert_parallel > 1 else (0, 1, 2))
 
     @property
     def averaging(self) -> int:

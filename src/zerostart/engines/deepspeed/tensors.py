@@ -16,6 +16,8 @@ from torch import nn
 
 from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.settings import TENSOR_RULES
+from zerostart.engines.deepspeed.tensor_checks import REMEDY, check_dropout, check_rules, check_structure
+from zerostart.engines.same_draws import share_draws
 from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Parallelism, ParallelPlan, Ranges, rules_without
 from zerostart.models import library_of
@@ -39,12 +41,19 @@ def tensor_cuts(
     what is shared otherwise. Raises ConfigError for a model that DeepSpeed does not cut, or in a way that
     leaves a rank without a part, and EngineError where it takes a parameter for one of another shape.
     """
-    kind = type(model).__name__
-    section = _ruled(model, section, given, experts)
+    kind, configured = type(model).__name__, any(section.get(key) for key in TENSOR_RULES)
+    check_structure(model, size)
+    check_dropout(model, size)
+    plan = library_of(model).parallel_rules(model, "tp")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tried, library = copy.deepcopy(model), library_of(model)
     library.tie(tried, set(library.ties(tried)))
-    slices = upstream.described(tried, size, section)
+    try:
+        slices = upstream.described(tried, size, _ruled(model, section, given, experts))
+    except ConfigError as error:
+        if not plan:
+            raise
+        raise ConfigError(f"{error}; or {REMEDY}") from error
     if not slices:
         raise ConfigError(
             f"tensor_parallel={size}, but DeepSpeed cuts no layer of {kind} with what is configured; say "
@@ -56,6 +65,8 @@ def tensor_cuts(
             raise EngineError(
                 f"DeepSpeed takes {name} for {list(piece.shape)}, and it is {list(shapes[name])}"
             )
+    if configured:
+        check_rules(model, tried, rules_without(plan, experts), slices, size)
     return ParallelPlan(cuts)
 
 
@@ -86,6 +97,7 @@ def tensor_cutter(
 
     def cut(model: nn.Module) -> None:
         _sliced(model, parallelism, _ruled(model, section, given, parallelism.experts), groups)
+        share_draws(model, groups.tensors)
 
     return cut, groups.owners
 

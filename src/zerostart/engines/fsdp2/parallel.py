@@ -28,6 +28,7 @@ from zerostart.engines.fsdp2.tensors import cut_tensors, distributed
 from zerostart.engines.fsdp2.units import scalars_of, units_of
 from zerostart.engines.names import loaded_names
 from zerostart.engines.residence import Residence
+from zerostart.engines.same_draws import share_draws
 from zerostart.engines.shard import Shard
 from zerostart.layout import Parallelism
 from zerostart.upstream.transformers_tensor import require as require_styles
@@ -67,6 +68,7 @@ class FSDP2ParallelShards:
         shares = MeshShares.planned(settings, self._parallelism, whole)
         if self._tensors.size() > 1:
             cut_tensors(model, self._parallelism, self._tensors)
+            share_draws(model, self._tensors.get_group())
         experts = expert_modules(model, self._parallelism)
         for module, own in experts.items():
             self._cut_experts(module, own)
@@ -140,7 +142,7 @@ def parallel_shards(
         if isinstance(parameter, DTensor)
     }
     given = settings.shard_placement_fn is not None
-    dims = {name: _dimension(parameter, parallelism.cut(name)) for name, parameter in found.values()}
+    dims = {name: _dimension(parameter) for name, parameter in found.values()}
     shares = MeshShares.of(settings, parallelism, dims if given else None)
     shards = {}
     for alias, (name, parameter) in found.items():
@@ -150,7 +152,9 @@ def parallel_shards(
     return shards
 
 
-def _dimension(parameter: DTensor, cut: object) -> int:
-    """The dimension along which owners share ``parameter``; another mesh's placement comes after theirs."""
-    placement: Any = parameter.placements[-1 if cut is None else -2]
+def _dimension(parameter: DTensor) -> int:
+    """The dimension along which owners share ``parameter``; see ``FSDP2ParallelShards._meshes``."""
+    axes = parameter.device_mesh.mesh_dim_names
+    assert axes is not None, "the meshes of a load have names"
+    placement: Any = parameter.placements[axes.index("shard")]
     return int(placement.dim)

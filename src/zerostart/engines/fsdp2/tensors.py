@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from zerostart.engines.shard import replace_everywhere
@@ -31,6 +31,8 @@ def cut_tensors(model: nn.Module, parallelism: Parallelism, mesh: DeviceMesh) ->
     for name, parameter in model.named_parameters():
         cut = parallelism.tensors.cuts.get(name)
         if cut is None:
+            if _beside_a_cut(name, parallelism):
+                new[id(parameter)] = distributed(parameter, parameter.data, mesh, [Replicate()])
             continue
         shape = cut.section(tuple(parameter.shape), *parallelism.mesh.tensor(mesh.get_local_rank())).shape
         local = torch.empty(shape, dtype=parameter.dtype, device="meta")
@@ -42,6 +44,12 @@ def cut_tensors(model: nn.Module, parallelism: Parallelism, mesh: DeviceMesh) ->
             _sum_gradients(module, mesh.get_group())
         else:
             run_in_style(model, module, style, mesh)
+
+
+def _beside_a_cut(name: str, parallelism: Parallelism) -> bool:
+    """Whether ``name`` is the whole bias of a weight that is cut: a row-wise layer adds it to their sum."""
+    module, _, leaf = name.rpartition(".")
+    return leaf == "bias" and f"{module}.weight" in parallelism.tensors.cuts
 
 
 def _placement(cut: Cut | Ranges, dimensions: int) -> Placement:
