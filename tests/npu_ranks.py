@@ -1,4 +1,4 @@
-"""Ranks whose accelerator is the pretend one (``simulated/npu``): as `ranks.run_ranks`, in a world of their own.
+"""Ranks whose accelerator is the pretend one (``simulated/npu``); else as `ranks.run_ranks`.
 
 torch takes an accelerator when it is imported, DeepSpeed once a process. So a process of its own, kept for
 the session, has the environment for it, and its server forks the ranks.

@@ -119,7 +119,9 @@ def current_stream(given: Any = None) -> Any:
 
 def default_stream(given: Any = None) -> Any:
     begin_device()
-    return torch.Stream(stream_id=0, device_index=_index(given), device_type=int(torch._C._autograd.DeviceType.PrivateUse1))
+    return torch.Stream(
+        stream_id=0, device_index=_index(given), device_type=int(torch._C._autograd.DeviceType.PrivateUse1)
+    )
 
 
 def set_stream(stream: Any) -> None:
@@ -191,7 +193,10 @@ def _module() -> types.ModuleType:
             "reset_peak_memory_stats",
         )
     }
-    own |= {"mem_get_info": memory.get_memory_info, "reset_max_memory_allocated": memory.reset_peak_memory_stats}
+    own |= {
+        "mem_get_info": memory.get_memory_info,
+        "reset_max_memory_allocated": memory.reset_peak_memory_stats,
+    }
     own |= {"memory_cached": memory.memory_reserved, "max_memory_cached": memory.max_memory_reserved}
     own |= {
         "Stream": Stream,

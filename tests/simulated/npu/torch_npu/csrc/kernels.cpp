@@ -23,6 +23,14 @@ using c10::IValue;
 using torch::jit::Stack;
 
 std::atomic<uint64_t> operators{0};
+std::atomic<uint64_t> waits{0}; // of the host for a device, where CUDA has it wait
+
+bool makes_the_host_wait(const std::string& name) {
+  for (const char* known : {"aten::bincount", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal",
+                            "aten::repeat_interleave", "aten::unique_dim", "aten::unique_consecutive"})
+    if (name == known) return true;
+  return false;
+}
 
 bool is_ours(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == kKind; }
 
@@ -142,6 +150,7 @@ Tensor& copy_(Tensor& self, const Tensor& given, bool non_blocking) {
       enqueue(stream, [device_side, staged]() mutable { device_side.copy_(staged); });
       return self;
     }
+    ++waits;
     finish(stream);
     Tensor own = unowned(host);
     if (to) device_side.copy_(own); else own.copy_(device_side);
@@ -166,6 +175,7 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& to) {
 }
 
 at::Scalar local_scalar(const Tensor& self) {
+  ++waits;
   finish(current_stream(self.device().index()));
   return host_view(self).item();
 }
@@ -264,6 +274,7 @@ const at::Tag kRandom = at::Tag::nondeterministic_seeded;
 
 void run(const c10::OperatorHandle& op, Stack* stack) {
   ++operators;
+  if (makes_the_host_wait(op.schema().name())) ++waits;
   const auto& schema = op.schema();
   size_t count = schema.arguments().size(), begin = stack->size() - count;
   std::vector<IValue> given(stack->begin() + begin, stack->end());
@@ -386,6 +397,7 @@ void convolution_backward(const c10::OperatorHandle& op, Stack* stack) {
 } // namespace
 
 uint64_t operator_count() { return operators; }
+uint64_t wait_count() { return waits; }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());

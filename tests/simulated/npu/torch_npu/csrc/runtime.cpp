@@ -627,6 +627,7 @@ static c10::impl::DeviceGuardImplRegistrar guard_registrar(kKind, new Guard());
 
 void bind_collectives(py::module& m);
 uint64_t operator_count();
+uint64_t wait_count();
 
 } // namespace pretend
 
@@ -657,5 +658,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("default_generator", [](int index) { return default_generator(index); });
   m.def("operators", &operator_count);
+  m.def("waits", &wait_count);
+  m.def("registered_bytes", [] {
+    size_t bytes = 0;
+    for (auto& one : world().registered) bytes += one.second;
+    return bytes;
+  });
   bind_collectives(m);
 }
