@@ -175,7 +175,8 @@ def _context() -> multiprocessing.context.ForkServerContext:
     if _server_context is None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["preloaded"])
-        fixed = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        accelerator = os.environ.get("DS_ACCELERATOR", "cpu")
+        fixed = {"DS_ACCELERATOR": accelerator, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         fixed |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
         # Python 3.11's server does not look at its parent's sys.path, and says nothing if it finds no module.
         here = str(Path(__file__).parent)

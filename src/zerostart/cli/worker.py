@@ -65,26 +65,22 @@ def _die_with_launcher() -> None:
         os._exit(1)
 
 
-def join_group(timeout_seconds: float = 600.0) -> None:
+def join_group(timeout: timedelta | None = None) -> None:
     """Initialise ``torch.distributed`` for this rank from its environment; does nothing when it is already.
 
     Uses the socket that the local launcher holds open, where there is one, and the ordinary ``env://``
     rendezvous (``torchrun``, ``accelerate launch``) elsewhere. The backend is gloo for tensors on the host,
     beside that of the accelerator (NCCL, XCCL, HCCL, ...), of which the rank's device is made current.
-    Raises ConfigError for an accelerator that no backend serves.
+    Without a ``timeout`` torch's own holds. Raises ConfigError for an accelerator that no backend serves.
     """
-    import torch
     import torch.distributed as dist
 
-    from zerostart.distributed.world import backend_of, default_device
+    from zerostart.distributed.world import backend_of, default_device, make_device_current
 
     if dist.is_initialized():
         return
-    device = default_device()
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device)
-    backend = backend_of(device)
-    timeout = timedelta(seconds=timeout_seconds)
+    make_device_current()
+    backend = backend_of(default_device())
     if "ZEROSTART_LAUNCHER_PID" not in os.environ:
         dist.init_process_group(backend, timeout=timeout)
         return
@@ -95,7 +91,7 @@ def join_group(timeout_seconds: float = 600.0) -> None:
         int(os.environ["MASTER_PORT"]),
         world_size,
         is_master=rank == 0,
-        timeout=timeout,
+        timeout=dist.default_pg_timeout if timeout is None else timeout,
         master_listen_fd=int(descriptor) if descriptor is not None else None,
     )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -25,7 +25,15 @@ from zerostart.distributed.interrupts import HeldSignals
 from zerostart.distributed.reports import agreed_since, mark_agreed, now, report_of, restored
 from zerostart.errors import ConfigError, PeerError
 
-__all__ = ["World", "backend_of", "current_world", "default_device", "is_lost", "joined_world"]
+__all__ = [
+    "World",
+    "backend_of",
+    "current_world",
+    "default_device",
+    "is_lost",
+    "joined_world",
+    "make_device_current",
+]
 
 T = TypeVar("T")
 
@@ -35,10 +43,30 @@ def default_device() -> torch.device:
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None, "an available accelerator has a type"
-        # As accelerate numbers them: a launcher may show each rank one device alone.
-        rank = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
-        return torch.device(kind.type, rank % max(1, torch.accelerator.device_count()))
+        return torch.device(kind.type, _own_index(kind))
     return torch.device("cpu")
+
+
+def _own_index(kind: torch.device) -> int:
+    """The device that the script has made current, else the local rank's.
+
+    To ask which device is current initialises the accelerator, and then torch no longer makes the rank's own
+    the current one: it is asked only where that has happened. 0 is current without anybody's doing.
+    """
+    begun = getattr(torch.get_device_module(kind), "is_initialized", None)
+    current = torch.accelerator.current_device_index() if begun is None or begun() else 0
+    rank = os.environ.get("LOCAL_RANK")
+    if current or rank is None:
+        return current
+    # As accelerate numbers them: a launcher may show each rank one device alone.
+    return int(rank) % max(1, torch.accelerator.device_count())
+
+
+def make_device_current() -> None:
+    """Let what other libraries put on the current device lie where this rank's shards lie."""
+    device = default_device()
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
 
 
 def backend_of(device: torch.device) -> str:
@@ -66,10 +94,13 @@ def current_world() -> World:
 
 
 def joined_world() -> World:
-    """The process group's world; a group of one is made for a process that is alone.
+    """The process group's world, with this rank's device made current.
+
+    A group of one is made for a process that is alone.
 
     Raises ConfigError in one of several ranks that a launcher has started, where there is no group.
     """
+    make_device_current()
     if not dist.is_initialized():
         launched = int(os.environ.get("WORLD_SIZE", "1") or 1)
         if launched > 1:

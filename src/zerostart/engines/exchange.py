@@ -62,11 +62,18 @@ def exchange_tokens(
     owner = torch.repeat_interleave(torch.arange(size, device="cpu"), torch.tensor(counts, device="cpu"))
     first = torch.tensor([0, *accumulate(counts)][:size], device="cpu")
 
+    @functools.cache
+    def owners(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copied there once: the host waits for a copy of memory that is not page-locked."""
+        return owner.to(device), first.to(device)
+
     def forward(
         hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         with _local_parameters(experts):
-            return _serve(run, group, alike, (owner, first), hidden_states, top_k_index, top_k_weights)
+            return _serve(
+                run, group, alike, owners(hidden_states.device), hidden_states, top_k_index, top_k_weights
+            )
 
     module.forward = forward
 
@@ -82,14 +89,15 @@ def _serve(
 ) -> torch.Tensor:
     """``hidden_states`` [tokens, hidden] through the chosen experts ``top_k_index`` [tokens, k], weighted."""
     device, chosen = hidden_states.device, top_k_index.reshape(-1)
-    owner, first = (table.to(device) for table in owners)
+    owner, first = owners
     order = torch.argsort(chosen, stable=True)  # Experts are numbered rank by rank: this sorts by owner, too.
     pairs = chosen[order]
     to = owner[pairs]
-    send = torch.bincount(to, minlength=len(first))
+    # Not by bincount, whose result has a size that the host waits for.
+    send = torch.zeros_like(first).scatter_add_(0, to, torch.ones_like(to))
     receive = torch.empty_like(send)
     dist.all_to_all_single(receive, send, group=group)
-    outgoing, incoming = torch.stack([send, receive]).tolist()
+    outgoing, incoming = torch.stack([send, receive]).tolist()  # The one time that the host waits.
     travel: Any = _AllToAll.apply
     same: Any = _Same.apply
     rows = hidden_states[order // top_k_index.shape[-1]]

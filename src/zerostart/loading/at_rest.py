@@ -15,7 +15,7 @@ from zerostart.layout import Layout, Placed, replicated
 from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe
 from zerostart.recipe.computed import leaves_of
-from zerostart.transfer import Progress, Tuning, execute
+from zerostart.transfer import Arena, Progress, Tuning, execute, page_locked
 
 __all__ = ["AtRest", "InFiles", "InMemory"]
 
@@ -101,8 +101,15 @@ class InMemory(AtRest):
         pinned: bool,
     ) -> None:
         self._held: dict[str, torch.Tensor] = {}
-        for name, (shape, dtype) in shapes.items():
-            held = torch.empty(prod(shape), dtype=dtype, device=device, pin_memory=pinned)
+        arena = Arena(device, page_locked) if pinned else None
+        sizes = {name: (prod(shape), dtype) for name, (shape, dtype) in shapes.items()}
+        at = {name: arena.reserve(*size) for name, size in sizes.items()} if arena is not None else {}
+        for name, (shape, _) in shapes.items():
+            numel, dtype = sizes[name]
+            if arena is None:
+                held = torch.empty(numel, dtype=dtype, device=device)
+            else:
+                held = arena.take(at[name], numel, dtype)
             source.fetch({name: held})
             self._held[name] = held.view(shape)
 

@@ -1,7 +1,7 @@
 """Copies in host memory of what a rank is to write, for a save that goes on while training does.
 
 The memory stays for as long as the model lives: the next copies go into pages that are there, which takes a
-fraction of the time that fresh ones do. Copies off an accelerator are page-locked; torch keeps those itself.
+fraction of the time that fresh ones do. Copies off an accelerator are page-locked.
 
 What lies in host memory and only a step of the optimizer changes may be copied later, until that step.
 """
@@ -9,7 +9,7 @@ What lies in host memory and only a step of the optimizer changes may be copied 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -28,6 +28,7 @@ from zerostart.planning.writes import GRAIN, own_part
 from zerostart.state.training_state import Content
 from zerostart.state.writing import Outgoing
 from zerostart.transfer.memory import Arena
+from zerostart.transfer.page_locked import page_locked
 
 __all__ = ["kept_on_host"]
 
@@ -35,7 +36,8 @@ __all__ = ["kept_on_host"]
 LATER = 16 * PAGE
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: For each model the memory of its last copies. At most one save is under way, so nobody reads from it still.
-_buffers: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
+#: By whether it is page-locked.
+_buffers: weakref.WeakKeyDictionary[nn.Module, dict[bool, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 def kept_on_host(
@@ -52,24 +54,27 @@ def kept_on_host(
     own = [_own(outgoing) for outgoing in (content.model[1], content.state[1])]
     needed = sum(piece.nbytes for part in own for piece in part)
     with world.phase("copying the state to host memory"):
-        there = _buffers[content.module].nbytes if content.module in _buffers else 0
+        there = sum(buffer.nbytes for buffer in _buffers.get(content.module, {}).values())
         limit = available_memory() // max(1, local_ranks()) + there if budget is None else budget
         if needed > limit:
             raise InsufficientMemoryError(
                 f"rank {world.rank} would copy {needed / 2**20:.1f} MiB to host memory to save in the "
                 f"background, and {limit / 2**20:.1f} MiB are free for it; use wait=True"
             )
-        arena = Arena(torch.device("cpu"), lambda nbytes: _buffer(content.module, nbytes))
-        places = [[piece.reserved(arena) for piece in part] for part in own]
+        arenas = {
+            locked: Arena(torch.device("cpu"), partial(_buffer, content.module, locked))
+            for locked in (False, True)
+        }
+        places = [[piece.reserved(arenas) for piece in part] for part in own]
         model, state = (
             [
-                piece.copied(arena, place, left if later and piece.name in content.stepped else None)
+                piece.copied(arenas, place, left if later and piece.name in content.stepped else None)
                 for piece, place in zip(part, at, strict=True)
             ]
             for part, at in zip(own, places, strict=True)
         )
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        for device in {piece.device for part in own for piece in part if piece.locked}:
+            torch.accelerator.synchronize(device)  # not the current one, which may be another
     found = replace(content, model=(content.model[0], model), state=(content.state[0], state))
     return found, partial(_all, left) if later else None
 
@@ -79,13 +84,13 @@ def _all(copies: Sequence[Callable[[], None]]) -> None:
         copy()
 
 
-def _buffer(module: nn.Module, nbytes: int) -> torch.Tensor:
-    """The model's memory for copies, made anew where it is too small."""
-    found = _buffers.get(module)
-    if found is None or found.nbytes < nbytes:
-        _buffers.pop(module, None)  # Before the new one is made.
-        found = _buffers[module] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    return found
+def _buffer(module: nn.Module, locked: bool, nbytes: int) -> torch.Tensor:
+    """The model's memory for copies, page-locked or not, made anew where it is too small."""
+    own = _buffers.setdefault(module, {})
+    if locked not in own or own[locked].nbytes < nbytes:
+        own.pop(locked, None)  # Before the new one is made.
+        own[locked] = page_locked(nbytes) if locked else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    return own[locked]
 
 
 class _Own:
@@ -102,26 +107,33 @@ class _Own:
     def nbytes(self) -> int:
         return self._storage.nbytes
 
-    def reserved(self, arena: Arena) -> int:
-        """Its place among the copies; -1 for what comes from an accelerator."""
-        storage = self._storage
-        return arena.reserve(storage.numel(), storage.dtype) if storage.device.type == "cpu" else -1
+    @property
+    def device(self) -> torch.device:
+        return self._storage.device
+
+    @property
+    def locked(self) -> bool:
+        """Whether its copy is page-locked: what comes from an accelerator."""
+        return self.device.type != "cpu"
+
+    def reserved(self, arenas: Mapping[bool, Arena]) -> int:
+        """Its place among the copies of its kind."""
+        return arenas[self.locked].reserve(self._storage.numel(), self._storage.dtype)
 
     @property
     def name(self) -> str:
         return self._item.shard.name
 
-    def copied(self, arena: Arena, place: int, later: list[Callable[[], None]] | None) -> Outgoing:
+    def copied(
+        self, arenas: Mapping[bool, Arena], place: int, later: list[Callable[[], None]] | None
+    ) -> Outgoing:
         """The part in host memory; copied by what is added to ``later``, where it is given and serves."""
         storage, low = self._storage, self._low
-        if place < 0:
-            kept = storage.to("cpu", copy=True, non_blocking=True)
+        kept = arenas[self.locked].take(place, storage.numel(), storage.dtype)
+        if self.locked or later is None or storage.nbytes < LATER or storage.itemsize not in _BITS:
+            kept.copy_(storage, non_blocking=self.locked)
         else:
-            kept = arena.take(place, storage.numel(), storage.dtype)
-            if later is None or storage.nbytes < LATER or storage.itemsize not in _BITS:
-                kept.copy_(storage)
-            else:
-                later.append(partial(self._copy_later, kept, _samples(storage).clone()))
+            later.append(partial(self._copy_later, kept, _samples(storage).clone()))
         shard = self._item.shard
         boxes = tuple(replace(placed, to=placed.to - low) for placed in self._boxes)
         layout = Layout(shard.layout.shape, kept.numel(), kept.numel(), boxes)

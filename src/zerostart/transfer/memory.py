@@ -65,8 +65,8 @@ class PeakMeter:
     """Highest anonymous host memory and device memory of this process, above the level at the start.
 
     Host memory is sampled from ``/proc/self/status`` (``RssAnon``), device memory is the allocator's own
-    high-water mark: 0 for the host, None where it has none. Where the system has no ``/proc``, the host peak
-    is 0.
+    high-water mark: 0 for the host, None where it has none. The mark is the user's, and not reset: where it
+    was higher before, device memory is sampled, too. Where the system has no ``/proc``, the host peak is 0.
     """
 
     def __init__(self, device: torch.device, interval: float = 0.01) -> None:
@@ -74,6 +74,7 @@ class PeakMeter:
         self.interval = interval
         self.host_bytes = 0
         self.device_bytes: int | None = 0
+        self._device_seen = 0
         self._paused = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="zerostart-meter", daemon=True)
@@ -81,8 +82,8 @@ class PeakMeter:
     def __enter__(self) -> PeakMeter:
         self._host_before = anonymous_bytes()
         if self.device.type != "cpu":
-            _counted(_reset, self.device)
             self._device_before = allocated_bytes(self.device)
+            self._peak_before = peak_bytes(self.device) or 0
         self._thread.start()
         return self
 
@@ -94,7 +95,12 @@ class PeakMeter:
         self._note()
         if self.device.type != "cpu":
             peak = peak_bytes(self.device)
-            self.device_bytes = None if peak is None else max(0, peak - self._device_before)
+            if peak is None:
+                self.device_bytes = None
+            elif peak > self._peak_before:
+                self.device_bytes = peak - self._device_before
+            else:
+                self.device_bytes = max(0, self._device_seen - self._device_before)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -115,6 +121,7 @@ class PeakMeter:
 
     def _note(self) -> None:
         self.host_bytes = max(self.host_bytes, anonymous_bytes() - self._host_before)
+        self._device_seen = max(self._device_seen, allocated_bytes(self.device))
 
 
 def anonymous_bytes() -> int:
@@ -150,11 +157,6 @@ def _told(figure: Callable[[torch.device], int], device: torch.device) -> int | 
         return int(figure(device))
     except (RuntimeError, NotImplementedError):  # no allocator of torch's kind (MPS), or no figures of it
         return None
-
-
-def _reset(device: torch.device) -> int:
-    torch.accelerator.reset_peak_memory_stats(device)
-    return 0
 
 
 def release_cached() -> None:

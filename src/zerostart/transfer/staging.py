@@ -17,6 +17,7 @@ import torch
 from zerostart.planning import Part
 from zerostart.transfer.copying import copy_strided
 from zerostart.transfer.memory import has_streams
+from zerostart.transfer.page_locked import page_locked
 
 __all__ = ["DeviceStaging", "HostStaging", "Staging", "bytes_view", "make_staging"]
 
@@ -103,7 +104,9 @@ class DeviceStaging:
     @cached_property
     def _host(self) -> list[torch.Tensor]:
         return [
-            torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            page_locked(self._nbytes)
+            if self._pinned
+            else torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
             for _ in range(self._depth)
         ]
 

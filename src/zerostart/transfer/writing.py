@@ -14,6 +14,7 @@ from zerostart.planning.writes import Write, WritePlan
 from zerostart.recipe import one_thread
 from zerostart.transfer.copying import copy_strided
 from zerostart.transfer.crew import Crew
+from zerostart.transfer.page_locked import page_locked
 from zerostart.transfer.staging import bytes_view
 
 __all__ = ["SLACK", "Change", "Noted", "Source", "write_out"]
@@ -131,7 +132,8 @@ class _Room:
     @cached_property
     def _buffer(self) -> torch.Tensor:
         """From the beginning of a page on."""
-        room = torch.empty(self._nbytes + SLACK, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+        nbytes = self._nbytes + SLACK
+        room = page_locked(nbytes) if self._pinned else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return room[-room.data_ptr() % PAGE :]
 
     def elements(self, count: int, dtype: torch.dtype, lead: int) -> torch.Tensor:

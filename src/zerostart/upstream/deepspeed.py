@@ -39,7 +39,6 @@ __all__ = [
     "partition_of",
     "partition_ranks",
     "partitioner",
-    "pinned_bytes",
     "require",
     "swap_file",
     "write_through",
@@ -324,15 +323,6 @@ def home_of(init: Any, parameter: nn.Parameter) -> Home:
     if converted.ds_persist or remote not in ("cpu", "nvme"):
         return Home(local)
     return Home(torch.device("cpu"), pinned=bool(init.pin_memory) and local.type != "cpu")
-
-
-def pinned_bytes(nbytes: int) -> torch.Tensor:
-    """Page-locked host memory, by DeepSpeed's own means, as a 1-D tensor of bytes."""
-    from deepspeed.accelerator import get_accelerator
-
-    template = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    pinned: torch.Tensor = get_accelerator().pin_memory(template, make_copy=False)
-    return pinned
 
 
 def _partition_size(init: Any, parameter: nn.Parameter) -> int:

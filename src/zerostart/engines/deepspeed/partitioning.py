@@ -24,7 +24,7 @@ from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
 from zerostart.layout import Layout, flat_partition
-from zerostart.transfer import Arena
+from zerostart.transfer import Arena, page_locked
 from zerostart.upstream import deepspeed as upstream
 from zerostart.upstream.deepspeed_edits import check_outside, note_loaded
 from zerostart.upstream.deepspeed_leaves import mark_leaves
@@ -96,7 +96,7 @@ class PartitionMaker:
             home = upstream.home_of(self._init, parameter)
             place = 0
             if not home.nvme:
-                arena = arenas.setdefault(home, Arena(home.device, _pinned if home.pinned else None))
+                arena = arenas.setdefault(home, Arena(home.device, page_locked if home.pinned else None))
                 place = arena.reserve(layout.numel, parameter.dtype)
             placed.append((name, parameter, layout, home, place))
         if self._settings.offload == "cpu":
@@ -147,10 +147,6 @@ def _leave_room(arenas: Mapping[upstream.Home, Arena], placed: Sequence[Placed])
     for _, parameter, layout, home, _ in placed:
         if hosts and home.device.type != "cpu" and parameter.requires_grad:
             hosts[0].reserve(layout.numel, parameter.dtype)
-
-
-def _pinned(nbytes: int) -> torch.Tensor:
-    return upstream.pinned_bytes(nbytes)
 
 
 def holders_of(ranks: Sequence[int], world_size: int) -> tuple[int, int]:

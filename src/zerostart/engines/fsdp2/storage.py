@@ -17,7 +17,7 @@ from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
 from zerostart.layout import Layout, dimension_shard, replicated
-from zerostart.transfer import Arena
+from zerostart.transfer import Arena, page_locked
 from zerostart.upstream.torch import adopt_local_tensors, hide_padding, over
 
 __all__ = ["arena_of", "give_storage", "holders", "sharded", "sharded_layout"]
@@ -26,7 +26,7 @@ __all__ = ["arena_of", "give_storage", "holders", "sharded", "sharded_layout"]
 def arena_of(settings: FSDP2Settings, device: torch.device) -> Arena:
     """Memory for shards: of ``device``, unless the settings have them on the host."""
     if settings.pinned:
-        return Arena(torch.device("cpu"), functools.partial(torch.empty, dtype=torch.uint8, pin_memory=True))
+        return Arena(torch.device("cpu"), page_locked)
     return Arena(torch.device("cpu") if settings.offloaded else device)
 
 

@@ -1,185 +1,237 @@
 """An accelerator that is none: torch's backend for others under the name ``npu``, which computes on the host.
 
 With the folder that this package lies in on ``PYTHONPATH``, torch finds it as it finds a vendor's, by the
-group ``torch.backends``, and so does every process of a launch. A tensor of it has memory of the host; an
-operator gets the host's view of that memory. What is random comes from a generator of its own.
-Collectives are gloo's under the name ``hccl``. There is one device, and nothing counts its memory.
+group ``torch.backends``, and so does every process of a launch. There are eight devices (or
+``ZEROSTART_TEST_NPU_DEVICES``), and nothing is initialised by asking. What makes it unlike the host is in
+``csrc``: the host cannot touch a device's memory; copies and kernels happen when somebody waits for them, or
+``ZEROSTART_TEST_NPU_DELAY`` milliseconds later, so that a wait that is missing gives wrong bytes; page-locked
+memory comes in powers of two; memory is counted, and limited; collectives refuse what NCCL refuses, and are
+gloo's under the name ``hccl``. What is random comes from generators of its own.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
-import functools
+import contextlib
 import os
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as trees
-from torch.utils import backend_registration as parts
+
+from torch_npu.compiling import compiled
 
 __all__ = ["begin"]
+__version__ = "0"
 
 KIND = "npu"
 #: A directory that gets from each process, at its end, a file with the number of operators that ran on it.
 COUNTED = "ZEROSTART_TEST_NPU_OPERATORS"
-#: DLPack's numbers of devices.
-_HOST, _OTHER = 1, 12
 _LOWER = ("linear", "matmul", "conv2d", "scaled_dot_product_attention")
 _FLOAT32 = ("layer_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss")
-_COPIES = ("aten::_copy_from", "aten::_copy_from_and_resize")
-_generator = torch.Generator(device="cpu")
 _libraries: list[torch.library.Library] = []
-_operators = 0
-
-
-class _Device(ctypes.Structure):
-    _fields_ = (("kind", ctypes.c_int32), ("number", ctypes.c_int32))
-
-
-class _Head(ctypes.Structure):
-    """How DLPack describes a tensor begins so."""
-
-    _fields_ = (("data", ctypes.c_void_p), ("device", _Device))
-
-
-class Module(parts._DummyBackendModule):
-    """``torch.npu``."""
-
-    _initialized = True  # or torch's checkpointing leaves the generator alone
-
-    @staticmethod
-    def device(device: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def set_device(self, device: Any) -> None:
-        pass
-
-    def synchronize(self, device: Any = None) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def manual_seed(self, seed: int) -> None:
-        _generator.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def get_rng_state(self, device: Any = KIND) -> torch.Tensor:
-        return _generator.get_state()
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = KIND) -> None:
-        _generator.set_state(state)
+device: Any = None  # the compiled part
 
 
 def begin() -> None:
     """What torch calls when it is imported."""
-    parts._setup_privateuseone_for_python_backend(KIND, Module())
-    # What no guard that is written in Python can be asked for.
-    torch.accelerator.set_device_index = Module().set_device
-    torch.accelerator.synchronize = lambda device=None: None  # type: ignore[assignment]
-    for name in ("empty", "empty_like"):
-        setattr(torch, name, _unpinned(getattr(torch, name)))
-    everything = torch.library.Library("_", "IMPL")
-    everything.fallback(_on_the_host, "PrivateUse1")
-    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    global device
+    os.environ.setdefault("ASCEND_HOME_PATH", str(Path(__file__).parent))  # DeepSpeed asks for a toolkit
+    device = compiled()
+    torch.utils.rename_privateuse1_backend(KIND)
+    torch._register_device_module(KIND, _module())
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     aten = torch.library.Library("aten", "IMPL")
     for name, dtype in [*((name, None) for name in _LOWER), *((name, torch.float32) for name in _FLOAT32)]:
         aten.impl(name, _cast(name, dtype), "AutocastPrivateUse1")
-    # Of these torch has one for all backends, which says that theirs is missing.
-    convolution = functools.partial(_on_the_host, torch.ops.aten.convolution.default)
-    aten.impl("convolution_overrideable", convolution, "PrivateUse1")
-    _libraries.extend((everything, aten))
-    _collectives()
+    _libraries.append(aten)
+    import torch.distributed as dist
+
+    dist.Backend.register_backend("hccl", _hccl, devices=[KIND])
+    atexit.register(device.stop)
     if COUNTED in os.environ:
-        atexit.register(lambda: Path(os.environ[COUNTED], str(os.getpid())).write_text(str(_operators)))
+        atexit.register(
+            lambda: Path(os.environ[COUNTED], str(os.getpid())).write_text(str(device.operators()))
+        )
 
 
-def _unpinned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A backend that is written in Python can have no page-locked memory: it is as good as any other here."""
+def _hccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    import torch.distributed as dist
 
-    @functools.wraps(function)
-    def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs.pop("pin_memory", None)
-        return function(*args, **kwargs)
-
-    return allocate
+    return device.collectives(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size, "hccl")
 
 
-def _as(tensor: torch.Tensor, kind: int) -> torch.Tensor:
-    """The same memory as a tensor of the other device, which has no float64."""
-    if kind == _OTHER and tensor.dtype == torch.float64:
-        raise TypeError(f"{KIND} has no tensors of float64")
-    capsule = torch._C._to_dlpack(tensor.detach())  # type: ignore[attr-defined]
-    address = ctypes.pythonapi.PyCapsule_GetPointer
-    address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    head = _Head.from_address(address(capsule, b"dltensor"))
-    head.device.kind, head.device.number = kind, 0  # there is one
-    made: torch.Tensor = torch._C._from_dlpack(capsule)  # type: ignore[attr-defined]
-    return made
+def _index(given: Any) -> int:
+    if given is None or (isinstance(given, (str, torch.device)) and torch.device(given).index is None):
+        return int(device.current_device())
+    return given if isinstance(given, int) else int(torch.device(given).index)
 
 
-def _on_the_host(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any operator: on the host's views of what it takes, and back."""
-    global _operators
-    _operators += 1
-    if operator is torch.ops.aten.record_stream.default:  # streams do nothing, and memory waits for none
-        return None
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+class _Device:
+    """``with torch.npu.device(1):``."""
 
-    def to_host(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.device.type == KIND:
-            # Without elements it may be what the result is to be written into, of whatever size.
-            empty = value.numel() == 0
-            own = torch.empty(value.shape, dtype=value.dtype, device="cpu") if empty else _as(value, _HOST)
-            pairs.append((own, value))
-            return own
-        return torch.device("cpu") if isinstance(value, torch.device) and value.type == KIND else value
+    def __init__(self, given: Any) -> None:
+        self._index = _index(given)
 
-    def back(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        for own, given in pairs:
-            if own is value:
-                return given
-        return _as(value, _OTHER)
+    def __enter__(self) -> None:
+        self._before = device.current_device()
+        device.set_device(self._index)
 
-    args, kwargs = trees.tree_map(to_host, (args, kwargs))
-    with _own_random(operator):
-        if operator._schema.name in _COPIES:
-            result = args[1].copy_(args[0])
-        else:
-            result = operator(*args, **kwargs)
-    for own, given in pairs:
-        if own.shape != given.shape:
-            given.data = _as(own, _OTHER)
-    return trees.tree_map(back, result)
+    def __exit__(self, *_: object) -> None:
+        device.set_device(self._before)
 
 
-@contextmanager
-def _own_random(operator: Any) -> Iterator[None]:
-    """What the operator draws, it draws from the device's generator."""
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
+class Stream(torch.Stream):
+    """``torch.npu.Stream``."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **options: Any) -> Any:
+        if options:
+            return super().__new__(cls, priority=priority, **options)
+        begin_device()
+        return super().__new__(cls, device=torch.device(KIND, _index(device)), priority=priority)
+
+
+class Event(torch.Event):
+    """``torch.npu.Event``."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
+        return super().__new__(cls, device=KIND, enable_timing=enable_timing)
+
+    def record(self, stream: Any = None) -> None:
+        super().record(current_stream() if stream is None else stream)
+
+    def wait(self, stream: Any = None) -> None:
+        super().wait(current_stream() if stream is None else stream)
+
+
+def begin_device() -> None:
+    """Initialise; everything that needs a device does."""
+    device.begin()
+
+
+def current_stream(given: Any = None) -> Any:
+    begin_device()
+    return torch.accelerator.current_stream(_index(given))
+
+
+def default_stream(given: Any = None) -> Any:
+    begin_device()
+    return torch.Stream(
+        stream_id=0, device_index=_index(given), device_type=int(torch._C._autograd.DeviceType.PrivateUse1)
+    )
+
+
+def set_stream(stream: Any) -> None:
+    if stream is not None:
+        torch.accelerator.set_stream(stream)
+
+
+@contextlib.contextmanager
+def stream(given: Any) -> Iterator[None]:
+    if given is None:
         yield
         return
-    host = torch.get_rng_state()
-    torch.set_rng_state(_generator.get_state())
-    try:
+    with given:
         yield
-    finally:
-        _generator.set_state(torch.get_rng_state())
-        torch.set_rng_state(host)
+
+
+def _module() -> types.ModuleType:
+    """``torch.npu``."""
+    made = types.ModuleType(f"torch.{KIND}")
+
+    def current_device() -> int:
+        begin_device()  # as torch.cuda's
+        return int(device.current_device())
+
+    def set_device(given: Any) -> None:
+        begin_device()
+        device.set_device(_index(given))
+
+    def synchronize(given: Any = None) -> None:
+        begin_device()
+        device.synchronize(_index(given))
+
+    def generator(given: Any = KIND) -> torch.Generator:
+        return device.default_generator(_index(given))  # type: ignore[no-any-return]
+
+    def manual_seed(seed: int) -> None:
+        generator().manual_seed(int(seed))
+
+    def manual_seed_all(seed: int) -> None:
+        for index in range(device.device_count()):
+            generator(index).manual_seed(int(seed))
+
+    def get_rng_state(given: Any = KIND) -> torch.Tensor:
+        return generator(given).get_state()
+
+    def set_rng_state(state: torch.Tensor, given: Any = KIND) -> None:
+        generator(given).set_state(state)
+
+    def get_device_properties(given: Any = None) -> types.SimpleNamespace:
+        total = torch.accelerator.get_memory_info(_index(given))[1]
+        return types.SimpleNamespace(name="pretend", total_memory=total)
+
+    def npurt() -> types.SimpleNamespace:
+        return types.SimpleNamespace(
+            npuHostRegister=lambda address, nbytes, flags: device.register_host(address, nbytes),
+            npuHostUnregister=device.unregister_host,
+        )
+
+    memory = torch.accelerator
+    own = {
+        name: getattr(memory, name)
+        for name in (
+            "empty_cache",
+            "max_memory_allocated",
+            "max_memory_reserved",
+            "memory_allocated",
+            "memory_reserved",
+            "memory_stats",
+            "reset_peak_memory_stats",
+        )
+    }
+    own |= {
+        "mem_get_info": memory.get_memory_info,
+        "reset_max_memory_allocated": memory.reset_peak_memory_stats,
+    }
+    own |= {"memory_cached": memory.memory_reserved, "max_memory_cached": memory.max_memory_reserved}
+    own |= {
+        "Stream": Stream,
+        "Event": Event,
+        "BFloat16Tensor": torch.Tensor,
+        "current_device": current_device,
+        "current_stream": current_stream,
+        "default_stream": default_stream,
+        "device": _Device,
+        "device_count": device.device_count,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "get_device_name": lambda given=None: "pretend",
+        "get_device_properties": get_device_properties,
+        "get_rng_state": get_rng_state,
+        "get_rng_state_all": lambda: [get_rng_state(index) for index in range(device.device_count())],
+        "initial_seed": lambda: generator().initial_seed(),
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda: True,
+        "is_initialized": device.is_begun,
+        "manual_seed": manual_seed,
+        "manual_seed_all": manual_seed_all,
+        "npurt": npurt,
+        "set_device": set_device,
+        "set_rng_state": set_rng_state,
+        "set_rng_state_all": lambda states: [set_rng_state(s, i) for i, s in enumerate(states)],
+        "set_stream": set_stream,
+        "stream": stream,
+        "synchronize": synchronize,
+        "_is_in_bad_fork": lambda: False,
+        "_lazy_call": lambda callback: callback(),
+        "_lazy_init": begin_device,
+    }
+    made.__dict__.update(own)
+    sys.modules[made.__name__] = made
+    return made
 
 
 def _cast(name: str, dtype: torch.dtype | None) -> Any:
@@ -199,23 +251,6 @@ def _cast(name: str, dtype: torch.dtype | None) -> Any:
             return operator(*map(cast, args), **kwargs)
 
     return run
-
-
-def _collectives() -> None:
-    """On the host's views, by the group's backend for the host; its own only bears the name."""
-    import torch.distributed as dist
-
-    def hccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-    dist.Backend.register_backend("hccl", hccl, devices=[KIND])
-    c10d = torch.library.Library("c10d", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that torch's kernel is no longer the one
-        for name in ("allreduce_", "broadcast_", "allgather_"):
-            operator = getattr(torch.ops.c10d, name).default
-            c10d.impl(name, functools.partial(_on_the_host, operator), "PrivateUse1")
-    _libraries.append(c10d)
 
 
 def npu_fusion_attention(*_: Any, **__: Any) -> Any:

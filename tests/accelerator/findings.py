@@ -1,0 +1,118 @@
+"""What ranks do for ``test_findings``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.accelerator.verbs import join, places, prepared, step
+
+import zerostart
+
+
+def pretend() -> Any:
+    """The compiled part of the pretend accelerator."""
+    import torch_npu
+
+    return torch_npu.device
+
+
+def device_before_it_is_asked() -> tuple[bool, bool]:
+    """Whether the accelerator is initialised after asking for the rank's device, and once that is current."""
+    from zerostart.distributed.world import default_device
+
+    default_device()
+    asked = torch.npu.is_initialized()  # type: ignore[attr-defined]
+    join(None, False)
+    from zerostart.distributed.world import joined_world
+
+    joined_world()
+    own = torch.accelerator.current_device_index() == dist.get_rank()
+    dist.destroy_process_group()
+    return asked, own
+
+
+def saved_beside_another_device(path: Path, folder: Path) -> bool:
+    """A background save while the current device is another: whether what was written is what there was."""
+    device = join(None, True)
+    model = zerostart.load(path, engine="fsdp2", progress=False)
+    _, optimizer = prepared(model, "fsdp2", None)
+    step(model, optimizer, device)
+    before = zerostart.digest(model)
+    torch.accelerator.synchronize(device)
+    pretend().set_delay(10**7)  # nothing happens unless somebody waits for it
+    torch.accelerator.set_device_index(7)
+    handle = zerostart.save_state(folder, model, optimizer=optimizer, wait=False)
+    handle.wait()
+    torch.accelerator.set_device_index(device)
+    for at in range(8):
+        torch.accelerator.synchronize(at)
+    pretend().set_delay(20)
+    step(model, optimizer, device)
+    zerostart.load_state(folder, model, optimizer=optimizer)
+    return zerostart.digest(model) == before
+
+
+def page_locked(path: Path, folder: Path, engine: str, config: Any, background: bool) -> tuple[int, int, int]:
+    """Bytes in page-locked shares; those that torch's allocator took, and those that were registered."""
+    device = join("cpu:gloo,npu:hccl", True)
+    model = zerostart.load(path, engine=engine, engine_config=config, progress=False)
+    if background:
+        model, optimizer = prepared(model, engine, config)
+        step(model, optimizer, device)
+        zerostart.save_state(folder, model, optimizer=optimizer, wait=False).wait()
+        asked = sum(f.stat().st_size for f in folder.rglob("*.safetensors")) // dist.get_world_size()
+    else:
+        own = {share.data_ptr(): share.nbytes for share in shares(model) if share.is_pinned()}  # some are tied
+        asked = sum(own.values())
+        assert all(
+            at.type == "cpu" for name, at in places(model) if "norm" not in name and "rotary" not in name
+        )
+    return asked, pretend().pinned_bytes(), pretend().registered_bytes()
+
+
+def shares(model: torch.nn.Module) -> list[torch.Tensor]:
+    from zerostart.engines.fsdp2.engine import current_shards
+    from zerostart.upstream.deepspeed import partition_of
+
+    if any(partition_of(p) for p in model.parameters()):
+        return [state[0] for p in model.parameters() if (state := partition_of(p))]
+    return [shard.storage for shard in current_shards(model).values()]
+
+
+def peaks_stay(path: Path) -> tuple[int, int, int | None]:
+    """The user's own peak before and after a load, and the load's."""
+    device = join(None, True)
+    torch.empty(40 << 20, dtype=torch.uint8, device=device)
+    before = torch.accelerator.max_memory_allocated(device)
+    model = zerostart.load(path, engine="fsdp2", progress=False)
+    return before, torch.accelerator.max_memory_allocated(device), zerostart.report(model).peak_device_bytes
+
+
+def waits_of_dispatch() -> tuple[int, bool]:
+    """How often the host waits for the device in one exchange of tokens, and whether they come back right."""
+    from torch import nn
+
+    from zerostart.engines.exchange import exchange_tokens
+
+    class Experts(nn.Module):
+        num_experts = 4
+
+        def forward(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return tokens * (index + 1 + 2 * dist.get_rank()) * weights
+
+    device = join(None, True)
+    experts = Experts()
+    exchange_tokens(experts, dist.group.WORLD, [2, 2])
+    tokens = torch.ones(6, 3, device=device)
+    index = torch.tensor([[0, 3], [1, 2], [2, 0], [3, 1], [0, 1], [2, 3]], device=device)
+    weights = torch.ones(6, 2, device=device)
+    experts(tokens, index, weights)
+    torch.accelerator.synchronize(device)
+    before = pretend().waits()
+    out = experts(tokens, index, weights)
+    waits = pretend().waits() - before
+    expected = (index + 1).sum(dim=1, keepdim=True).expand(6, 3).to(out.dtype)
+    return waits, torch.equal(out, expected)

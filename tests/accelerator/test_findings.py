@@ -1,0 +1,66 @@
+"""What a pretend accelerator found: each of these failed before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.accelerator import findings
+
+from npu_ranks import run_npu_ranks
+from tiny import TinyCheckpoints
+
+
+def test_the_device_is_current_and_nothing_is_initialised_by_asking() -> None:
+    assert run_npu_ranks(findings.device_before_it_is_asked, 2) == [(False, True)] * 2
+
+
+def test_a_background_save_waits_for_the_device_of_its_copies(
+    checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    path = checkpoints("qwen3")
+    assert run_npu_ranks(findings.saved_beside_another_device, 2, path, tmp_path / "state") == [True, True]
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
+def test_page_locked_memory_is_not_rounded_up(
+    engine: str, checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    check_page_locked(engine, checkpoints, tmp_path, False)
+
+
+@pytest.mark.slow
+def test_page_locked_memory_of_background_saves_is_not_rounded_up(
+    checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    check_page_locked("fsdp2", checkpoints, tmp_path, True)
+
+
+def check_page_locked(engine: str, checkpoints: TinyCheckpoints, folder: Path, background: bool) -> None:
+    config: Any = None
+    if engine == "deepspeed":
+        zero = {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}
+        zero["stage3_param_persistence_threshold"] = 0
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    elif not background:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        config = {"offload_policy": CPUOffloadPolicy(pin_memory=True)}
+    arguments = (checkpoints("qwen3"), folder / "state", engine, config, background)
+    for asked, allocated, registered in run_npu_ranks(findings.page_locked, 2, *arguments):
+        assert asked > 20_000
+        # In pages, and each tensor on a boundary of its own.
+        assert asked <= allocated + registered <= 1.1 * asked + 3 * 4096
+
+
+def test_the_users_own_peak_figures_stay(checkpoints: TinyCheckpoints) -> None:
+    for before, after, of_load in run_npu_ranks(findings.peaks_stay, 1, checkpoints("qwen3")):
+        assert after == before == 40 << 20
+        assert of_load is not None
+        assert 0 < of_load < 4 << 20
+
+
+def test_an_exchange_of_tokens_waits_for_the_device_once() -> None:
+    """For the numbers of tokens, which the host needs to receive them."""
+    assert run_npu_ranks(findings.waits_of_dispatch, 2) == [(1, True)] * 2
