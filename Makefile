@@ -2,7 +2,8 @@
 #
 #   make demo            fine-tune a real pretrained model on two local ranks (ENGINE=fsdp2 for FSDP2)
 #   make demo-diffusion  train a small diffusion model on two local ranks, and look at what it draws
-#   make test            the tests        make conformance   the long ones
+#   make test            the tests (SHUFFLE=7: in another order)
+#   make conformance     the long ones, and a search at random for cases that fail: nightly
 #   make check           ruff, mypy, import-linter
 #   make docs            the documentation site, in build/site
 #   make bench           the load benchmark beside other routes
@@ -45,10 +46,11 @@ demo-diffusion: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python examples/demo_diffusion.py --engine $(ENGINE) --out $(or $(OUT),out/demo-diffusion)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(if $(SHUFFLE),--shuffle $(SHUFFLE))
 
 conformance: $(STAMP) build/diffsynth
 	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile search
 
 check: $(STAMP)
 	$(BIN)/ruff check

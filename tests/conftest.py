@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -15,8 +16,24 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+import drawn  # noqa: F401 - hypothesis's profiles, before any test is read
 from ranks import build_deepspeed_op, has_deepspeed_op, run_ranks, skip_where_unsupported
 from tiny import TinyCheckpoints
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="the files, and tests in each, in this order"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In another order with ``--shuffle``: no test may count on those before it."""
+    if (seed := config.getoption("--shuffle")) is not None:
+        order = random.Random(seed)
+        files = {item.path: order.random() for item in items}
+        items.sort(key=lambda item: (files[item.path], order.random()))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zerostart
+from drawn import examples
 from ranks import Outcome, rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
 from zerostart import errors
@@ -47,7 +48,7 @@ def shard(catalog: Catalog, name: str, rank: int, world: int, chunk: int) -> tor
     return storage
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(data=st.data())
 def test_random_views_are_read_as_they_are(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bool, torch.bfloat16, torch.int64]))

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from drawn import examples
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.source import open_catalog
@@ -39,9 +40,7 @@ SPECS = st.dictionaries(
 )
 # Not an empty one: version 0.8.0 of the library writes broken JSON for no tensors with empty metadata.
 METADATA = st.one_of(st.none(), st.dictionaries(NAMES, NAMES, min_size=1, max_size=3))
-SETTINGS = settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+SETTINGS = settings(max_examples=examples(80))
 
 
 def content(specs: dict[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:

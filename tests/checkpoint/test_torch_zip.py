@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import zerostart
+from drawn import examples
 from ranks import run_ranks
 from tiny import TinyCheckpoints
 from zerostart.checkpoint.catalog import Catalog
@@ -228,7 +229,7 @@ def test_harmless_values_beside_the_weights(tmp_path: Path) -> None:
     assert open_catalog(path).metadata["ignored"] == "extra, od, t"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_random_views_equal_what_torch_loads(tmp_path: Path, data: st.DataObject) -> None:
     base = torch.arange(360, dtype=data.draw(st.sampled_from([torch.float32, torch.int16, torch.bfloat16])))
@@ -423,7 +424,7 @@ def test_every_truncation_is_refused(saved: Path) -> None:
         refused(saved, "truncated|no zip")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_flipped_bytes_raise_nothing_else(saved: Path, data: st.DataObject) -> None:
     original = saved.with_name("original")

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
+from drawn import examples
 from tiny import TinyCheckpoints
 from zerostart.distributed.world import World
 from zerostart.forecast import Subject
@@ -84,11 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=examples(12))
 @given(
     shared=st.sampled_from([1e7, 1e9, 1e11, float("inf")]),
     link=st.sampled_from([1e6, 2e9, 1e11]),

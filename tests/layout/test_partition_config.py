@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import examples
 from zerostart.errors import ConfigError
 from zerostart.layout.partition_config import PRESETS, Linear, partition_plan
 
@@ -189,7 +190,7 @@ def specs(draw: st.DrawFn) -> tuple[dict[str, Any], tuple[int, int], int]:
     return spec, (inputs, parts[0]), size
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(specs(), st.booleans())
 def test_any_rule_cuts_as_deepspeed_does(
     found: tuple[dict[str, Any], tuple[int, int], int], bias: bool

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.layout.test_layouts import placed
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from drawn import examples
 from zerostart.layout import (
     Layout,
     Ranges,
@@ -77,7 +78,7 @@ def test_a_packed_section_is_the_strided_shard_of_dtensor(each: int, parts: int,
         )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(shapes, st.data(), st.integers(1, 3), st.integers(1, 3))
 def test_sections_and_layouts_nest(shape: list[int], data: st.DataObject, across: int, owners: int) -> None:
     """Experts, then columns, then the engine's own cut: each applied to the real local tensor in turn."""

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from drawn import examples
 from zerostart.checkpoint.source import open_catalog
 from zerostart.layout import Layout, dimension_shard, flat_partition, packed, replicated
 from zerostart.planning import Count, Destination, PlanOptions, Share, count_reads, join
@@ -34,7 +35,7 @@ def _conversions(symbols: dict[str, SymbolicTensor], experts: int) -> dict[str, 
     return made
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150))
 @given(data=st.data(), world=st.integers(1, 9), direct=st.booleans())
 def test_counts_equal_the_plans(tmp_path: Path, data: st.DataObject, world: int, direct: bool) -> None:
     experts, rows, columns = (data.draw(st.integers(1, n)) for n in (5, 7, 9))
@@ -91,7 +92,7 @@ def test_counts_equal_the_plans(tmp_path: Path, data: st.DataObject, world: int,
 SEGMENT = st.tuples(st.integers(0, 2), st.integers(0, 400), st.integers(1, 60), st.booleans())
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(
     found=st.lists(st.tuples(SEGMENT, st.sampled_from([1, 1, 1, 3])), max_size=60),
     chunk=st.sampled_from([64, 100, 1000]),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.recipe.graphs import Graph, graphs
 
+from drawn import examples
 from zerostart.checkpoint.source import open_catalog
 from zerostart.layout import dimension_shard, flat_partition
 from zerostart.planning import Destination, PlanOptions, join
@@ -17,7 +18,7 @@ from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.transfer import Progress, execute
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(120))
 @given(graph=graphs(), world=st.integers(1, 4), flat=st.booleans(), data=st.data())
 def test_shards_read_from_a_file_equal_the_eager_conversion(
     tmp_path: Path, graph: Graph, world: int, flat: bool, data: st.DataObject

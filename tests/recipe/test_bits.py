@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.recipe.graphs import operations
 
+from drawn import examples
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.layout import Layout, dimension_shard, flat_partition
 from zerostart.planning import Destination, Plan, PlanOptions, join
@@ -384,7 +385,7 @@ def chain_is_exact(chain: tuple[torch.Tensor, list[Step]], world: int, chunk: in
     assert differing(convert, {"w": first}, world, chunk) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(chains(), st.integers(1, 3), st.sampled_from([1 << 6, 1 << 12, 1 << 15]))
 def test_any_chain_of_calculations_and_moves(
     chain: tuple[torch.Tensor, list[Step]], world: int, chunk: int
@@ -393,7 +394,7 @@ def test_any_chain_of_calculations_and_moves(
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(chains(), st.integers(1, 5), st.sampled_from([1 << 6, 1 << 12, 1 << 15, 1 << 20]))
 def test_many_chains_of_calculations_and_moves(
     chain: tuple[torch.Tensor, list[Step]], world: int, chunk: int

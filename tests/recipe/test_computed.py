@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.recipe.graphs import operations
 from tests.recipe.shards import compare, recipe_of, symbols_of
 
+from drawn import examples
 from zerostart.errors import ConversionError
 from zerostart.planning import Plan
 from zerostart.recipe import SymbolicTensor
@@ -132,7 +133,7 @@ CALCULATIONS: dict[str, Step] = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_random_mixtures_of_moves_and_arithmetic(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3))

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.recipe.graphs import Graph, element_numbers, graphs, run_copies
 
+from drawn import examples
 from zerostart import geometry
 from zerostart.recipe import SymbolicTensor
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(graphs())
 def test_traced_graphs_equal_eager_torch(graph: Graph) -> None:
     for symbolic, eager in graph.results:
@@ -20,7 +21,7 @@ def test_traced_graphs_equal_eager_torch(graph: Graph) -> None:
         assert torch.equal(element_numbers(symbolic, graph.sources), eager)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(graphs(), st.data())
 def test_any_run_of_the_row_major_order_is_pulled_back(graph: Graph, data: st.DataObject) -> None:
     symbolic, eager = graph.results[-1]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from drawn import examples
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.planning import (
     Agreement,
@@ -79,9 +81,43 @@ def check(
     assert all(next(left, None) is None for left in following)
 
 
-@settings(max_examples=300, deadline=None)
+def chains(given_tables: Sequence[Table]) -> Iterator[tuple[int, int, int, bool]]:
+    """Requests that overlap or touch, in a row: file, begin, end, whether one extent takes them."""
+    spans = sorted(
+        (file, offset, offset + (rows - 1) * stride + nbytes // rows, rank, nbytes)
+        for rank, table in enumerate(given_tables)
+        for file, offset, nbytes, rows, stride in table.tolist()
+    )
+    while spans:
+        file, begin, end, *_ = spans[0]
+        message: Counter[int] = Counter()
+        while spans and spans[0][0] == file and spans[0][1] <= end:
+            _, _, stop, rank, nbytes = spans.pop(0)
+            end = max(end, stop)
+            message[rank] += nbytes
+        yield file, begin, end, max(end - begin, *message.values()) <= 2 * LIMIT
+
+
+def rows_of(*rows: Sequence[int]) -> Table:
+    return np.array(rows, np.int64).reshape(-1, 5)
+
+
+#: A rank that wants bytes twice, in one message more than it takes: another rank's byte lies beyond the cut.
+WANTED_TWICE = [
+    rows_of(
+        *[(0, 0, 1, 1, 0)] * 7, (0, 0, 19, 1, 0), (1, 83, 100, 1, 0), (1, 182, 100, 1, 0), (1, 200, 40, 4, 22)
+    ),
+    rows_of((1, 276, 1, 1, 0)),
+]
+#: Two ranks whose requests overlap without an end: extents are cut, and read again what lies on both sides.
+ENDLESS = [rows_of(*((0, at + 50 * n, 100, 1, 0) for at in range(0, 400, 100))) for n in range(2)]
+
+
+@settings(max_examples=examples(300))
 @given(tables(), st.integers(1, 500))
-def test_shared_errands(given_tables: list[Table], between: int) -> None:
+@example(WANTED_TWICE, 39)
+@example(ENDLESS, 500)
+def test_overlapping_requests(given_tables: list[Table], between: int) -> None:
     made = exchange_schedule(given_tables, LIMIT, between)
     check(made.steps, given_tables, [set(numbers) for numbers in made.alone])
     steps = [step for step in made.steps if isinstance(step, ExchangeStep)]
@@ -96,12 +132,26 @@ def test_shared_errands(given_tables: list[Table], between: int) -> None:
     got = sum(delivery.nbytes for step in steps for delivery in step.deliveries)
     own = sum(d.nbytes for e in steps for d in e.deliveries if d.to == e.server)
     assert sum(made.received) == got - own
-    for a, b in itertools.combinations(range(len(given_tables)), 2):  # what is left alone is nobody else's
-        mine, others = ({p for n in made.alone[r] for p in wanted(given_tables[r], n, n + 1)} for r in (a, b))
-        assert mine.isdisjoint(others) or len(steps) > 0
+
+    # Nothing is read twice but where one extent cannot take a chain of requests.
+    reads = [{(file, at) for at in range(begin, end)} for file, begin, end in (e.extent for e in steps)]
+    reads += [
+        {place for n in numbers for place in wanted(table, n, n + 1)}
+        for table, numbers in zip(given_tables, made.alone, strict=True)
+    ]
+    times = Counter(itertools.chain.from_iterable(reads))
+    for file, begin, end, fits in chains(given_tables):
+        assert not fits or all(times[file, at] <= 1 for at in range(begin, end))
 
 
-@settings(max_examples=100, deadline=None)
+def test_what_is_read_again_at_a_cut_is_planned() -> None:
+    made = exchange_schedule(ENDLESS, LIMIT)
+    extents = [step.extent for step in made.steps if isinstance(step, ExchangeStep)]
+    assert extents == [(0, 0, 200), (0, 150, 350), (0, 300, 450)]
+    assert sum(made.served) == 450 + 2 * 50  # planned with what is read again
+
+
+@settings(max_examples=examples(100))
 @given(st.lists(st.integers(1, 300), max_size=20), st.integers(1, 200))
 def test_messages_of_one_rank(sizes: list[int], limit: int) -> None:
     following = 0

@@ -78,7 +78,7 @@ def batches(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Bytes that several ranks want, each read once.
+    """Bytes that several ranks want, each read once, but at a cut (see ``exchange_schedule``).
 
     ``alone`` has for each rank the numbers of the requests that nobody else's overlap, which it reads for
     itself; ``served`` the bytes that it reads by steps, ``received`` those that others send it by them.
@@ -96,6 +96,10 @@ def exchange_schedule(tables: Sequence[Table], limit: int, between: int = 1 << 6
     They make a region of at most twice ``limit`` bytes, which is read by the rank with the least to read
     among those that want it. The tables are sorted by file and offset, and no request spans more than
     ``limit``. The ranks agree that all is well each time that one of them has read ``between`` bytes.
+
+    A chain of overlapping requests that no region takes (it is longer, or one rank wants more of it, the same
+    bytes twice perhaps) is cut between two requests. Where these overlap, both regions read the bytes, less
+    than ``limit`` of them, and ``served`` and the plan count them twice: a request comes in one message.
     """
     load, served, received = ([0] * len(tables) for _ in range(3))
     alone: list[list[int]] = [[] for _ in tables]

@@ -1,0 +1,28 @@
+"""How the tests that hypothesis draws are run.
+
+In ``make test`` always the same cases, so that it says the same of the same code: a case that once failed
+stands beside the drawn ones as an ``@example``. ``make conformance`` looks for new ones, at random and many
+times as many; a failure there prints the line (``@reproduce_failure``) that brings its case back.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+__all__ = ["examples"]
+
+#: A case writes over what the one before it wrote into a fixture of the function; load decides about none.
+_SHARED = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+}
+_TIMES = {"default": 1, "search": 10}
+
+settings.register_profile("default", derandomize=True, **_SHARED)
+settings.register_profile("search", print_blob=True, **_SHARED)
+settings.load_profile("default")  # `pytest --hypothesis-profile search` loads the other one
+
+
+def examples(usual: int) -> int:
+    """The number of cases where ``make test`` has ``usual``."""
+    return usual * _TIMES.get(settings.get_current_profile_name(), 1)
