@@ -253,6 +253,13 @@ class Engine(abc.ABC):
         """
 
     @classmethod
+    def put_to_rest(cls, model: nn.Module) -> None:  # noqa: B027
+        """Have ``model`` hold its shards as its parameters again, where a forward has left copies gathered.
+
+        Every rank by itself. Nothing is to be done where the parameters stay the same objects.
+        """
+
+    @classmethod
     def found(cls, model: nn.Module, world: World) -> dict[str, Shard]:
         """The shards of a live model in which this kind of engine keeps it, whoever has loaded it.
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines import Shard, found_shards, plain_name, with_whole
+from zerostart.engines import Shard, found_shards, plain_name, put_to_rest, with_whole
 from zerostart.errors import ConfigError
 from zerostart.loading.record import bare_model, loaded_model, record_of, wrapped
 from zerostart.models import state_names
@@ -59,6 +59,7 @@ def places_of(model: nn.Module, world: World) -> Places:
 
     Raises EngineError for a parameter of which no one place can be said.
     """
+    put_to_rest(model)  # parameters are told by their objects in all that follows
     outer, inner = _unwrapped(model), bare_model(model)
     loaded = loaded_model(outer)
     shards = _found(loaded, outer, world)
