@@ -15,10 +15,12 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
+from zerostart.checkpoint.finding import state_in
 from zerostart.checkpoint.formats.pipeline import choose, components
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_file
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.pending import wait_for
 from zerostart.checkpoint.storage import Storage, storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
@@ -98,8 +100,11 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     if found is not None:
         component = choose(path, found, classes)
         return replace(open_catalog(component.path), component=component.name)
-    if path.is_dir() and not _has_weights(path) and (trained := training_checkpoint(path)) is not None:
-        return trained
+    if path.is_dir() and not _has_weights(path):
+        if (own := state_in(path)) is not None:  # in a directory of accelerate's
+            return open_catalog(own / "model")
+        if (trained := training_checkpoint(path)) is not None:
+            return trained
     weights = _weights_in(path) if path.is_dir() else path
     if INDEX_NAME.fullmatch(weights.name):
         return _open_index(weights)
@@ -113,6 +118,7 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
     """
     name = os.fspath(source)
     path = expanded(name)
+    wait_for(path)
     # Not `resolve`: a cache's snapshot is made of links, and their names are what tells the format.
     path = Path(os.path.abspath(path))  # noqa: PTH100
     if path.exists():

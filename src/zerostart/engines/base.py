@@ -252,8 +252,8 @@ class Engine(abc.ABC):
         Nothing is to be done where the shards gather themselves.
         """
 
-    @classmethod
-    def put_to_rest(cls, model: nn.Module) -> None:  # noqa: B027
+    @classmethod  # noqa: B027
+    def put_to_rest(cls, model: nn.Module) -> None:
         """Have ``model`` hold its shards as its parameters again, where a forward has left copies gathered.
 
         Every rank by itself. Nothing is to be done where the parameters stay the same objects.

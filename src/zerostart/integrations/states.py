@@ -16,13 +16,13 @@ from typing import Any
 from torch import nn
 
 from zerostart.checkpoint.durable import sync_directory, write_whole
+from zerostart.checkpoint.finding import DEEPSPEED, FSDP, LATEST, state_in, tell_of_newer
 from zerostart.checkpoint.publishing import told
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.saving import in_shards
 from zerostart.loading.record import loaded_models
 from zerostart.state.checkpointing import save_state
-from zerostart.state.finding import DEEPSPEED, FSDP, LATEST, state_in
 from zerostart.state.resuming import load_state
 from zerostart.state.values import encoded_whole
 from zerostart.upstream.deepspeed_steps import check_movable, steps_of
@@ -82,6 +82,8 @@ def load_checkpoint(original: Original, **call: Any) -> Any:
     path = state_in(call["load_dir"], _number(call["tag"]), call["tag"])
     if path is None:
         return original()
+    if current_world().rank == 0:
+        tell_of_newer(Path(call["load_dir"]), path)
     if call["custom_load_fn"] is not None:
         raise ConfigError(
             f"{path} was saved by zerostart, and no custom_load_fn is called for it; leave it out, or "

@@ -53,14 +53,7 @@ def save_state(
     begun = time.perf_counter()
     world = current_world()
     with world.phase("saving the training state"):
-        # A rank that was told by ``wait`` knows no error any more, and hears of it again with the others. Not
-        # in a phase: it would take an error on which the background's group agrees meanwhile for its own.
-        before: Exception | None = None
-        try:
-            finish_last()
-        except Exception as error:
-            before = error
-        world.raise_together(before, "the save before this one")
+        finish_last(world)
         content = collected(model, optimizer, extra, world, frozen, beside)
         _check_alike(content, world)
         place = agreed_place(path, world)
@@ -68,7 +61,7 @@ def save_state(
             _write(place, content, saved, world)
             return Saving.finished(time.perf_counter() - begun)
         content, copy = kept_on_host(content, world, budget, copy_later)
-        return begin(_writer(place, content, saved), world, begun, copy)
+        return begin(_writer(place, content, saved), place, world, begun, copy)
 
 
 def _check_alike(content: Content, world: World) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.finding import state_in, tell_of_newer
 from zerostart.checkpoint.publishing import recover
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.strict_json import read_json
@@ -26,8 +27,7 @@ from zerostart.layout import Layout, dimension_shard, replicated
 from zerostart.loading.source import open_source
 from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, Target
-from zerostart.state.background import settle_last
-from zerostart.state.finding import state_in
+from zerostart.state.background import finish_last
 from zerostart.state.foreign import OTHERS, foreign_state
 from zerostart.state.linking import check_unchanged
 from zerostart.state.optimizing import Kept, gradient_of, masters_of, restore_groups, restored_moments
@@ -94,10 +94,11 @@ def load_state(
     not saved. Without ``stepped`` an engine's masters come with the weights, and what the optimizer keeps for
     them, gradients and random states stay as they are; without ``counters`` what the engine counts does.
     """
-    settle_last()
     world = current_world()
     with world.phase("restoring the training state"):
-        saved = _opened(agreed_place(path, world, "restoring from"), world)
+        place = agreed_place(path, world, "restoring from")
+        finish_last(world, place)
+        saved = _opened(place, world)
         with world.phase("looking at what is restored"):
             training = training_of(model, optimizer, world)
             check_restorable(training.places)
@@ -135,16 +136,15 @@ def _opened(path: Path, world: World) -> _Saved:
 
 def _described(path: Path) -> _Saved:
     """The training state at ``path``, or in what accelerate or the Trainer has made there."""
-    foreign = foreign_state(path)
-    if foreign is not None:
-        return _Saved(path, *foreign)
     try:
         recover(path)
     except OSError as error:
         raise ReadError(f"{path}: a save was killed, and cannot be put right: {error.strerror}") from error
-    if not (path / MARKER).is_file():
-        path = state_in(path) or path
-    if not (path / MARKER).is_file():
+    own = state_in(path)
+    if own is None:
+        foreign = foreign_state(path)
+        if foreign is not None:
+            return _Saved(path, *foreign)
         for name in _WHOLE_OPTIMIZERS:
             if (path / name).is_file():
                 raise CheckpointNotFoundError(
@@ -157,6 +157,8 @@ def _described(path: Path) -> _Saved:
             f"{path} is no complete training checkpoint: {MARKER} is not there, which zerostart.save_state "
             "writes last"
         )
+    tell_of_newer(path, own)
+    path = own
     document = read_json(path / MARKER, "training state")
     version = document.get("format")
     if not isinstance(version, int) or version > FORMAT:

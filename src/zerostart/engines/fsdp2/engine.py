@@ -91,7 +91,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def current_shards(model: nn.Module) -> dict[str, Shard]:
-    """The FSDP2 shards of ``model`` as they are now; parameters that a forward left gathered are resharded."""
+    """The FSDP2 shards of ``model`` as they are now, resharded where a forward left them gathered."""
     reshard(model)
     shards = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
