@@ -1,4 +1,4 @@
-"""What comes after a save in the background, while it still writes: reading it, and the end of the process."""
+"""What comes after a save in the background, while it still writes: reading it, and the end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def slowly(wanted: bool, seconds: float = 0.2) -> None:
 def read_at_once(folder: Path) -> None:
     pwrite = os.pwrite
     old, new = made(1.0), made(2.0)
-    for number, reading in enumerate(("state", "verify", "diff", "load")):
+    for reading in ("state", "verify", "diff", "load"):
         place = folder / reading
         zerostart.save_state(place, *old, extra="old")
         slowly(True)

@@ -7,8 +7,6 @@ would be; what the library itself has written it also reads.
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from zerostart.integrations.saving import in_shards
 from zerostart.loading.record import loaded_models
 from zerostart.state.checkpointing import save_state
 from zerostart.state.resuming import load_state
-from zerostart.state.values import encoded_whole
+from zerostart.state.values import checksum, encoded_whole
 from zerostart.upstream.deepspeed_steps import check_movable, steps_of
 
 __all__ = [
@@ -64,9 +62,9 @@ def save_checkpoint(original: Original, **call: Any) -> Any:
 def _client_states(own: Any, engine: Any, world: World) -> dict[str, Any]:
     """What DeepSpeed keeps of a script's own: the first rank's, and at stage 3 that of every rank."""
     with world.phase("looking at the client's state"):
-        state = dict(own)
-        encoded_whole(state, _CLIENT, {})
-        own_sum = zlib.crc32(pickle.dumps(state))
+        state, tensors = dict(own), dict[str, Any]()
+        written = encoded_whole(state, _CLIENT, tensors)
+        own_sum = checksum(written, tensors)
     alike = len(set(world.all_gather_object(own_sum, "comparing the client's states"))) == 1
     if alike:
         return {_CLIENT: state}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import zlib
@@ -10,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from zerostart.distributed.world import World, current_world
@@ -22,6 +20,7 @@ from zerostart.state.optimizing import Kept
 from zerostart.state.publishing import agreed_place, publishing
 from zerostart.state.settings import save_settings
 from zerostart.state.training_state import MARKER, MODEL, SAVED_AT, STATE, Content, collected
+from zerostart.state.values import checksum
 from zerostart.state.writing import write_tensors
 
 __all__ = ["save_state"]
@@ -69,9 +68,7 @@ def _check_alike(content: Content, world: World) -> None:
     names = zlib.crc32(repr((content.model[0], content.state[0])).encode())
     groups = [group["parameters"] for group in content.document["optimizer"].get("groups", ())]
     stepped = zlib.crc32(repr((content.document["optimizer"].get("class"), groups)).encode())
-    extra = zlib.crc32(json.dumps(content.document["extra"], sort_keys=True).encode())
-    for tensor in content.whole.values():
-        extra = zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, extra)
+    extra = checksum(content.document["extra"], content.whole)
     # Ranks with other tensors (gradients, states) would be at another place, and hear of it.
     place = f"saving the tensors with the checksum {names:08x} and the optimizer with {stepped:08x}"
     told = world.all_gather_object(extra, place)
