@@ -15,7 +15,7 @@ from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.publishing import FORMAT, recover
 from zerostart.checkpoint.replacing import MARKERS, is_inside
 from zerostart.checkpoint.source import Files, open_catalog
-from zerostart.checkpoint.strict_json import read_json, shown
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json, shown
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
 __all__ = ["Verified", "read_marker", "verify"]
@@ -69,7 +69,7 @@ def read_marker(path: str | os.PathLike[str]) -> dict[str, Any] | None:
         try:
             if not marker.is_file():
                 continue
-            document = read_json(marker, "marker")
+            document = read_json(marker, "marker", MAX_DOCUMENT_BYTES)
         except (CheckpointError, ReadError, OSError) as error:
             raise VerifyError(str(error)) from error
         if document.get("format") != FORMAT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import zlib
@@ -12,8 +13,9 @@ from typing import Any
 from torch import nn
 
 from zerostart.distributed.world import World, current_world
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, WriteError
 from zerostart.state.background import Saving, begin, finish_last
+from zerostart.state.document import check_size, sealed
 from zerostart.state.host_copies import kept_on_host
 from zerostart.state.linking import linked
 from zerostart.state.optimizing import Kept
@@ -24,6 +26,8 @@ from zerostart.state.values import checksum
 from zerostart.state.writing import write_tensors
 
 __all__ = ["save_state"]
+
+logger = logging.getLogger("zerostart")
 
 
 def save_state(
@@ -54,6 +58,8 @@ def save_state(
     with world.phase("saving the training state"):
         finish_last(world)
         content = collected(model, optimizer, extra, world, frozen, beside)
+        with world.phase("looking at what is saved"):
+            check_size(content.document, [*content.model[0], *content.state[0]])
         _check_alike(content, world)
         place = agreed_place(path, world)
         if wait:
@@ -85,6 +91,21 @@ def _writer(place: Path, content: Content, saved: Path | None) -> Callable[[Worl
     return lambda world: _write(place, content, saved, world)
 
 
+def _save_settings(content: Content, folder: Path) -> None:
+    """Write what is beside the model's weights; a training goes on without what its library refuses."""
+    try:
+        save_settings(content.module, folder, content.root, None)
+    except WriteError:
+        raise
+    except Exception as error:  # the library's own checks, of what the model carries
+        logger.warning(
+            "%s is saved without all of its configuration, which %s refuses to write: %s",
+            folder.parent.name,
+            type(content.module).__module__.partition(".")[0],
+            error,
+        )
+
+
 def _write(place: Path, content: Content, saved: Path | None, world: World) -> None:
     with publishing(place, world, marker=MARKER) as publication:
         folder = Path(publication.directory)
@@ -92,8 +113,10 @@ def _write(place: Path, content: Content, saved: Path | None, world: World) -> N
         if known is None:
             known = write_tensors(folder / MODEL, *content.model, world).digests
         if world.rank == 0:
-            save_settings(content.module, folder / MODEL, content.root, None)
+            _save_settings(content, folder / MODEL)
         state = write_tensors(folder / STATE, *content.state, world, stem=STATE)
         publication.document.update(content.document, **{SAVED_AT: time.time_ns()})
         publication.add_digests(known, MODEL)
         publication.add_digests(state.digests, STATE)
+        if world.rank == 0:
+            publication.document.update(sealed(publication.document))
