@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zerostart
-from zerostart.errors import CheckpointError, ConfigError
+from zerostart.errors import CheckpointError, ConfigError, VerifyError
 from zerostart.state import document
 
 
@@ -42,6 +42,8 @@ def test_a_document_that_was_changed_is_refused(tmp_path: Path) -> None:
     (place / "state.json").write_text(json.dumps({**read, "extra": {"step": 4}}))
     with pytest.raises(CheckpointError, match=r"state\.json is not what was written"):
         load(place)
+    with pytest.raises(VerifyError, match=r"state\.json is not what was written"):
+        zerostart.verify(place)
 
 
 @pytest.mark.parametrize("name", ["world_size", "ties", "left_out", "optimizer", "engine", "extra"])

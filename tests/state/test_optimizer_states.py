@@ -105,7 +105,7 @@ def test_a_state_of_no_parameter_is_refused(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[torch.ones(2)]["step"] = 3
-    with pytest.raises(ConfigError, match="in none of its groups"):
+    with pytest.raises(ConfigError, match="none of its groups has"):
         zerostart.save_state(tmp_path / "state", model, optimizer)
 
 
@@ -237,3 +237,47 @@ def test_torchaos_states_go_on(tmp_path: Path, name: str) -> None:
     pytest.importorskip("torchao")
     (wanted, found), _ = run_ranks(torchaos, 2, tmp_path / "state", name)
     assert found == wanted
+
+
+def bitsandbytes(parameters: Any) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    made: torch.optim.Optimizer = AdamW8bit(parameters, lr=1e-2, min_8bit_size=16)
+    return made
+
+
+@pytest.mark.slow
+def test_bitsandbytes_states_go_on(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model, other = net(), net()
+    optimizer, resumed = bitsandbytes(model.parameters()), bitsandbytes(other.parameters())
+    trained(model, optimizer, range(2))
+    zerostart.save_state(tmp_path / "state", model, optimizer)
+    wanted = trained(model, optimizer, range(2, 5))
+    zerostart.load_state(tmp_path / "state", other, resumed)
+    assert any(
+        value.dtype == torch.uint8
+        for value in resumed.state[other[0].weight].values()
+        if hasattr(value, "dtype")
+    )
+    assert trained(other, resumed, range(2, 5)) == wanted
+
+
+def muons(folder: Path, saves: bool) -> list[float]:
+    model = sharded()
+    optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-2)
+    if saves:
+        trained(model, optimizer, range(2))
+        zerostart.save_state(folder, model, optimizer)
+    else:
+        zerostart.load_state(folder, model, optimizer)
+    losses = torch.tensor(trained(model, optimizer, range(2, 5)))
+    return list(losses.tolist())
+
+
+@pytest.mark.slow
+def test_muon_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    wanted = run_ranks(muons, 2, tmp_path / "state", True)[0]
+    assert run_ranks(muons, 2, tmp_path / "state", False)[0] == wanted
+    for found in (run_ranks(muons, 1, tmp_path / "state", False)[0],):
+        assert found == pytest.approx(wanted, rel=1e-3)

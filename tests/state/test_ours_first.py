@@ -14,6 +14,8 @@ from resuming import Case, Run
 import zerostart
 from parity import checkpoint
 from ranks import run_ranks
+from zerostart.checkpoint.source import open_catalog
+from zerostart.errors import CheckpointError, ConfigError
 
 
 def linear(value: float) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
@@ -87,3 +89,53 @@ def test_ours_goes_before_deepspeeds(tmp_path: Path) -> None:
     assert found == wanted
     assert again == wanted
     assert client == {"by": "ours"}
+
+
+def clients(path: Path, folder: Path) -> None:
+    """A client's state of the types that stock pickles, and a window of accumulation resumed in another."""
+    import argparse
+
+    import numpy as np
+
+    case = Case("deepspeed", 2, accumulate=2)
+    run = Run(path, case)
+    run.step(0)
+    client = {"args": argparse.Namespace(out=Path("x")), "numpy": np.random.get_state(), "seen": {1, "a"}}
+    with zerostart.enabled():
+        run.model.save_checkpoint(str(folder / "client"), client_state=client)
+        _, found = run.model.load_checkpoint(str(folder / "client"))
+    assert found["args"] == client["args"]
+    assert found["seen"] == client["seen"]
+    assert (found["numpy"][1] == client["numpy"][1]).all()
+    assert not list((folder / "client").rglob("*.pt"))
+    run.step(1, range(1))
+    zerostart.save_state(folder / "window", *run.state)
+    run.end()
+    other = Run(path, Case("deepspeed", 2, accumulate=4))
+    before = zerostart.digest(other.model)
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2, and the engine has 4"):
+        zerostart.load_state(folder / "window", *other.state)
+    assert zerostart.digest(other.model) == before
+    other.end()
+
+
+def test_client_states_and_windows(tmp_path: Path) -> None:
+    run_ranks(clients, 2, checkpoint("qwen3", tmp_path), tmp_path)
+
+
+def stages(path: Path, folder: Path, stage: int) -> None:
+    run = Run(path, Case("deepspeed", stage, top={"gradient_clipping": 0.0}))
+    for number in range(2):
+        run.step(number)
+        run.model.save_checkpoint(str(folder / str(number)), tag="tag")
+    run.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "kind"), [(2, "optim"), (3, "optim"), (3, "model")])
+def test_files_of_two_moments_are_refused(tmp_path: Path, stage: int, kind: str) -> None:
+    run_ranks(stages, 2, checkpoint("qwen3", tmp_path), tmp_path, stage)
+    (newer,) = (tmp_path / "1" / "tag").glob(f"*zero_pp_rank_1_mp_rank_00_{kind}_states.pt")
+    newer.rename(tmp_path / "0" / "tag" / newer.name)
+    with pytest.raises(CheckpointError, match=r"rank_1_.*two moments are mixed"):
+        open_catalog(tmp_path / "0")

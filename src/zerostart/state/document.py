@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json, shown
-from zerostart.errors import CheckpointError, ConfigError
-from zerostart.state.training_state import FORMAT
+from zerostart.errors import CheckpointError, ConfigError, ReadError, VerifyError
+from zerostart.state.training_state import FORMAT, MARKER
 from zerostart.state.writing import Entry
 
-__all__ = ["check_size", "read_document", "sealed"]
+__all__ = ["check_document", "check_size", "read_document", "sealed"]
 
 #: What every document has, and of which kind. What came later may be missing, in older ones.
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -80,6 +82,16 @@ def read_document(path: Path) -> dict[str, Any]:
     if document["optimizer"]:
         _check_fields(path, document["optimizer"], _OPTIMIZER, {}, "optimizer.")
     return document
+
+
+def check_document(directory: str | os.PathLike[str]) -> None:
+    """Raise VerifyError where ``directory`` is a training state whose document is not what was written."""
+    path = expanded(directory) / MARKER
+    try:
+        if path.is_file():
+            read_document(path)
+    except (CheckpointError, ReadError) as error:
+        raise VerifyError(str(error)) from error
 
 
 def _check_fields(

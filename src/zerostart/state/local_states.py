@@ -32,7 +32,7 @@ __all__ = ["LOCAL", "check_local", "is_element_wise", "local_states", "restored_
 LOCAL = "local"
 
 
-def local_of(value: torch.Tensor) -> torch.Tensor:
+def _local(value: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor."""
     return value.to_local() if isinstance(value, DTensor) else value
 
@@ -42,12 +42,12 @@ def is_element_wise(step: Stepped) -> bool:
     tensors = [value for value in step.state.values() if isinstance(value, torch.Tensor) and value.dim()]
     if not step.tensor.dim():
         return True
-    return all(v.shape == step.tensor.shape and not taken(v) for v in tensors)
+    return all(v.shape == step.tensor.shape and not _is_wrapped(v) for v in tensors)
 
 
-def taken(value: torch.Tensor) -> bool:
-    """Whether the memory of a tensor is that of others."""
-    return hasattr(local_of(value), "__tensor_flatten__")
+def _is_wrapped(value: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that keeps its values in other tensors."""
+    return hasattr(_local(value), "__tensor_flatten__")
 
 
 def local_states(
@@ -69,7 +69,7 @@ def local_states(
         own[name] = {"whole": whole, "share": _share(step, places), "states": {}}
         for key, value in step.state.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                kind, parts, context = taken_apart(local_of(value), f"the state {key!r} of {name}")
+                kind, parts, context = taken_apart(_local(value), f"the state {key!r} of {name}")
                 tensors[name] |= {_key(key, part): tensor for part, tensor in parts.items()}
                 own[name]["states"][key] = {
                     "class": kind,
@@ -108,7 +108,7 @@ def _share(step: Stepped, places: Places) -> int:
         for member in step.members
         for name in [places.name_of(member.parameter)]
     ]
-    return zlib.crc32(repr((local_of(step.tensor).numel(), members)).encode())
+    return zlib.crc32(repr((_local(step.tensor).numel(), members)).encode())
 
 
 def _lengths(described: Mapping[str, Any]) -> dict[str, int]:
@@ -170,7 +170,7 @@ def restored_local(
                 for part, (kind, shape) in state["parts"].items()
             }
             value = put_together(
-                state["class"], parts, decoded(state["context"], {}), local_of(step.tensor.detach())
+                state["class"], parts, decoded(state["context"], {}), _local(step.tensor.detach())
             )
             step.optimizer.state[step.tensor][key] = _distributed(value, state["global"], step.tensor)
             for part, tensor in parts.items():

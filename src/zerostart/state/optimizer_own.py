@@ -34,8 +34,8 @@ def own_of(steps: Sequence[Stepped], plain: bool, tensors: dict[str, torch.Tenso
             others = [k for k, v in optimizer.state.items() if isinstance(k, torch.Tensor) and v]
             if any(id(key) not in stepped for key in others):
                 raise ConfigError(
-                    f"the optimizer {type(optimizer).__name__} has a state of a tensor that is in none "
-                    "of its groups, and would be lost: remove it from optimizer.state, or put the tensor into one"
+                    f"the optimizer {type(optimizer).__name__} has a state of a tensor that none of its "
+                    "groups has, and it would be lost: remove it from optimizer.state, or give it a group"
                 )
         if own or state:
             found[str(number)] = {_VALUES: own, _STATE: state}
