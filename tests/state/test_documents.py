@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,3 +156,30 @@ def test_torchs_flat_optimizer_state_is_read(tmp_path: Path) -> None:
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
         assert torch.equal(optimizer.state[one]["momentum_buffer"], resumed.state[two]["momentum_buffer"])
+
+
+class AcceleratedOptimizer:
+    """A stand-in for accelerate's wrapper, which knows how many batches a window has."""
+
+    __module__ = "accelerate.optimizer"
+
+    def __init__(self, optimizer: torch.optim.Optimizer, batches: int) -> None:
+        self.optimizer = optimizer
+        self.gradient_state = SimpleNamespace(num_steps=batches)
+
+
+def test_a_window_of_accelerates_is_not_gone_on_with_in_another(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for open_window, name in ((False, "ended"), (True, "open")):
+        if open_window:
+            model(torch.ones(1, 2)).sum().backward()
+        accelerated: Any = AcceleratedOptimizer(optimizer, 2)
+        zerostart.save_state(tmp_path / name, model, accelerated)
+        zerostart.load_state(tmp_path / name, model, accelerated)
+        other: Any = AcceleratedOptimizer(optimizer, 4)
+        if open_window:
+            with pytest.raises(ConfigError, match="gradient_accumulation_steps=2, and accelerate has 4"):
+                zerostart.load_state(tmp_path / name, model, other)
+        else:
+            zerostart.load_state(tmp_path / name, model, other)

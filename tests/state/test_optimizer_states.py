@@ -166,7 +166,23 @@ def saved(folder: Path, kind: str) -> tuple[list[float], list[float]]:
     trained(model, optimizer, range(2))
     zerostart.save_state(folder, model, optimizer)
     wanted = trained(model, optimizer, range(2, 4))
+    taken_gradients(folder / "taken", model, optimizer)
     return wanted, resumed(folder, kind)
+
+
+def taken_gradients(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Between a step and ``zero_grad``, and after a backward that has added to what the step has taken."""
+    for name in ("taken", "added"):
+        model(torch.ones(1, 8)).sum().backward()
+        if name == "taken":
+            optimizer.step()
+        zerostart.save_state(folder / name, model, optimizer)
+    sharded = any(hasattr(p, "to_local") for p in model.parameters())
+    for name in ("taken", "added"):
+        zerostart.load_state(folder / name, model, optimizer)
+        none = all(p.grad is None for p in model.parameters())
+        assert none == (name == "taken" or not sharded), name
+    optimizer.zero_grad()
 
 
 def resumed(folder: Path, kind: str) -> list[float]:

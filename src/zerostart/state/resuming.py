@@ -147,6 +147,12 @@ def _check_optimizers(training: Training, saved: Saved, world: World) -> None:
         check_rule(optimizer, document)
     if training.engine is not None and "window" in saved.document["engine"]:
         deepspeed.check_window(training.engine, saved.document["engine"]["window"])
+    before, now = saved.document["engine"].get("accumulation"), training.accumulation
+    if None not in (before, now) and before != now and _with_gradients(saved):
+        raise ConfigError(
+            f"{saved.path} was saved in the middle of a window of gradient_accumulation_steps={before}, and "
+            f"accelerate has {now}: resume with {before}, or save after a step of the optimizer"
+        )
     check_own(training.steps, document)
     check_local(training.steps, training.places, training.engine is None, document, world)
 
@@ -254,7 +260,7 @@ def _gradients(training: Training, saved: Saved) -> list[Kept]:
 
     Raises ConfigError for a window that another kind of engine has to end.
     """
-    having = {name.partition("/")[2] for name in saved.state.weights if name.startswith("gradient/")}
+    having = _with_gradients(saved)
     shards = training.places.shards
     engine, found = training.engine, saved.document["engine"]
     if engine is not None or "window" in found:
@@ -278,6 +284,11 @@ def _gradients(training: Training, saved: Saved) -> list[Kept]:
             parameter.grad = torch.zeros_like(parameter.detach())
             kept.append(gradient_of(name, parameter, shards[name]))
     return kept
+
+
+def _with_gradients(saved: Saved) -> set[str]:
+    """The parameters whose gradients were saved."""
+    return {name.partition("/")[2] for name in saved.state.weights if name.startswith("gradient/")}
 
 
 def _extra(saved: Saved) -> dict[str, torch.Tensor]:

@@ -68,6 +68,8 @@ class Training:
     engine: Any
     steps: list[Stepped]
     scaler: Any = None
+    #: Batches whose gradients accelerate adds up for one step; None where it does not say.
+    accumulation: int | None = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -95,12 +97,15 @@ def training_of(model: nn.Module, optimizer: Any, world: World) -> Training:
         return Training(places_of(model, world), engine, deepspeed_steps.steps_of(engine))
     deepspeed.check_engine_given(model.parameters())
     places = places_of(model, world)
-    scaler = None
+    scaler = accumulation = None
     while type(optimizer).__module__.partition(".")[0] == "accelerate":  # its wrapper
-        scaler, optimizer = getattr(optimizer, "scaler", None), optimizer.optimizer
+        scaler = getattr(optimizer, "scaler", None)
+        accumulation = getattr(getattr(optimizer, "gradient_state", None), "num_steps", None)
+        optimizer = optimizer.optimizer
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, and no torch optimizer")
-    return Training(places, None, plain_steps(optimizer) if optimizer is not None else [], scaler)
+    steps = plain_steps(optimizer) if optimizer is not None else []
+    return Training(places, None, steps, scaler, accumulation)
 
 
 @dataclass(frozen=True)
@@ -238,7 +243,8 @@ def _engine(training: Training, tensors: dict[str, torch.Tensor]) -> dict[str, A
     engine = training.engine
     if engine is None:
         scale = training.scaler.state_dict() if training.scaler is not None else None
-        return {"name": "torch", "scaler": encoded_whole(scale, "the gradient scaler", tensors)}
+        scale = encoded_whole(scale, "the gradient scaler", tensors)
+        return {"name": "torch", "scaler": scale, "accumulation": training.accumulation}
     found = {"name": "deepspeed", "stage": deepspeed.engine_stage(engine), **deepspeed.counters(engine)}
     if deepspeed.is_window_open(engine):
         found["window"] = deepspeed.window(engine)

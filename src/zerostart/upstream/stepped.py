@@ -97,7 +97,8 @@ def has_taken(gradient: torch.Tensor) -> bool:
 
 
 def _version(gradient: torch.Tensor) -> int:
-    return int((gradient.to_local() if isinstance(gradient, DTensor) else gradient)._version)
+    with torch.no_grad():  # else it is a view, made for autograd
+        return int((gradient.to_local() if isinstance(gradient, DTensor) else gradient)._version)
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> str:
