@@ -53,7 +53,10 @@ def check_alone(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_own(steps: Sequence[Stepped], document: Mapping[str, Any]) -> None:
-    """Raise unless the running optimizers take what the saved ones kept beside."""
+    """Raise CheckpointError unless the running optimizers take what the saved ones kept beside.
+
+    ConfigError for an optimizer around another one.
+    """
     optimizers = _optimizers(steps)
     for optimizer in optimizers:
         check_alone(optimizer)

@@ -148,11 +148,7 @@ def collected(
     training = training_of(model, optimizer, world)
     places = training.places
     check_restorable(places)
-    if not known and world.rank == 0 and training.engine is None and _has_gradients(training):
-        logger.warning(
-            "gradients are saved with the state, to be added to: whether a step has taken them is not known "
-            "of steps before the first call of zerostart; call zero_grad() before, if one has"
-        )
+    _tell_of_gradients(training, known, world)
     left_out = [] if frozen else [n for n, p in places.parameters.items() if not p.requires_grad]
     kept = places.shards.keys() - left_out
     shards = [replace(shard, name=name) for name, shard in places.shards.items() if name in kept]
@@ -192,6 +188,15 @@ def collected(
     return Content(
         _entries(shards), _entries(shares), document, tensors, places.module, _root(model), stepped
     )
+
+
+def _tell_of_gradients(training: Training, known: bool, world: World) -> None:
+    """Say so where nobody can tell whether a step has taken the gradients that are there."""
+    if not known and world.rank == 0 and training.engine is None and _has_gradients(training):
+        logger.warning(
+            "gradients are saved with the state, to be added to: whether a step has taken them is not known "
+            "of steps before the first call of zerostart; call zero_grad() before, if one has"
+        )
 
 
 def _has_gradients(training: Training) -> bool:

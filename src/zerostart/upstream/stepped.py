@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 #: On a gradient that a step has taken: how often its memory had been written to by then.
-_TAKEN = "_zerostart_taken"
+_ATTRIBUTE = "_zerostart_taken"
 _watching: list[Any] = []
 
 #: Classes of DeepSpeed's that step by the rule of another, with the same states under the same keys.
@@ -88,12 +88,12 @@ def _note_taken(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                setattr(parameter.grad, _TAKEN, _version(parameter.grad))
+                setattr(parameter.grad, _ATTRIBUTE, _version(parameter.grad))
 
 
 def has_taken(gradient: torch.Tensor) -> bool:
     """Whether a step has taken ``gradient``, which nobody has added to since."""
-    return getattr(gradient, _TAKEN, None) == _version(gradient)
+    return getattr(gradient, _ATTRIBUTE, None) == _version(gradient)
 
 
 def _version(gradient: torch.Tensor) -> int:
