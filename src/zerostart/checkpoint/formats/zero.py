@@ -112,7 +112,7 @@ class Base:
             value = self.settings[0].get("step")
         if type(value) is StoredTensor and value.shape == ():
             value = files.number(self.place("step", value))
-        return float(value) if type(value) in (int, float) else 0.0
+        return float(value) if isinstance(value, int | float) else 0.0
 
     def like(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[StoredTensor]]:
         """The states that lie as the masters do, which have the ``shapes``, by name."""
