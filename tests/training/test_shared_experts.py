@@ -91,3 +91,16 @@ def test_experts_from_a_file_train_as_one_process(case: str, values: Callable[..
     for losses, written in run_ranks(run, 2, values("shared", engine, norm, 2)):
         assert losses == pytest.approx(expected, rel=2e-4)
         assert written == config
+
+
+def test_a_run_with_held_out_data_and_experts_saves(values: Callable[..., dict[str, Any]]) -> None:
+    """Each evaluation leaves FSDP2's parameters gathered, and a checkpoint, an average and the end follow."""
+    asked = values("run", {"name": "fsdp2", "expert_parallel": 2}, 0.5, 2)
+    asked["data"]["held_out"] = 0.2
+    asked["train"] |= {"steps": 2, "evaluate_every": 1}
+    asked |= {"checkpoint": {"every": 1}, "ema": {"decay": 0.5, "evaluate": True}}
+    for losses, _ in run_ranks(run, 2, asked):
+        assert len(losses) == 2
+    directory = Path(asked["output"]["directory"])
+    assert list(directory.glob("*.safetensors"))
+    assert len(list(directory.glob("checkpoints/*/state.json"))) == 2

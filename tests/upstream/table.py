@@ -22,7 +22,8 @@ same, with what is installed; `zerostart env --check` imports the libraries and 
 
 - Code is *replaced* for a time and put back; what it does for models that zerostart did not load is what it
   did before. "for" says how long: a call; a constructor; a load; the block of `zerostart.enabled()` (from
-  `enable` to `disable`); as long as an optimizer, or a loaded model (the last one), lives.
+  `enable` to `disable`); as long as an optimizer, or a loaded model (the last one), lives; while a save
+  in the background goes on.
   `zerostart.upstream.patches.active()` lists what is replaced in a process at a moment. No class of torch
   is changed.
 - *Written* (with a dot before the name) are attributes that the library's own code finds on a parameter, a

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.errors import CheckpointError, ReadError, VerifyError
 
 __all__ = [
@@ -127,7 +127,7 @@ def _read(marker: Path) -> dict[str, Any] | None:
     try:
         if not marker.is_file():
             return None
-        document = read_json(marker, "marker")
+        document = read_json(marker, "marker", MAX_DOCUMENT_BYTES)
     except (CheckpointError, ReadError, OSError) as error:
         raise VerifyError(str(error)) from error
     if document.get("format") != FORMAT:

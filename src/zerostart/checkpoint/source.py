@@ -15,15 +15,17 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
+from zerostart.checkpoint.finding import state_in
 from zerostart.checkpoint.formats.pipeline import choose, components
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_file
 from zerostart.checkpoint.manifest import MARKER, MARKERS, contents_of, current, is_inside
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.pending import wait_for
 from zerostart.checkpoint.storage import Storage, storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
-from zerostart.checkpoint.strict_json import DAMAGED, read_json, shown
+from zerostart.checkpoint.strict_json import DAMAGED, MAX_DOCUMENT_BYTES, read_json, shown
 from zerostart.checkpoint.training import training_checkpoint
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
@@ -111,8 +113,11 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     if found is not None:
         component = choose(path, found, classes)
         return replace(open_catalog(component.path), component=component.name)
-    if path.is_dir() and not _has_weights(path) and (trained := training_checkpoint(path)) is not None:
-        return trained
+    if path.is_dir() and not _has_weights(path):
+        if (own := state_in(path)) is not None:  # in a directory of accelerate's
+            return open_saved_state(own, [_MODEL])[1][0]
+        if (trained := training_checkpoint(path)) is not None:
+            return trained
     for _ in range(_TRIES):
         weights = _weights_in(path) if path.is_dir() else path
         before = FileState.at(str(weights))
@@ -133,11 +138,11 @@ def open_saved_state(path: Path, folders: Sequence[str]) -> tuple[dict[str, Any]
     Of the files that the document names, whatever else lies there. Raises as ``open_catalog`` does.
     """
     for _ in range(_TRIES):
-        document = read_json(path / MARKERS[1], "training state")
+        document = read_json(path / MARKERS[1], "training state", MAX_DOCUMENT_BYTES)
         try:
             return document, [_listed(path, document, folder) for folder in folders]
         except CheckpointNotFoundError as error:  # unless a save has replaced it meanwhile
-            if read_json(path / MARKERS[1], "training state") == document:
+            if read_json(path / MARKERS[1], "training state", MAX_DOCUMENT_BYTES) == document:
                 raise
             missing = error
     raise missing
@@ -159,6 +164,7 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
     """
     name = os.fspath(source)
     path = expanded(name)
+    wait_for(path)
     # Not `resolve`: a cache's snapshot is made of links, and their names are what tells the format.
     path = Path(os.path.abspath(path))  # noqa: PTH100
     if path.exists():
@@ -225,7 +231,7 @@ def _is_saved_state(directory: Path) -> bool:
         document = current(directory, MARKER) if _has_weights(directory) else None
         beside = contents_of(document).values() if document is not None else ()
         weights = _weights_in(directory).name if beside else ""
-        when = read_json(state, "training state").get(_SAVED_AT) if beside else 0
+        when = read_json(state, "training state", MAX_DOCUMENT_BYTES).get(_SAVED_AT) if beside else 0
     except (CheckpointError, ReadError, VerifyError):
         return True
     times = [one.get(_SAVED_AT) for one in beside if weights in one["files"]]

@@ -9,10 +9,13 @@ from typing import Any, NoReturn
 
 from zerostart.errors import CheckpointError, ReadError
 
-__all__ = ["DAMAGED", "MAX_JSON_BYTES", "dump_json", "load_json", "read_json", "shown"]
+__all__ = ["DAMAGED", "MAX_DOCUMENT_BYTES", "MAX_JSON_BYTES", "dump_json", "load_json", "read_json", "shown"]
 
 #: The safetensors library's limit on a header, here for indices and configurations as well.
 MAX_JSON_BYTES = 100_000_000
+#: The limit on the document of a training state, which names each parameter several times: enough for a
+#: million of them.
+MAX_DOCUMENT_BYTES = 800_000_000
 
 #: What to do about a file whose text makes no sense.
 DAMAGED = "the file is damaged, or is not what its name says; download it again"
@@ -53,15 +56,15 @@ def load_json(raw: bytes, path: str, what: str, any_number: bool = False) -> dic
     return value
 
 
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in a file, with any numbers; ``what`` names the kind of file in messages.
+def read_json(path: Path, what: str, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file of ``most`` bytes, with any numbers; ``what`` names the kind of file.
 
     Raises ReadError if reading fails, CheckpointError if it is too large or no JSON object.
     """
     try:
         size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: {size} bytes are beyond the limit of {MAX_JSON_BYTES}: {DAMAGED}")
+        if size > most:
+            raise CheckpointError(f"{path}: {size} bytes are beyond the limit of {most}: {DAMAGED}")
         raw = path.read_bytes()
     except OSError as error:
         raise ReadError(f"{path}: cannot be read: {error.strerror}") from error

@@ -23,7 +23,7 @@ from zerostart.checkpoint.manifest import (
     grouped,
     is_inside,
 )
-from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.errors import ZerostartError
 
 __all__ = ["Plan", "finish", "planned", "settle", "switch"]
@@ -303,7 +303,7 @@ def _describe(folder: Folder, staged: str, marker: str, lost: Sequence[str]) -> 
     there = folder.identity(staged + marker) is not None
     if lost:
         path = folder.path / (staged + marker if there else marker)
-        document = read_json(path, "document")
+        document = read_json(path, "document", MAX_DOCUMENT_BYTES)
         document["files"] = {name: one for name, one in document["files"].items() if name not in lost}
         data = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
         write_whole(folder.path / (staged + marker), data, folder.path / f"{staged}.{marker}.part")

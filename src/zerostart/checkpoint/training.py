@@ -11,7 +11,7 @@ from zerostart.checkpoint.formats.parts import PartFiles
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = ["training_checkpoint", "training_states"]
+__all__ = ["stock_time", "training_checkpoint", "training_states"]
 
 CONFIG_NAME = "config.json"
 #: The folders in which accelerate's ``save_state`` leaves a sharded model's weights, and FSDP2's optimizer.
@@ -58,6 +58,18 @@ def training_states(directory: Path) -> tuple[Found, Catalog, Catalog] | None:
             states[f"optimizer/{key}/{parameter}"] = tensor
     root = _root(directory, place)
     return found, _catalog(found, files, weights, root), _catalog(found, files, states, root)
+
+
+def stock_time(directory: Path) -> tuple[Path, float] | None:
+    """Where such a checkpoint lies in ``directory``, and when the last of its files was written, in seconds.
+
+    None where there is none. Raises what looking for it does.
+    """
+    place = _found(directory)
+    if place is None:
+        return None
+    files = (entry for entry in place.iterdir() if entry.suffix != ".json" and entry.is_file())
+    return place, max(entry.stat().st_mtime for entry in files)
 
 
 def _read(place: Path, files: PartFiles) -> Found:

@@ -10,6 +10,7 @@ from zerostart.engines.live import (
     first_rank_shard,
     found_shards,
     laid_out,
+    put_to_rest,
     whole_shard,
     with_whole,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "found_shards",
     "laid_out",
     "plain_name",
+    "put_to_rest",
     "register_engine",
     "resolve_engine",
     "titled",

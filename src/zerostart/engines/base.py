@@ -252,6 +252,13 @@ class Engine(abc.ABC):
         Nothing is to be done where the shards gather themselves.
         """
 
+    @classmethod  # noqa: B027
+    def put_to_rest(cls, model: nn.Module) -> None:
+        """Have ``model`` hold its shards as its parameters again, where a forward has left copies gathered.
+
+        Every rank by itself. Nothing is to be done where the parameters stay the same objects.
+        """
+
     @classmethod
     def found(cls, model: nn.Module, world: World) -> dict[str, Shard]:
         """The shards of a live model in which this kind of engine keeps it, whoever has loaded it.

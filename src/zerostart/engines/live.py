@@ -16,7 +16,24 @@ from zerostart.geometry import Box
 from zerostart.layout import Layout, Placed, replicated
 from zerostart.upstream.deepspeed_editing import has_own_values
 
-__all__ = ["check_own_memory", "first_rank_shard", "found_shards", "laid_out", "whole_shard", "with_whole"]
+__all__ = [
+    "check_own_memory",
+    "first_rank_shard",
+    "found_shards",
+    "laid_out",
+    "put_to_rest",
+    "whole_shard",
+    "with_whole",
+]
+
+
+def put_to_rest(model: nn.Module) -> None:
+    """Have ``model`` hold its shards as its parameters, whichever engine a forward has left gathered.
+
+    Before parameters are listed: by their objects nobody finds those of a moment ago.
+    """
+    for name in engine_names():
+        family_of(name).put_to_rest(model)
 
 
 def found_shards(model: nn.Module, world: World) -> dict[str, Shard]:

@@ -42,6 +42,7 @@ from zerostart.upstream.accelerate import join_ranks
 from zerostart.upstream.deepspeed_saving import Consolidation
 from zerostart.upstream.deepspeed_stage3 import watch
 from zerostart.upstream.saving_calls import SavingCalls
+from zerostart.upstream.stepped import watch_steps
 from zerostart.upstream.transformers_distributed import Noting
 
 __all__ = ["disable", "enable", "enabled"]
@@ -58,6 +59,7 @@ def enable(settings: EnabledArguments) -> None:
     Raises ConfigError for an engine or a stage that is not known, and settings without an engine.
     """
     _check(settings)
+    watch_steps()
     with contextlib.ExitStack() as stack:
         for override in _overrides:
             override.open()

@@ -7,8 +7,6 @@ would be; what the library itself has written it also reads.
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,15 @@ from typing import Any
 from torch import nn
 
 from zerostart.checkpoint.durable import sync_directory, write_whole
+from zerostart.checkpoint.finding import DEEPSPEED, FSDP, LATEST, state_in, tell_of_newer
 from zerostart.checkpoint.publishing import told
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.saving import in_shards
 from zerostart.loading.record import loaded_models
 from zerostart.state.checkpointing import save_state
-from zerostart.state.finding import DEEPSPEED, FSDP, LATEST, state_in
 from zerostart.state.resuming import load_state
-from zerostart.state.values import encoded_whole
+from zerostart.state.values import checksum, encoded_whole
 from zerostart.upstream.deepspeed_steps import check_movable, steps_of
 
 __all__ = [
@@ -64,9 +62,9 @@ def save_checkpoint(original: Original, **call: Any) -> Any:
 def _client_states(own: Any, engine: Any, world: World) -> dict[str, Any]:
     """What DeepSpeed keeps of a script's own: the first rank's, and at stage 3 that of every rank."""
     with world.phase("looking at the client's state"):
-        state = dict(own)
-        encoded_whole(state, _CLIENT, {})
-        own_sum = zlib.crc32(pickle.dumps(state))
+        state, tensors = dict(own), dict[str, Any]()
+        written = encoded_whole(state, _CLIENT, tensors)
+        own_sum = checksum(written, tensors)
     alike = len(set(world.all_gather_object(own_sum, "comparing the client's states"))) == 1
     if alike:
         return {_CLIENT: state}
@@ -82,6 +80,8 @@ def load_checkpoint(original: Original, **call: Any) -> Any:
     path = state_in(call["load_dir"], _number(call["tag"]), call["tag"])
     if path is None:
         return original()
+    if current_world().rank == 0:
+        tell_of_newer(Path(call["load_dir"]), path)
     if call["custom_load_fn"] is not None:
         raise ConfigError(
             f"{path} was saved by zerostart, and no custom_load_fn is called for it; leave it out, or "

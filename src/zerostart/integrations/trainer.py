@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from zerostart.checkpoint.finding import state_in
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, ReadError
 from zerostart.integrations.saving import already_saved, in_shards, save_weights
 from zerostart.loading.record import loaded_models
-from zerostart.state.finding import state_in
 from zerostart.state.resuming import load_state
 
 __all__ = [

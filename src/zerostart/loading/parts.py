@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines import Shard, found_shards
+from zerostart.engines import Shard, found_shards, put_to_rest
 from zerostart.loading.record import LoadRecord, bare_model, kept_record, record_of
 from zerostart.loading.report import Report
 
@@ -48,6 +48,7 @@ def live_shards(model: nn.Module, world: World) -> dict[str, Shard]:
 
     Of what was loaded by its record, of the rest in whichever engine holds it.
     """
+    put_to_rest(model)
     parts = loaded_parts(model)
     loaded = {id(p) for _, part, _ in parts for p in part.parameters()}
     rest = any(id(p) not in loaded for p in model.parameters())

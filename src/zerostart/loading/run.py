@@ -30,6 +30,7 @@ from zerostart.planning import PlanOptions, join
 from zerostart.recipe import Recipe
 from zerostart.transfer import PeakMeter, Tuning
 from zerostart.transfer.strategy import ReadDemand, TransferStats, agree_on_strategy
+from zerostart.upstream.stepped import watch_steps
 
 __all__ = ["rehearse", "run"]
 
@@ -65,6 +66,7 @@ class _Load:
     then: Callable[[nn.Module], None] | None = None
 
     def __post_init__(self) -> None:
+        watch_steps()
         self.clock = Clock()
 
     @property

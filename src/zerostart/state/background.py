@@ -9,18 +9,24 @@ optimizer, those of DeepSpeed's among them, waits until that is done.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zerostart.checkpoint.pending import is_same, note_pending
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError
+from zerostart.upstream.torch_process_group import BeforeTheEnd
 
 __all__ = ["Saving", "begin", "finish_last", "settle_last"]
 
@@ -52,6 +58,9 @@ class Saving:
     seconds: Seconds = field(default_factory=lambda: Seconds(blocked=0.0, written=0.0))
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
+    _place: Path | None = None
+    #: Whether the end of the process group waits for it.
+    _open: bool = False
     #: Set when nothing is read any more of what training changes.
     _copied: threading.Event = field(default_factory=threading.Event)
     _hook: Any = None
@@ -79,6 +88,9 @@ class Saving:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        if self._open:
+            self._open = False
+            _before_the_end.close()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -89,13 +101,45 @@ _last: list[Saving] = []
 _groups: list[tuple[Any, Any]] = []
 
 
-def finish_last() -> None:
+def finish_last(world: World, place: Path | None = None) -> None:
+    """Wait for the save that is under way, if any, and raise, on every rank, what it failed with; collective.
+
+    With ``place``, only where it goes there; another goes on, once it has its copies. A rank that was told
+    by ``wait`` knows no error any more, and hears of it again with the others.
+    """
+    # Not in a phase: it would take an error on which the background's group agrees meanwhile for its own.
+    before: Exception | None = None
+    try:
+        if place is None or any(s._place is not None and is_same(s._place, place) for s in _last):
+            _finish()
+        settle_last()
+    except Exception as error:
+        before = error
+    world.raise_together(before, "the save before this one")
+
+
+def _finish() -> None:
     """Wait for the save that is under way, if any, and raise what it failed with, if nobody was told here."""
     while _last:
         saving = _last.pop()
         if not saving.done():
             logger.info("waiting for the checkpoint before this one, which is still being written")
         saving.wait()
+
+
+_before_the_end = BeforeTheEnd(_finish)
+
+
+@atexit.register
+def _end() -> None:
+    """End the process with an error where a save has failed and nobody was told; threads are over."""
+    failed = [saving for saving in _last if saving.done() and saving._error is not None]
+    if failed:
+        logger.error("this process ends with exit code 1: %s", failed[0]._error)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def settle_last() -> None:
@@ -105,15 +149,21 @@ def settle_last() -> None:
 
 
 def begin(
-    write: Callable[[World], None], world: World, begun: float, copy: Callable[[], None] | None = None
+    write: Callable[[World], None],
+    place: Path,
+    world: World,
+    begun: float,
+    copy: Callable[[], None] | None = None,
 ) -> Saving:
-    """Run ``write`` in a thread, over a process group of its own; collective. The program waits for it.
+    """Run ``write``, which publishes ``place``, in a thread, over a process group of its own; collective.
+
+    The program waits for it at its end, and so does whoever reads the place, or ends the process group.
 
     ``copy``, if any, runs before, in the same thread; the next step of an optimizer waits for it. Raises
     WriteError, on every rank, where one can start no thread.
     """
     aside = _aside(world)
-    saving = Saving()
+    saving = Saving(_place=place)
     agreed = threading.Event()
 
     def run() -> None:
@@ -151,6 +201,9 @@ def begin(
     finally:
         agreed.set()
     _last.append(saving)
+    note_pending(place, thread)
+    _before_the_end.open()
+    saving._open = True
     saving.seconds["blocked"] = time.perf_counter() - begun
     return saving
 

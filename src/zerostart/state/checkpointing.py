@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import time
 import zlib
@@ -10,21 +10,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from zerostart.distributed.world import World, current_world
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, WriteError
 from zerostart.state.background import Saving, begin, finish_last
+from zerostart.state.document import check_size, sealed
 from zerostart.state.host_copies import kept_on_host
 from zerostart.state.linking import linked
 from zerostart.state.optimizing import Kept
 from zerostart.state.publishing import agreed_place, publishing
 from zerostart.state.settings import save_settings
 from zerostart.state.training_state import MARKER, MODEL, SAVED_AT, STATE, Content, collected
+from zerostart.state.values import checksum
 from zerostart.state.writing import write_tensors
 
 __all__ = ["save_state"]
+
+logger = logging.getLogger("zerostart")
 
 
 def save_state(
@@ -53,22 +56,17 @@ def save_state(
     begun = time.perf_counter()
     world = current_world()
     with world.phase("saving the training state"):
-        # A rank that was told by ``wait`` knows no error any more, and hears of it again with the others. Not
-        # in a phase: it would take an error on which the background's group agrees meanwhile for its own.
-        before: Exception | None = None
-        try:
-            finish_last()
-        except Exception as error:
-            before = error
-        world.raise_together(before, "the save before this one")
+        finish_last(world)
         content = collected(model, optimizer, extra, world, frozen, beside)
+        with world.phase("looking at what is saved"):
+            check_size(content.document, [*content.model[0], *content.state[0]])
         _check_alike(content, world)
         place = agreed_place(path, world)
         if wait:
             _write(place, content, saved, world)
             return Saving.finished(time.perf_counter() - begun)
         content, copy = kept_on_host(content, world, budget, copy_later)
-        return begin(_writer(place, content, saved), world, begun, copy)
+        return begin(_writer(place, content, saved), place, world, begun, copy)
 
 
 def _check_alike(content: Content, world: World) -> None:
@@ -76,9 +74,8 @@ def _check_alike(content: Content, world: World) -> None:
     names = zlib.crc32(repr((content.model[0], content.state[0])).encode())
     groups = [group["parameters"] for group in content.document["optimizer"].get("groups", ())]
     stepped = zlib.crc32(repr((content.document["optimizer"].get("class"), groups)).encode())
-    extra = zlib.crc32(json.dumps(content.document["extra"], sort_keys=True).encode())
-    for tensor in content.whole.values():
-        extra = zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, extra)
+    own = content.document["optimizer"].get("own")
+    extra = checksum([content.document["extra"], own], content.whole)
     # Ranks with other tensors (gradients, states) would be at another place, and hear of it.
     place = f"saving the tensors with the checksum {names:08x} and the optimizer with {stepped:08x}"
     told = world.all_gather_object(extra, place)
@@ -95,6 +92,21 @@ def _writer(place: Path, content: Content, saved: Path | None) -> Callable[[Worl
     return lambda world: _write(place, content, saved, world)
 
 
+def _save_settings(content: Content, folder: Path) -> None:
+    """Write what is beside the model's weights; a training goes on without what its library refuses."""
+    try:
+        save_settings(content.module, folder, content.root, None)
+    except WriteError:
+        raise
+    except Exception as error:  # the library's own checks, of what the model carries
+        logger.warning(
+            "%s is saved without all of its configuration, which %s refuses to write: %s",
+            folder.parent.name,
+            type(content.module).__module__.partition(".")[0],
+            error,
+        )
+
+
 def _write(place: Path, content: Content, saved: Path | None, world: World) -> None:
     with publishing(place, world, marker=MARKER) as publication:
         folder = Path(publication.directory)
@@ -102,8 +114,10 @@ def _write(place: Path, content: Content, saved: Path | None, world: World) -> N
         if known is None:
             known = write_tensors(folder / MODEL, *content.model, world).digests
         if world.rank == 0:
-            save_settings(content.module, folder / MODEL, content.root, None)
+            _save_settings(content, folder / MODEL)
         state = write_tensors(folder / STATE, *content.state, world, stem=STATE)
         publication.document.update(content.document, **{SAVED_AT: time.time_ns()})
         publication.add_digests(known, MODEL)
         publication.add_digests(state.digests, STATE)
+        if world.rank == 0:
+            publication.document.update(sealed(publication.document))

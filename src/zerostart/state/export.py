@@ -19,7 +19,7 @@ from zerostart.checkpoint.manifest import MARKERS
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.source import open_catalog, read_config
-from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointNotFoundError, ConfigError
@@ -122,7 +122,7 @@ def _check_whole(catalog: Catalog) -> None:
     root = Path(catalog.root or ".")
     for folder in (root.parent,) if root.name == "model" else ():
         marker = folder / MARKERS[1]
-        if marker.is_file() and read_json(marker, "training state").get("left_out"):
+        if marker.is_file() and read_json(marker, "training state", MAX_DOCUMENT_BYTES).get("left_out"):
             raise ConfigError(
                 f"{folder} holds what was trained alone, and not the model that this was a part of: what its "
                 "run has saved in its output directory is what can be opened"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.publishing import remove
-from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.training_state import MARKER, SAVED_AT
 
@@ -25,7 +25,7 @@ def complete(directory: Path, own: Callable[[Any], bool] | None = None) -> list[
     found = {}
     for marker in directory.glob(f"[!.]*/{MARKER}"):
         with contextlib.suppress(CheckpointError):  # damaged: no marker of a complete one
-            document = read_json(marker, "training state")
+            document = read_json(marker, "training state", MAX_DOCUMENT_BYTES)
             if own is None or own(document.get("extra")):
                 found[marker.parent] = _saved_at(document, marker)
     return sorted(found, key=lambda path: (found[path], path.name))
@@ -35,6 +35,10 @@ def _saved_at(document: Mapping[str, Any], marker: Path) -> int:
     """When a checkpoint was saved, in nanoseconds: as it says, since copies of files are of another time."""
     saved_at = document.get(SAVED_AT)
     return saved_at if type(saved_at) is int else marker.stat().st_mtime_ns
+
+
+def _extra(path: Path) -> Any:
+    return read_json(path / MARKER, "training state", MAX_DOCUMENT_BYTES).get("extra")
 
 
 def prune(
@@ -60,7 +64,7 @@ def prune(
     found = complete(directory, own)
     kept = set(found[-keep:])
     if score is not None:
-        told = {path: score(read_json(path / MARKER, "training state").get("extra")) for path in found}
+        told = {path: score(_extra(path)) for path in found}
         known = {path: value for path, value in told.items() if value is not None and not math.isnan(value)}
         kept |= set(sorted(known, key=lambda path: known[path], reverse=True)[:best])
     removed = [path for path in found if path not in kept]

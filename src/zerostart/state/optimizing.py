@@ -19,6 +19,7 @@ from zerostart.engines import Shard, laid_out
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.layout.flat import narrowed
 from zerostart.recipe import spelling
+from zerostart.state.local_states import is_element_wise
 from zerostart.state.places import Places
 from zerostart.state.rules import class_of
 from zerostart.state.values import decoded, dtype_of, encoded
@@ -65,23 +66,26 @@ def masters_of(steps: Iterable[Stepped], places: Places) -> Iterator[Kept]:
 
 
 def moments_of(steps: Iterable[Stepped], places: Places) -> Iterator[Kept]:
-    """The tensors of the optimizer's state as they are now; raises ConfigError for one of another shape."""
+    """The tensors of the optimizer's state with an element for each of the parameter's, as they are now.
+
+    Raises ConfigError for what is neither a number nor a tensor.
+    """
     for step in steps:
+        local = not is_element_wise(step)
         for key, value in step.state.items():
             if not isinstance(key, str) or "/" in key:
                 raise ConfigError(
                     f"the optimizer's state {key!r} of {places.name_of(step.members[0].parameter)} cannot be "
                     "saved: its name is to be a string without slashes"
                 )
-            if _is_number(key, value, step):
+            if _is_number(key, value, step) or (isinstance(value, torch.Tensor) and local):
                 continue
             if not isinstance(value, torch.Tensor) or value.shape != step.tensor.shape:
-                what = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ConfigError(
                     f"the optimizer's state {key!r} of {places.name_of(step.members[0].parameter)} is "
-                    f"neither a number nor a tensor of the parameter's shape, but {what}: it cannot be cut "
-                    "as the parameter is. Use an optimizer whose state has the parameter's shape (not a "
-                    "factored one), or save its state_dict() by yourself"
+                    f"neither a number nor a tensor, but a {type(value).__name__}: it cannot be saved with "
+                    "the parameter. Use an optimizer whose state is tensors and numbers, or save its "
+                    "state_dict() by yourself"
                 )
             for member in step.members:
                 name = places.name_of(member.parameter)

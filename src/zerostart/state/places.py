@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines import Shard, found_shards, plain_name, with_whole
+from zerostart.engines import Shard, found_shards, plain_name, put_to_rest, with_whole
 from zerostart.errors import ConfigError
 from zerostart.loading.record import bare_model, loaded_model, record_of, wrapped
 from zerostart.models import state_names
@@ -26,13 +26,15 @@ class Places:
 
     ``shards`` has this rank's share of each parameter once, and ``parameters`` the parameter, by the first
     name; ``ties`` the first name of every other one, ``names`` the first names by the parameters' ``id``.
-    ``buffers`` are the persistent ones, whole on every rank. ``alone``: there is no other rank.
+    ``buffers`` are the persistent ones, whole on every rank, and ``around`` those of what
+    is wrapped around (``AveragedModel.n_averaged``). ``alone``: there is no other rank.
     """
 
     module: nn.Module
     shards: dict[str, Shard]
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
+    around: dict[str, torch.Tensor]
     ties: dict[str, str]
     names: dict[int, str]
     alone: bool
@@ -59,6 +61,7 @@ def places_of(model: nn.Module, world: World) -> Places:
 
     Raises EngineError for a parameter of which no one place can be said.
     """
+    put_to_rest(model)  # parameters are told by their objects in all that follows
     outer, inner = _unwrapped(model), bare_model(model)
     loaded = loaded_model(outer)
     shards = _found(loaded, outer, world)
@@ -74,7 +77,9 @@ def places_of(model: nn.Module, world: World) -> Places:
         parameters[name] = parameter
         own[name] = shards[id(parameter)]
     buffers = {plain_name(name): tensor for name, tensor, buffer in state_names(inner) if buffer}
-    return Places(inner, own, parameters, buffers, ties, first, world.size == 1)
+    inside = {id(tensor) for _, tensor, buffer in state_names(inner) if buffer}
+    around = {name: t for name, t, buffer in state_names(model) if buffer and id(t) not in inside}
+    return Places(inner, own, parameters, buffers, around, ties, first, world.size == 1)
 
 
 def _named(inner: nn.Module, outer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -7,8 +7,6 @@ import os
 import random
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,29 +14,23 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.source import open_saved_state
-from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name, whole_shard
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError
+from zerostart.errors import CheckpointError, ConfigError, CoverageError
 from zerostart.layout import Layout, dimension_shard, replicated
-from zerostart.loading.source import open_source
 from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, Target
-from zerostart.state.background import settle_last
-from zerostart.state.finding import state_in
-from zerostart.state.foreign import OTHERS, foreign_state
-from zerostart.state.linking import check_unchanged
+from zerostart.state.background import finish_last
+from zerostart.state.foreign import OTHERS
+from zerostart.state.local_states import LOCAL, check_local, restored_local
+from zerostart.state.opening import Saved, opened
+from zerostart.state.optimizer_own import check_own, restore_own
 from zerostart.state.optimizing import Kept, gradient_of, masters_of, restore_groups, restored_moments
 from zerostart.state.publishing import agreed_place
 from zerostart.state.random_states import random_rows, set_random_rows
 from zerostart.state.rules import check_rule
 from zerostart.state.training_state import (
-    FORMAT,
-    MARKER,
     MODEL,
-    SAVED_AT,
-    STATE,
     Training,
     check_restorable,
     placed_gradients,
@@ -50,6 +42,7 @@ from zerostart.transfer.strategy import execute_together
 from zerostart.transfer.tuning import tune
 from zerostart.upstream import deepspeed_state as deepspeed
 from zerostart.upstream import deepspeed_steps
+from zerostart.upstream.stepped import watch_steps
 
 __all__ = ["load_state", "planned_reads"]
 
@@ -58,25 +51,7 @@ logger = logging.getLogger("zerostart")
 #: A tensor of the checkpoint, and where this rank's share of it goes: the name, the layout, 1-D storage.
 _Wanted = tuple[str, Layout, torch.Tensor]
 #: What tensors of the state are kept for, in the first part of their names; other ones are whole.
-_OF_PARAMETERS = frozenset({"master", "optimizer", "gradient", "random"})
-#: accelerate's and the Trainer's files of an optimizer that one rank has gathered.
-_WHOLE_OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """A checkpoint: its document, and the catalogs of its two folders."""
-
-    path: Path
-    document: dict[str, Any]
-    model: Catalog
-    state: Catalog
-
-    @property
-    def stored(self) -> dict[str, str]:
-        """The dtype of each tensor, those of the model as ``model/NAME``."""
-        found = {name: entry.dtype for name, entry in self.state.weights.items()}
-        return found | {f"{MODEL}/{name}": entry.dtype for name, entry in self.model.weights.items()}
+_OF_PARAMETERS = frozenset({"master", "optimizer", "gradient", "random", LOCAL})
 
 
 def load_state(
@@ -93,22 +68,24 @@ def load_state(
     not saved. Without ``stepped`` an engine's masters come with the weights, and what the optimizer keeps for
     them, gradients and random states stay as they are; without ``counters`` what the engine counts does.
     """
-    settle_last()
     world = current_world()
     with world.phase("restoring the training state"):
-        saved = _opened(agreed_place(path, world, "restoring from"), world)
+        place = agreed_place(path, world, "restoring from")
+        finish_last(world, place)
+        saved = opened(place, world)
         with world.phase("looking at what is restored"):
+            watch_steps()
             training = training_of(model, optimizer, world)
             check_restorable(training.places)
             _check_names(training, saved)
             if stepped:
-                _check_optimizers(training, saved)
+                _check_optimizers(training, saved, world)
             wanted = [*_parameters(training, saved, world), *_beside(beside, saved)]
         extra, rows = _extra(saved), _random_rows(saved) if stepped else {}
         with torch.no_grad(), world.phase("planning what is restored"):
             wanted += _masters(training, saved)
             if stepped:
-                wanted += _moments(training, saved)
+                wanted += _moments(training, saved, world)
             wanted += [(name, replicated(tensor.shape), tensor.view(-1)) for name, tensor in extra.items()]
             wanted += [(name, _row(saved, name, world), row) for name, row in rows.items()]
             plans = [
@@ -122,49 +99,15 @@ def load_state(
         with world.phase("restoring counters and random states"):
             if counters:
                 _restore_engine(training, saved, extra, stepped)
+            if stepped:
+                restore_own(training.steps, saved.document["optimizer"], extra)
+            _restore_around(training, saved, extra)
             _restore_modules(training, saved, extra)
             _restore_random(saved, rows, world)
         return decoded(saved.document["extra"], extra)
 
 
-def _opened(path: Path, world: World) -> _Saved:
-    found = world.broadcast_object(lambda: _described(path), "reading the checkpoint's document")
-    return replace(found, model=open_source(found.model, world), state=open_source(found.state, world))
-
-
-def _described(path: Path) -> _Saved:
-    """The training state at ``path``, or in what accelerate or the Trainer has made there."""
-    foreign = foreign_state(path)
-    if foreign is not None:
-        return _Saved(path, *foreign)
-    if not (path / MARKER).is_file():
-        path = state_in(path) or path
-    if not (path / MARKER).is_file():
-        for name in _WHOLE_OPTIMIZERS:
-            if (path / name).is_file():
-                raise CheckpointNotFoundError(
-                    f"{path / name} has the optimizer of all ranks in one pickle, which is not read in "
-                    "parts: resume once by what has saved it, and save by zerostart.save_state, or by "
-                    "accelerate with fsdp_state_dict_type: SHARDED_STATE_DICT; the weights alone can be "
-                    "loaded (zerostart.load)"
-                )
-        raise CheckpointNotFoundError(
-            f"{path} is no complete training checkpoint: {MARKER} is not there, which zerostart.save_state "
-            "writes last"
-        )
-    document = read_json(path / MARKER, "training state")
-    version = document.get("format")
-    if not isinstance(version, int) or version > FORMAT:
-        raise CheckpointError(
-            f"{path / MARKER} has the format {version!r}, and this zerostart knows formats up to {FORMAT}; "
-            "update zerostart"
-        )
-    check_unchanged(path, MODEL, document.get(SAVED_AT))
-    document, (weights, state) = open_saved_state(path, (MODEL, STATE))
-    return _Saved(path, document, weights, state)
-
-
-def _check_names(training: Training, saved: _Saved) -> None:
+def _check_names(training: Training, saved: Saved) -> None:
     """Raise CoverageError unless the checkpoint has the model's tensors, with their shapes."""
     places = training.places
     shapes = {name: shard.layout.shape for name, shard in places.shards.items()}
@@ -195,22 +138,32 @@ def _check_names(training: Training, saved: _Saved) -> None:
         )
 
 
-def _check_optimizers(training: Training, saved: _Saved) -> None:
+def _check_optimizers(training: Training, saved: Saved, world: World) -> None:
     """Raise unless what steps now can go on with what was saved, before anything is changed."""
     document = saved.document["optimizer"]
     if training.steps and not document:
         raise ConfigError(f"{saved.path} was saved without an optimizer; leave optimizer out")
     for optimizer in {id(step.optimizer): step.optimizer for step in training.steps}.values():
         check_rule(optimizer, document)
+    if training.engine is not None and "window" in saved.document["engine"]:
+        deepspeed.check_window(training.engine, saved.document["engine"]["window"])
+    before, now = saved.document["engine"].get("accumulation"), training.accumulation
+    if None not in (before, now) and before != now and _with_gradients(saved):
+        raise ConfigError(
+            f"{saved.path} was saved in the middle of a window of gradient_accumulation_steps={before}, and "
+            f"accelerate has {now}: resume with {before}, or save after a step of the optimizer"
+        )
+    check_own(training.steps, document)
+    check_local(training.steps, training.places, training.engine is None, document, world)
 
 
-def _name(name: str, saved: _Saved) -> str:
+def _name(name: str, saved: Saved) -> str:
     """The name under which the checkpoint has a tensor, which may be tied there."""
     found: str = name if name in saved.model.weights else saved.document["ties"].get(name, name)
     return found
 
 
-def _parameters(training: Training, saved: _Saved, world: World) -> list[_Wanted]:
+def _parameters(training: Training, saved: Saved, world: World) -> list[_Wanted]:
     """Parameters, those of more bits than were saved from their masters, and buffers."""
     wanted: list[_Wanted] = []
     for name, shard in training.places.shards.items():
@@ -223,7 +176,7 @@ def _parameters(training: Training, saved: _Saved, world: World) -> list[_Wanted
     return wanted
 
 
-def _beside(beside: Sequence[Kept], saved: _Saved) -> list[_Wanted]:
+def _beside(beside: Sequence[Kept], saved: Saved) -> list[_Wanted]:
     for kept in beside:
         if f"{kept.key}/{kept.name}" not in saved.state.weights:
             raise CheckpointError(
@@ -233,7 +186,7 @@ def _beside(beside: Sequence[Kept], saved: _Saved) -> list[_Wanted]:
     return [(f"{kept.key}/{kept.name}", kept.shard.layout, kept.shard.storage) for kept in beside]
 
 
-def _source(name: str, dtype: torch.dtype, saved: _Saved) -> str:
+def _source(name: str, dtype: torch.dtype, saved: Saved) -> str:
     """What a parameter or a master is restored from: what was saved in its dtype, else the master."""
     name = _name(name, saved)
     master = f"master/{name}"
@@ -273,7 +226,7 @@ def planned_reads(catalog: Catalog, wanted: Iterable[_Wanted]) -> tuple[Plan, li
     return join(catalog, parts, PlanOptions(tuning.chunk_size)), storages, tuning
 
 
-def _masters(training: Training, saved: _Saved) -> list[_Wanted]:
+def _masters(training: Training, saved: Saved) -> list[_Wanted]:
     places = training.places
     return [
         (_source(kept.name, kept.shard.storage.dtype, saved), kept.shard.layout, kept.shard.storage)
@@ -283,7 +236,7 @@ def _masters(training: Training, saved: _Saved) -> list[_Wanted]:
     ]
 
 
-def _moments(training: Training, saved: _Saved) -> list[_Wanted]:
+def _moments(training: Training, saved: Saved, world: World) -> list[_Wanted]:
     """What the optimizer keeps, and gradients, for which room is made; its groups get their settings."""
     places, steps = training.places, training.steps
     if not steps:
@@ -292,6 +245,8 @@ def _moments(training: Training, saved: _Saved) -> list[_Wanted]:
     restore_groups(steps, places, document)
     moments = restored_moments(steps, places, document, saved.stored)
     wanted = [(f"optimizer/{k.key}/{k.name}", k.shard.layout, k.shard.storage) for k in moments]
+    local = restored_local(steps, places, document, world)
+    wanted += [(shard.name, shard.layout, shard.storage) for shard in local]
     gradients = _gradients(training, saved)
     return wanted + [(f"gradient/{k.name}", k.shard.layout, k.shard.storage) for k in gradients]
 
@@ -300,12 +255,12 @@ def _same_memory(a: Shard, b: Shard) -> bool:
     return a.storage.dtype == b.storage.dtype and a.storage.data_ptr() == b.storage.data_ptr()
 
 
-def _gradients(training: Training, saved: _Saved) -> list[Kept]:
+def _gradients(training: Training, saved: Saved) -> list[Kept]:
     """Room for the gradients that were saved; those that were not are none.
 
     Raises ConfigError for a window that another kind of engine has to end.
     """
-    having = {name.partition("/")[2] for name in saved.state.weights if name.startswith("gradient/")}
+    having = _with_gradients(saved)
     shards = training.places.shards
     engine, found = training.engine, saved.document["engine"]
     if engine is not None or "window" in found:
@@ -331,7 +286,12 @@ def _gradients(training: Training, saved: _Saved) -> list[Kept]:
     return kept
 
 
-def _extra(saved: _Saved) -> dict[str, torch.Tensor]:
+def _with_gradients(saved: Saved) -> set[str]:
+    """The parameters whose gradients were saved."""
+    return {name.partition("/")[2] for name in saved.state.weights if name.startswith("gradient/")}
+
+
+def _extra(saved: Saved) -> dict[str, torch.Tensor]:
     """Room for the tensors of ``extra`` and of what the engine keeps, whole on every rank."""
     kept = _OF_PARAMETERS | set(saved.document.get("beside", ()))
     return {
@@ -342,7 +302,7 @@ def _extra(saved: _Saved) -> dict[str, torch.Tensor]:
 
 
 def _restore_engine(
-    training: Training, saved: _Saved, tensors: Mapping[str, torch.Tensor], gradients: bool
+    training: Training, saved: Saved, tensors: Mapping[str, torch.Tensor], gradients: bool
 ) -> None:
     found = saved.document["engine"]
     if training.engine is None:
@@ -358,7 +318,16 @@ def _restore_engine(
         training.scheduler.load_state_dict(decoded(found["schedule"], tensors))
 
 
-def _restore_modules(training: Training, saved: _Saved, tensors: Mapping[str, torch.Tensor]) -> None:
+def _restore_around(training: Training, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give buffers of what is around the model their values; what is not around it now has none."""
+    values = decoded(saved.document.get("around", {}), tensors)
+    for name, buffer in training.places.around.items():
+        if name in values:
+            with torch.no_grad():
+                buffer.copy_(values[name])
+
+
+def _restore_modules(training: Training, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
     """Hand modules what they kept beside tensors."""
     modules = {plain_name(name): module for name, module in training.places.module.named_modules()}
     for name, state in saved.document.get("modules", {}).items():
@@ -369,21 +338,21 @@ def _restore_modules(training: Training, saved: _Saved, tensors: Mapping[str, to
         modules[name].set_extra_state(decoded(state, tensors))
 
 
-def _random_rows(saved: _Saved) -> dict[str, torch.Tensor]:
+def _random_rows(saved: Saved) -> dict[str, torch.Tensor]:
     """Room for the random states that were saved of the generators that are here, by their names there."""
     found = {f"random/{name}": now for name, now in random_rows().items()}
     stored = {name: saved.state.weights[name].shape[1] for name in found if name in saved.state.weights}
     return {name: torch.empty_like(now) for name, now in found.items() if stored.get(name) == now.numel()}
 
 
-def _row(saved: _Saved, name: str, world: World) -> Layout:
+def _row(saved: Saved, name: str, world: World) -> Layout:
     """Where this rank's row of the random states lies; with another number of ranks the first one."""
     shape = saved.state.weights[name].shape
     same = saved.document["world_size"] == world.size
     return dimension_shard(shape, 0, world.rank if same else 0, shape[0])
 
 
-def _restore_random(saved: _Saved, rows: Mapping[str, torch.Tensor], world: World) -> None:
+def _restore_random(saved: Saved, rows: Mapping[str, torch.Tensor], world: World) -> None:
     """This rank's random states; with another number of ranks, new ones out of the saved and the rank."""
     if "random/torch" not in rows:
         return

@@ -20,6 +20,7 @@ from zerostart.checkpoint.catalog import (
 from zerostart.checkpoint.formats.pipeline import components
 from zerostart.checkpoint.manifest import MARKERS
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.pending import wait_for
 from zerostart.checkpoint.source import open_catalog, open_saved_state, resolve_source
 from zerostart.checkpoint.storage import Reader, storage_at
 from zerostart.layout.flat import flat_run
@@ -36,6 +37,7 @@ _STATE, MODEL = MARKERS[1], "model"
 
 def is_state(source: str | os.PathLike[str]) -> bool:
     """Whether ``source`` is a directory of ``save_state``."""
+    wait_for(source)
     return (expanded(source) / _STATE).is_file()
 
 

@@ -9,6 +9,7 @@ in ``state.json``.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,8 @@ from zerostart.errors import ConfigError
 from zerostart.layout import dimension_shard
 from zerostart.loading.record import record_of
 from zerostart.recipe import spelling
+from zerostart.state.local_states import LOCAL, local_states
+from zerostart.state.optimizer_own import own_of
 from zerostart.state.optimizing import Kept, gradient_of, masters_of, moments_of, share_of, taken
 from zerostart.state.places import Places, places_of
 from zerostart.state.random_states import random_rows
@@ -30,7 +33,7 @@ from zerostart.state.values import encoded_whole
 from zerostart.state.writing import Entry, Outgoing, plain
 from zerostart.upstream import deepspeed_state as deepspeed
 from zerostart.upstream import deepspeed_steps
-from zerostart.upstream.stepped import Stepped, plain_steps
+from zerostart.upstream.stepped import Stepped, has_taken, is_watching, plain_steps, watch_steps
 from zerostart.upstream.torch_fsdp2 import has_unreduced
 
 __all__ = [
@@ -46,6 +49,8 @@ __all__ = [
     "placed_gradients",
     "training_of",
 ]
+
+logger = logging.getLogger("zerostart")
 
 #: The version of what is written here; a reader knows this one and those before.
 FORMAT = 1
@@ -63,6 +68,8 @@ class Training:
     engine: Any
     steps: list[Stepped]
     scaler: Any = None
+    #: Batches whose gradients accelerate adds up for one step; None where it does not say.
+    accumulation: int | None = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -90,14 +97,15 @@ def training_of(model: nn.Module, optimizer: Any, world: World) -> Training:
         return Training(places_of(model, world), engine, deepspeed_steps.steps_of(engine))
     deepspeed.check_engine_given(model.parameters())
     places = places_of(model, world)
-    scaler = getattr(optimizer, "scaler", None)
-    while optimizer is not None and isinstance(
-        inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer
-    ):
-        optimizer = inner  # accelerate's wrapper
+    scaler = accumulation = None
+    while type(optimizer).__module__.partition(".")[0] == "accelerate":  # its wrapper
+        scaler = getattr(optimizer, "scaler", None)
+        accumulation = getattr(getattr(optimizer, "gradient_state", None), "num_steps", None)
+        optimizer = optimizer.optimizer
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, and no torch optimizer")
-    return Training(places, None, plain_steps(optimizer) if optimizer is not None else [], scaler)
+    steps = plain_steps(optimizer) if optimizer is not None else []
+    return Training(places, None, steps, scaler, accumulation)
 
 
 @dataclass(frozen=True)
@@ -135,9 +143,12 @@ def collected(
     ``beside`` are further tensors that are kept for parameters. Raises ConfigError for what has no place in a
     checkpoint.
     """
+    known = is_watching()
+    watch_steps()
     training = training_of(model, optimizer, world)
     places = training.places
     check_restorable(places)
+    _tell_of_gradients(training, known, world)
     left_out = [] if frozen else [n for n, p in places.parameters.items() if not p.requires_grad]
     kept = places.shards.keys() - left_out
     shards = [replace(shard, name=name) for name, shard in places.shards.items() if name in kept]
@@ -149,7 +160,8 @@ def collected(
     ]
     stepped = frozenset([*kept, *(share.name for share in shares)])
     shares += [replace(k.shard, name=f"gradient/{k.name}") for k in gradients_of(training)]
-    shares += [replace(k.shard, name=f"{k.key}/{k.name}") for k in beside]
+    local, of_ranks = local_states(training.steps, places, training.engine is None, world)
+    shares += [*local, *(replace(k.shard, name=f"{k.key}/{k.name}") for k in beside)]
     shares += _random(world)
     tensors: dict[str, torch.Tensor] = {}
     document: dict[str, Any] = {
@@ -164,6 +176,11 @@ def collected(
         "engine": _engine(training, tensors),
         "extra": encoded_whole(extra, "extra", tensors),
     }
+    if own := own_of(training.steps, training.engine is None, tensors):
+        document["optimizer"]["own"] = own
+    if of_ranks:
+        document["optimizer"][LOCAL] = of_ranks
+    document["around"] = encoded_whole(places.around, "around", tensors)
     of_modules: dict[str, torch.Tensor] = {}
     document["modules"] = module_states(places.module, of_modules)
     shares += [first_rank_shard(name, tensor, world) for name, tensor in of_modules.items()]
@@ -171,6 +188,19 @@ def collected(
     return Content(
         _entries(shards), _entries(shares), document, tensors, places.module, _root(model), stepped
     )
+
+
+def _tell_of_gradients(training: Training, known: bool, world: World) -> None:
+    """Say so where nobody can tell whether a step has taken the gradients that are there."""
+    if not known and world.rank == 0 and training.engine is None and _has_gradients(training):
+        logger.warning(
+            "gradients are saved with the state, to be added to: whether a step has taken them is not known "
+            "of steps before the first call of zerostart; call zero_grad() before, if one has"
+        )
+
+
+def _has_gradients(training: Training) -> bool:
+    return any(parameter.grad is not None for parameter in training.parameters.values())
 
 
 def check_restorable(places: Places) -> None:
@@ -218,7 +248,8 @@ def _engine(training: Training, tensors: dict[str, torch.Tensor]) -> dict[str, A
     engine = training.engine
     if engine is None:
         scale = training.scaler.state_dict() if training.scaler is not None else None
-        return {"name": "torch", "scaler": encoded_whole(scale, "the gradient scaler", tensors)}
+        scale = encoded_whole(scale, "the gradient scaler", tensors)
+        return {"name": "torch", "scaler": scale, "accumulation": training.accumulation}
     found = {"name": "deepspeed", "stage": deepspeed.engine_stage(engine), **deepspeed.counters(engine)}
     if deepspeed.is_window_open(engine):
         found["window"] = deepspeed.window(engine)
@@ -241,8 +272,11 @@ def gradients_of(training: Training) -> Iterator[Kept]:
             "FSDP2 holds gradients that are not yet reduced (set_requires_gradient_sync(False)): save after "
             "an optimizer step"
         )
-    for name, parameter in training.parameters.items():
-        if isinstance(parameter.grad, DTensor) or (parameter.grad is not None and places.alone):
+    having = {n: p for n, p in training.parameters.items() if p.grad is not None}
+    if having and all(p.grad is not None and has_taken(p.grad) for p in having.values()):
+        return  # between step() and zero_grad(): nothing is to be added to them
+    for name, parameter in having.items():
+        if isinstance(parameter.grad, DTensor) or places.alone:
             yield gradient_of(name, parameter, places.shards[name])
 
 

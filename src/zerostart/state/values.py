@@ -1,7 +1,8 @@
 """JSON values with tensors in them: what a training checkpoint keeps beside its logical tensors.
 
 Tuples, counters, bytes, numbers that JSON lacks, dicts with keys that are no strings, and dicts that look
-like what is written here have a form of their own, so that a value comes back as it was. Nothing is pickled.
+like what is written here have a form of their own, as have the types in ``value_types``, so that a value
+comes back as it was. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -20,11 +22,12 @@ from torch.distributed.tensor import DTensor
 from zerostart.checkpoint.strict_json import MAX_JSON_BYTES, load_json
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.recipe import spelling, torch_dtype
+from zerostart.state.value_types import form_of, made, may_be_key
 
-__all__ = ["decoded", "dtype_of", "encoded", "encoded_whole"]
+__all__ = ["checksum", "decoded", "dtype_of", "encoded", "encoded_whole"]
 
 #: Keys of the forms; a dict with one of these keys is written as a list of its items.
-_TENSOR, _SCALAR, _TUPLE, _FLOAT, _ITEMS, _COUNTER, _BYTES = (
+_TENSOR, _SCALAR, _TUPLE, _FLOAT, _ITEMS, _COUNTER, _BYTES, _TYPE = (
     "$tensor",
     "$scalar",
     "$tuple",
@@ -32,8 +35,9 @@ _TENSOR, _SCALAR, _TUPLE, _FLOAT, _ITEMS, _COUNTER, _BYTES = (
     "$items",
     "$counter",
     "$bytes",
+    "$type",
 )
-_FORMS = (_TENSOR, _SCALAR, _TUPLE, _FLOAT, _ITEMS, _COUNTER, _BYTES)
+_FORMS = (_TENSOR, _SCALAR, _TUPLE, _FLOAT, _ITEMS, _COUNTER, _BYTES, _TYPE)
 #: Most bytes that one value takes in the document, which has to be read again.
 _MOST = MAX_JSON_BYTES // 4
 _REMEDY = "pass what describes it, such as its state_dict(), and build it again of that"
@@ -61,13 +65,23 @@ def encoded_whole(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> A
     return found
 
 
+def checksum(written: Any, tensors: Mapping[str, torch.Tensor]) -> int:
+    """A number that ranks have in common that have written the same, with the same ``tensors``."""
+    found = zlib.crc32(json.dumps(written, sort_keys=True).encode())
+    for name, tensor in tensors.items():
+        whole = tensor.cpu().contiguous().reshape(-1)
+        bits = torch.view_as_real(whole) if whole.is_complex() else whole
+        found = zlib.crc32(bits.view(torch.uint8).numpy().data, zlib.crc32(name.encode(), found))
+    return found
+
+
 def encoded(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     """``value`` as JSON; its tensors of one dimension or more are put into ``tensors``, named from ``where``.
 
     NumPy's numbers and those of enumerations become Python's. Raises ConfigError, naming the place, for what
     is no JSON value and no tensor.
     """
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and form_of(value) is None:
         value = value.item()
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -89,13 +103,19 @@ def encoded(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
             return {_COUNTER: items}
         plain = all(isinstance(key, str) and key not in _FORMS for key in value)
         return dict(items) if plain else {_ITEMS: items}
+    if (form := form_of(value)) is not None:
+        try:
+            simpler = form.simpler(value, lambda one: encoded(one, where, {}))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        return {_TYPE: form.name, "of": encoded(simpler, where, tensors)}
     raise ConfigError(f"{where} is a {type(value).__name__}, which is no JSON value and no tensor: {_REMEDY}")
 
 
 def _is_key(key: Any) -> bool:
     if type(key) is tuple:
         return all(_is_key(part) for part in key)
-    return key is None or isinstance(key, (bool, str)) or type(key) in (int, float)
+    return key is None or isinstance(key, (bool, str)) or type(key) in (int, float) or may_be_key(key)
 
 
 def _tensor(value: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -134,6 +154,8 @@ def decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return base64.b64decode(value[_BYTES])
     if _COUNTER in value:
         return Counter({decoded(k, {}): decoded(v, tensors) for k, v in value[_COUNTER]})
+    if _TYPE in value:
+        return made(value[_TYPE], decoded(value["of"], tensors))
     items = value[_ITEMS] if _ITEMS in value else value.items()
     return {decoded(k, {}): decoded(v, tensors) for k, v in items}
 

@@ -55,8 +55,9 @@ def save_state(
         extra: any JSON value with tensors in it, the same on all ranks; of other objects pass what describes
             them, such as ``scheduler.state_dict()``.
         wait: if False, return when the shares are copied to host memory, and write them in the background; an
-            error is then told by ``wait()`` of what is returned, or by the next save. Keep the process group
-            until then.
+            error is then told by ``wait()`` of what is returned, or by the next save. Whoever loads, verifies
+            or compares ``path`` in this process, or destroys the process group, waits for it; a process that
+            ends before anybody was told of an error ends with exit code 1.
         copy_later: with ``wait=False``, copy parameters, masters and states of the optimizer that lie in host
             memory in the background too; the next step of a torch optimizer waits for it. Nothing else may
             change them before that, or before ``settle()`` of what is returned; changes are noticed by one
@@ -221,9 +222,14 @@ def verify(path: str | os.PathLike[str]) -> Verified:
         2
     """
     check_arguments(verify, locals(), collective=False)
+    from zerostart.checkpoint.pending import wait_for
     from zerostart.checkpoint.verifying import verify as verify_path
+    from zerostart.state.document import check_document
 
-    return verify_path(path)
+    wait_for(path)
+    verified = verify_path(path)
+    check_document(path)
+    return verified
 
 
 def diff(a: Comparable, b: Comparable) -> Difference:

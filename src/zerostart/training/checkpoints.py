@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError
 from zerostart.state.background import Saving
 from zerostart.state.checkpointing import save_state
+from zerostart.state.document import read_document
 from zerostart.state.keeping import complete, prune
 from zerostart.state.optimizing import Kept
 from zerostart.state.resuming import load_state
@@ -190,7 +190,7 @@ class Checkpoints:
 
 def _extra(path: Path) -> Any:
     """What ``save`` has put into a checkpoint, which has no tensors in it."""
-    extra = read_json(path / MARKER, "training state").get("extra")
+    extra = read_document(path / MARKER)["extra"]
     if not of_a_run(extra):
         raise ConfigError(f"resume: {path} was not saved by a run of zerostart train; name one that was")
     return decoded(extra, {})

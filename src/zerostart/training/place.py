@@ -16,7 +16,7 @@ from zerostart.checkpoint.durable import sync_directory
 from zerostart.checkpoint.manifest import MARKER as MODEL_MARKER
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.source import resolve_source
-from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.keeping import complete
@@ -172,7 +172,7 @@ def _is_a_runs(entry: Path) -> bool:
     if not (entry / MARKER).is_file():
         return False
     try:
-        return of_a_run(read_json(entry / MARKER, "training state").get("extra"))
+        return of_a_run(read_json(entry / MARKER, "training state", MAX_DOCUMENT_BYTES).get("extra"))
     except CheckpointError:
         return _STEP.fullmatch(entry.name) is not None
 

@@ -18,6 +18,7 @@ from zerostart.upstream.versions import DEEPSPEED
 __all__ = [
     "TOUCHED",
     "check_engine_given",
+    "check_window",
     "counters",
     "drop_gathered",
     "engine_of",
@@ -190,7 +191,18 @@ def window(engine: Any) -> dict[str, Any]:
         "micro_step_id": wrapper.micro_step_id,
         "epilogue_ran": wrapper._epilogue_ran_this_backward,
         "unmanaged": engine._unmanaged_backward_count,
+        "accumulation": engine.gradient_accumulation_steps(),
     }
+
+
+def check_window(engine: Any, found: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a window of another number of batches than this engine puts into one."""
+    before, now = found.get("accumulation"), engine.gradient_accumulation_steps()
+    if before not in (None, now):
+        raise ConfigError(
+            f"the state was saved in the middle of a window of gradient_accumulation_steps={before}, and the "
+            f"engine has {now}: resume with {before}, or save after a step of the optimizer"
+        )
 
 
 def set_window(engine: Any, found: Mapping[str, Any]) -> None:

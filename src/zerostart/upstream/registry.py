@@ -44,6 +44,7 @@ class Lasts(StrEnum):
     LOAD = "the load"
     OPTIMIZER = "the optimizer"
     MODEL = "the loaded model"
+    SAVE = "a save in the background"
 
 
 class Otherwise(StrEnum):

@@ -7,8 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["Member", "Stepped", "computes", "plain_steps", "rule_of"]
+__all__ = [
+    "Member",
+    "Stepped",
+    "computes",
+    "has_taken",
+    "is_watching",
+    "plain_steps",
+    "rule_of",
+    "watch_steps",
+]
+
+#: On a gradient that a step has taken: how often its memory had been written to by then.
+_ATTRIBUTE = "_zerostart_taken"
+_watching: list[Any] = []
 
 #: Classes of DeepSpeed's that step by the rule of another, with the same states under the same keys.
 _SAME = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "FusedLion": "Lion", "DeepSpeedCPULion": "Lion"}
@@ -56,6 +71,34 @@ def plain_steps(optimizer: torch.optim.Optimizer) -> list[Stepped]:
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     ]
+
+
+def watch_steps() -> None:
+    """Have gradients remember from now on which step has taken them; once is enough."""
+    if not _watching:
+        _watching.append(register_optimizer_step_post_hook(_note_taken))
+
+
+def is_watching() -> bool:
+    """Whether gradients have been remembering it before ``watch_steps`` is called next."""
+    return bool(_watching)
+
+
+def _note_taken(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                setattr(parameter.grad, _ATTRIBUTE, _version(parameter.grad))
+
+
+def has_taken(gradient: torch.Tensor) -> bool:
+    """Whether a step has taken ``gradient``, which nobody has added to since."""
+    return getattr(gradient, _ATTRIBUTE, None) == _version(gradient)
+
+
+def _version(gradient: torch.Tensor) -> int:
+    with torch.no_grad():  # else it is a view, made for autograd
+        return int((gradient.to_local() if isinstance(gradient, DTensor) else gradient)._version)
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> str:

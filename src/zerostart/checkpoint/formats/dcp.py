@@ -25,6 +25,8 @@ from zerostart.errors import CheckpointError
 __all__ = ["is_dcp", "read_dcp"]
 
 METADATA = ".metadata"
+#: What names of an optimizer begin with that was saved with ``flatten_optimizer_state_dict=True``.
+_FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
 #: A box takes about 300 bytes: enough for ten million of them.
 MAX_METADATA_BYTES = 1 << 32
 
@@ -65,14 +67,26 @@ def read_dcp(directory: Path, files: PartFiles) -> Found:
 def _add_groups(value: Made, pickled: Mapping[str, Any], found: Found) -> None:
     """Parameter groups out of entries ``optim.param_groups.0.lr`` and so on."""
     groups: dict[Any, dict[str, Any]] = {}
+    alone: dict[str, dict[str, Any]] = {}
     for key, item in pickled.items():
         route = _route(_routes(value).get(key), key)
         if len(route) == 4 and route[1] == "param_groups":
             groups.setdefault(route[2], {})[route[3]] = item
+        elif len(route) == 2 and (flat := _flat(route[1], _FLAT_GROUPS)) is not None:
+            alone.setdefault(flat[0], {})[flat[1]] = item
+        elif len(route) == 2 and type(item) in (int, float) and (flat := _flat(route[1], _FLAT_STATE)):
+            found.numbers.setdefault(flat[1], {})[flat[0]] = item
+    found.groups += [Group(settings, (name,)) for name, settings in alone.items()]
     for group in groups.values():
         names = group.pop("params", None)
         if type(names) is list:
             found.groups.append(Group(group, tuple(map(str, names))))
+
+
+def _flat(name: str, kind: str) -> tuple[str, str] | None:
+    """The parameter and the key of an entry of an optimizer that was saved flat; None for any other."""
+    parameter, _, key = name.removeprefix(kind).rpartition(".")
+    return (parameter, key) if name.startswith(kind) and parameter else None
 
 
 #: Shape, dtype and the origins of the boxes of a tensor.
@@ -177,6 +191,8 @@ def _names(described: Mapping[str, Described], value: Made, path: Path) -> dict[
             out[key] = route[0]
         elif len(route) == 4 and route[1] == "state":
             out[key] = f"{route[3]}{STATE}{route[2]}"
+        elif len(route) == 2 and (flat := _flat(route[1], _FLAT_STATE)) is not None:
+            out[key] = f"{flat[1]}{STATE}{flat[0]}"
     if not out:
         raise CheckpointError(
             f"{path}: no weights at the top nor under {', '.join(WRAPPERS)}; it holds "

@@ -64,6 +64,11 @@ def read_zero(directory: Path, files: PartFiles) -> Found:
                 f"{rank.path}: holds {rank.kinds} (states and groups of parameters), and {first.path} "
                 f"{first.kinds}: those of two jobs, or of two moments, are mixed"
             )
+        if (step := rank.base.step(files)) != (other := first.base.step(files)):
+            raise CheckpointError(
+                f"{rank.path} is of step {step:g} and {first.path} of step {other:g}: files of two moments "
+                "are mixed; take a checkpoint that is whole"
+            )
         for buffers in rank.buffers.values():
             found.add(buffers)
     runs = _partitioned(states, ranks) if first.partitioned else _flat(states, ranks)
@@ -99,6 +104,15 @@ class Base:
             held = []
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         return cls(held, [g for _, g in numbers], settings, place)
+
+    def step(self, files: PartFiles) -> float:
+        """The step of the optimizer that the first buffer had taken, 0 where it does not say."""
+        value = self.held[0].get("step") if self.held else None
+        if value is None and self.settings:
+            value = self.settings[0].get("step")
+        if type(value) is StoredTensor and value.shape == ():
+            value = files.number(self.place("step", value))
+        return float(value) if isinstance(value, int | float) else 0.0
 
     def like(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[StoredTensor]]:
         """The states that lie as the masters do, which have the ``shapes``, by name."""

@@ -94,6 +94,12 @@ def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
         _refuse_experts(value, path)
         found.append((value, place, path))
     value, place, path = found[0]
+    for other, _, beside in found[1:]:
+        if other.get("global_steps") != value.get("global_steps"):
+            raise CheckpointError(
+                f"{beside} and {path} say different global_steps: files of two moments are mixed; take a "
+                "checkpoint that is whole"
+            )
     module, shapes = value["module"], value.get("param_shapes")
     if type(shapes) is not list:
         raise CheckpointError(f"{path}: does not say which parameters it has (param_shapes); {INSTEAD}")

@@ -25,7 +25,7 @@ from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, replicated
 
-__all__ = ["FSDP2Shards", "current_shards"]
+__all__ = ["FSDP2Shards", "current_shards", "reshard"]
 
 
 class FSDP2Shards:
@@ -80,14 +80,19 @@ class FSDP2Shards:
         return 0
 
 
-def current_shards(model: nn.Module) -> dict[str, Shard]:
-    """The FSDP2 shards of ``model`` as they are now; parameters that a forward left gathered are resharded.
+def reshard(model: nn.Module) -> None:
+    """Have every unit of ``model`` hold its shards: a root, or all below stage 3, keep what they gathered.
 
-    Else a root that is kept gathered would show its copy in the compute dtype, and not what is trained.
+    Gathered parameters are other objects, in the compute dtype, than what is trained.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def current_shards(model: nn.Module) -> dict[str, Shard]:
+    """The FSDP2 shards of ``model`` as they are now, resharded where a forward left them gathered."""
+    reshard(model)
     shards = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor):

@@ -60,6 +60,13 @@ class FSDP2(Engine):
         return "FSDP2" if zero_stage == 3 else f"FSDP2 as ZeRO-{zero_stage}"
 
     @classmethod
+    def put_to_rest(cls, model: nn.Module) -> None:
+        """See ``Engine``: units that were not resharded after their forward."""
+        from zerostart.engines.fsdp2.engine import reshard
+
+        reshard(model)
+
+    @classmethod
     def found(cls, model: nn.Module, world: World) -> dict[str, Shard]:
         """See ``Engine``: DTensors. Raises EngineError for a mesh that is not of all ranks."""
         from zerostart.engines.fsdp2.engine import current_shards

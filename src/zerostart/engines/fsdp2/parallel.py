@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.fsdp2.blocks import blocks_of
+from zerostart.engines.fsdp2.engine import reshard
 from zerostart.engines.fsdp2.layouts import MeshShares
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.storage import arena_of, give_storage
@@ -131,9 +132,7 @@ def parallel_shards(
     model: nn.Module, settings: FSDP2Settings, parallelism: Parallelism, rank: int
 ) -> dict[str, Shard]:
     """The shards of ``model`` as they are now; parameters that a forward left gathered are resharded."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(model)
     names = loaded_names(model)
     # A tied parameter lies as its first name says.
     found = {

@@ -1,0 +1,40 @@
+"""Directories that threads of this process are still publishing: who reads one of them waits for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from zerostart.checkpoint.paths import expanded
+
+__all__ = ["is_same", "note_pending", "wait_for"]
+
+#: The real path of a directory, and the thread at whose end it is there, or will never be.
+_pending: list[tuple[Path, threading.Thread]] = []
+
+
+def note_pending(path: Path, thread: threading.Thread) -> None:
+    """Have those who read ``path``, or something in it or around it, wait for the end of ``thread``."""
+    _pending[:] = [item for item in _pending if item[1].is_alive()]
+    _pending.append((_real(path), thread))
+
+
+def wait_for(path: str | os.PathLike[str]) -> None:
+    """Return when nothing in this process is publishing ``path``, a part of it, or what it is a part of."""
+    if not _pending:
+        return
+    place = _real(path)
+    for other, thread in list(_pending):
+        near = place == other or place in other.parents or other in place.parents
+        if near and thread is not threading.current_thread():
+            thread.join()
+
+
+def is_same(one: Path, other: Path) -> bool:
+    """Whether two paths are one place, by whatever links."""
+    return _real(one) == _real(other)
+
+
+def _real(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.realpath(expanded(path)))

@@ -1,0 +1,185 @@
+"""The document of a training state: digested, whole or refused by name, within what can be read again."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerostart
+from zerostart.errors import CheckpointError, ConfigError, VerifyError
+from zerostart.state import document
+
+
+def saved(place: Path) -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    zerostart.save_state(place, model, torch.optim.SGD(model.parameters(), lr=0.1), extra={"step": 3})
+    read: dict[str, Any] = json.loads((place / "state.json").read_text())
+    return read
+
+
+def load(place: Path) -> Any:
+    model = nn.Linear(2, 2)
+    return zerostart.load_state(place, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_document_that_was_changed_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "state"
+    read = saved(place)
+    for name in read.keys() - {"files", "format"}:
+        changed = {key: value for key, value in read.items() if key != name}
+        (place / "state.json").write_text(json.dumps(changed))
+        if name == "seal":
+            assert load(place) == {"step": 3}  # as of a version that had none
+        else:
+            with pytest.raises(CheckpointError, match=r"state\.json has no entry '?" + name):
+                load(place)
+    (place / "state.json").write_text(json.dumps({**read, "extra": {"step": 4}}))
+    with pytest.raises(CheckpointError, match=r"state\.json is not what was written"):
+        load(place)
+    with pytest.raises(VerifyError, match=r"state\.json is not what was written"):
+        zerostart.verify(place)
+
+
+@pytest.mark.parametrize("name", ["world_size", "ties", "left_out", "optimizer", "engine", "extra"])
+def test_an_older_document_without_a_field_is_refused(tmp_path: Path, name: str) -> None:
+    place = tmp_path / "state"
+    read = saved(place)
+    del read["seal"]
+    for changed in ({k: v for k, v in read.items() if k != name}, {**read, name: 1.5}):
+        if name == "extra" and name in changed:
+            continue  # which may be anything
+        (place / "state.json").write_text(json.dumps(changed))
+        with pytest.raises(CheckpointError, match=rf"state\.json has (no|another kind of) entry {name}"):
+            load(place)
+
+
+def test_a_document_too_large_is_refused_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = len(json.dumps(saved(tmp_path / "state")))
+    monkeypatch.setattr(document, "MAX_DOCUMENT_BYTES", size)
+    with pytest.raises(ConfigError, match="at most are read again"):
+        saved(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_many_parameters_are_saved_and_loaded(tmp_path: Path) -> None:
+    def made(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        name = "a_long_name_as_those_of_experts_in_blocks_of_a_large_model_have_it" * 2
+        model = nn.Module()
+        for number in range(160_000):
+            model.register_parameter(f"{name}_{number}", nn.Parameter(torch.full((1,), value)))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+
+    model, optimizer = made(1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(1)
+    optimizer.step()
+    optimizer.zero_grad()
+    zerostart.save_state(tmp_path / "state", model, optimizer)
+    assert (tmp_path / "state" / "state.json").stat().st_size > 100_000_000
+    other, resumed = made(0.0)
+    zerostart.load_state(tmp_path / "state", other, resumed)
+    assert torch.equal(torch.cat(list(other.parameters())), torch.cat(list(model.parameters())))
+    zerostart.verify(tmp_path / "state")
+
+
+def test_gradients_that_a_step_has_taken_are_not_added_again(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        nn.init.constant_(model.weight, 1.0)
+        nn.init.constant_(model.bias, 0.0)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def backward(model: nn.Module) -> None:
+        model(torch.ones(1, 2)).sum().backward()
+
+    saved(tmp_path / "first")  # from when on steps are known
+    model, optimizer = made()
+    backward(model)
+    zerostart.save_state(tmp_path / "window", model, optimizer)
+    optimizer.step()
+    zerostart.save_state(tmp_path / "stepped", model, optimizer)
+    backward(model)
+    zerostart.save_state(tmp_path / "added", model, optimizer)
+    for name, count in (("window", 1), ("stepped", 0), ("added", 2)):
+        other, resumed = made()
+        zerostart.load_state(tmp_path / name, other, resumed)
+        grad = next(other.parameters()).grad
+        assert count == (0 if grad is None else grad[0, 0].item()), name
+
+
+def test_a_wrong_generation_configuration_does_not_stop_a_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    model.generation_config.temperature = 0.5  # without do_sample
+    with caplog.at_level(logging.WARNING, "zerostart"):
+        zerostart.save_state(tmp_path / "state", model)
+    assert "without all of its configuration" in caplog.text
+    assert (tmp_path / "state" / "model" / "config.json").is_file()
+    zerostart.load_state(tmp_path / "state", model)
+
+
+def test_torchs_flat_optimizer_state_is_read(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    groups = [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[1].parameters(), "lr": 0.3}]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, states = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "flat", no_dist=True)
+    other = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    groups = [{"params": other[0].parameters()}, {"params": other[1].parameters()}]
+    resumed = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+    zerostart.load_state(tmp_path / "flat", other, resumed)
+    assert [group["lr"] for group in resumed.param_groups] == [0.2, 0.3]
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(optimizer.state[one]["momentum_buffer"], resumed.state[two]["momentum_buffer"])
+
+
+class AcceleratedOptimizer:
+    """A stand-in for accelerate's wrapper, which knows how many batches a window has."""
+
+    __module__ = "accelerate.optimizer"
+
+    def __init__(self, optimizer: torch.optim.Optimizer, batches: int) -> None:
+        self.optimizer = optimizer
+        self.gradient_state = SimpleNamespace(num_steps=batches)
+
+
+def test_a_window_of_accelerates_is_not_gone_on_with_in_another(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for open_window, name in ((False, "ended"), (True, "open")):
+        if open_window:
+            model(torch.ones(1, 2)).sum().backward()
+        accelerated: Any = AcceleratedOptimizer(optimizer, 2)
+        zerostart.save_state(tmp_path / name, model, accelerated)
+        zerostart.load_state(tmp_path / name, model, accelerated)
+        other: Any = AcceleratedOptimizer(optimizer, 4)
+        if open_window:
+            with pytest.raises(ConfigError, match="gradient_accumulation_steps=2, and accelerate has 4"):
+                zerostart.load_state(tmp_path / name, model, other)
+        else:
+            zerostart.load_state(tmp_path / name, model, other)
