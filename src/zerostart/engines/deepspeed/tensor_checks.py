@@ -31,8 +31,8 @@ def check_rules(
     wrong = next(_wrong(model, tried, plan, sliced), None)
     if wrong is not None:
         raise ConfigError(
-            f"tensor_parallel={size}: {type(model).__name__} would train wrong with the rules of "
-            f"engine_config['tensor_parallel'], which {wrong}; {REMEDY}"
+            f"tensor_parallel={size}: {type(model).__name__} would train wrong with the "
+            f"rules of tensors in engine_config, which {wrong}; {REMEDY}"
         )
 
 
@@ -40,7 +40,9 @@ def _wrong(
     model: nn.Module, tried: nn.Module, plan: Mapping[str, str], sliced: Collection[str]
 ) -> Iterator[str]:
     cut = {name.rpartition(".")[0] for name in sliced}
-    beside = {name.rpartition(".")[0] for name in cut} - {""}
+    # What gathers its result leaves what is beside it as it was.
+    partial = {name for name in cut if not getattr(tried.get_submodule(name), "gather_output", False)}
+    beside = {name.rpartition(".")[0] for name in partial} - {""}
     for name, module in model.named_modules():
         style = expand(plan, name, parameter=False)
         if style is None or name.rpartition(".")[0] not in beside:
@@ -51,7 +53,7 @@ def _wrong(
                 yield f"sum no gradients of {name}, which each rank runs on its own heads"
         elif style == "mla_kv_a_proj":
             yield f"sum no gradients behind {name}, of whose result each rank uses a part"
-        elif style in _GATHERED and name in cut and not _complete(model, became, name):
+        elif style in _GATHERED and name in partial and not _complete(model, became, name):
             yield f"cut {name}, and do not gather its result, which is used whole"
         elif isinstance(module, nn.Linear) and name not in cut and cut_of(style, name, 2) is not None:
             yield f"leave {name} whole, and cut what is beside it"
@@ -63,9 +65,7 @@ def _wrong(
 
 
 def _complete(model: nn.Module, became: Any, name: str) -> bool:
-    """Whether a cut layer gathers its result, or has fused parts that are cut each by itself."""
-    if getattr(became, "gather_output", False):
-        return True
+    """Whether a cut layer has fused parts that are cut each by itself."""
     if not type(became).__name__.startswith("SubParam"):
         return False
     heads, keys = _heads(model)

@@ -41,7 +41,8 @@ def tensor_cuts(
     what is shared otherwise. Raises ConfigError for a model that DeepSpeed does not cut, or in a way that
     leaves a rank without a part, and EngineError where it takes a parameter for one of another shape.
     """
-    kind, configured = type(model).__name__, any(section.get(key) for key in TENSOR_RULES)
+    kind = type(model).__name__
+    configured = given is not None or any(section.get(key) for key in TENSOR_RULES)
     check_structure(model, size)
     check_dropout(model, size)
     plan = library_of(model).parallel_rules(model, "tp")
