@@ -47,6 +47,7 @@ def claimed(config: TrainConfig, world: World) -> Iterator[Path]:
 
     def claim() -> Path:
         directory = expanded(config.output.directory).absolute()
+        _check_outside(config, directory)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             occupied = not all(_is_free(entry.name) for entry in directory.iterdir())
@@ -86,9 +87,28 @@ def _check_source(source: str, directory: Path) -> None:
         )
 
 
+def _check_outside(config: TrainConfig, directory: Path) -> None:
+    """Raise ConfigError for an output directory in one of data: what a run writes would be trained on."""
+    named = {} if config.media is None else {"media.source": [config.media.source]}
+    if config.data is not None:
+        given = config.data.source
+        named["data.source"] = [given] if isinstance(given, str) else given
+    place = Path(os.path.realpath(directory))
+    for key, sources in named.items():
+        for source in sources:
+            found = Path(os.path.realpath(expanded(source)))
+            if found.is_dir() and (found == place or found in place.parents):
+                raise ConfigError(
+                    f"output.directory {directory} lies in {key} {source}: what the run writes would be "
+                    f"read as "
+                    "data; name a directory beside it"
+                )
+
+
 def _goes_on(config: TrainConfig, directory: Path) -> bool:
     """Whether ``directory`` is that of a run which this one is to go on with."""
-    return config.resume == "auto" and (directory / METRICS).is_file()
+    auto = config.resume is not None and config.resume.path == "auto"
+    return auto and (directory / METRICS).is_file()
 
 
 @contextmanager
