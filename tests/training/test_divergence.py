@@ -137,3 +137,5 @@ def test_what_is_not_finite():
     model.bias.data[0] = torch.nan
     assert not is_finite(model, optimizer)
     assert is_finite(model.requires_grad_(False), None)
+    large = torch.nn.Parameter(torch.full((8,), 3e38))  # whose sum is not finite
+    assert is_finite(torch.nn.ParameterList([large]), None)

@@ -152,3 +152,31 @@ def test_what_is_trained_from_is_not_overwritten(source, output, values, tmp_pat
     given["output"]["directory"] = "base/run"
     with claimed(parse_config(given), ALONE):
         pass
+
+
+@pytest.mark.parametrize("section", ["data", "media"])
+def test_an_output_directory_within_the_data_is_refused(section, values, tmp_path):
+    """By whatever way it leads there; beside them it may be, and beside a table."""
+    given = values("model")
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    (tmp_path / "data" / "metadata.csv").write_text("image,prompt\n")
+    (tmp_path / "link").symlink_to(tmp_path / "data" / "deep")
+    if section == "media":
+        given["task"] = {"name": "flow-matching"}
+        del given["data"]
+        given["media"] = {}
+    source = str(tmp_path / "data")
+    given[section]["source"] = [source] if section == "data" else source
+    for inside in ("data", "data/out", "link/out"):
+        given["output"] = {"directory": str(tmp_path / inside)}
+        with (
+            pytest.raises(ConfigError, match=rf"output\.directory .* lies in {section}\.source"),
+            claimed(parse_config(given), ALONE),
+        ):
+            pass
+    assert not (tmp_path / "data" / "out").exists()
+    for beside, named in (("database", source), ("data/out", f"{source}/metadata.csv")):
+        given["output"] = {"directory": str(tmp_path / beside)}
+        given[section]["source"] = named
+        with claimed(parse_config(given), ALONE):
+            pass

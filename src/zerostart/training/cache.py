@@ -57,14 +57,15 @@ def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
         files = encoder_files(source, place, world)
         described = None if media is None else facts_of_media(media)
         facts = Facts(described, None if files is None else files.facts(), settings)
-        chosen = None
+        chosen = growth = None
+        if document is not None:
+            growth = None if media is None else _growth(place, media)
+            _check_fits(place, document["cache"], facts, growth)
         try:
             if document is None:
                 assert media is not None, "it was checked"
                 _make(place, Growth.of(media.keys, None), media, facts, source, texts, world)
             else:
-                growth = None if media is None else _growth(place, media)
-                _check_fits(place, document["cache"], facts, growth)
                 if growth is not None and media is not None and not growth.is_none:
                     chosen = _grow(place, growth, media, facts, source, texts, config, world)
                 there = world.broadcast_object(lambda: CachedItems(place).texts, "looking at the cache")

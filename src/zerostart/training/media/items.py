@@ -129,8 +129,8 @@ class MediaItems(Dataset[dict[str, Any]]):
 
     @property
     def known_rows(self) -> KnownRows:
-        """What is known of the rows by now."""
-        return KnownRows.of(self._described)
+        """What is known by now: of the rows, and where these are the first ones alone, of others."""
+        return KnownRows.of(self._described, self._known if self.config.items else KnownRows())
 
     @cached_property
     def _described(self) -> list[Described]:

@@ -21,10 +21,9 @@ class KnownRows:
     by_state: Mapping[bytes, bytes] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: Iterable[Described]) -> KnownRows:
-        """Of rows with the same names the last one counts."""
-        by_name: dict[bytes, bytes] = {}
-        by_state: dict[bytes, bytes] = {}
+    def of(cls, rows: Iterable[Described], before: KnownRows) -> KnownRows:
+        """What is known ``before``, and of ``rows``; of those with the same names the last one counts."""
+        by_name, by_state = dict(before.by_name), dict(before.by_state)
         for name, state, contents in rows:
             by_name[name] = contents
             by_state[state] = contents
