@@ -13,8 +13,9 @@ from ranks import run_ranks
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 from zerostart.state.keeping import complete
+from zerostart.state.values import encoded
 from zerostart.training.configuring import parse_config
-from zerostart.training.place import claimed, clear, set_aside
+from zerostart.training.place import claimed, clear, counts, set_aside
 
 __all__ = ["values"]
 
@@ -152,6 +153,21 @@ def test_what_is_trained_from_is_not_overwritten(source, output, values, tmp_pat
     given["output"]["directory"] = "base/run"
     with claimed(parse_config(given), ALONE):
         pass
+
+
+def test_checkpoints_of_before_that_ended_in_nan_do_not_count():
+    """What is saved now says that it is finite, whatever the loss of its last step was."""
+    run_of_before = {
+        "step": 3,
+        "schedule": {},
+        "sequences": 12,
+        "losses": encoded([2.0, float("nan")], "losses", {}),
+    }
+    assert not counts(run_of_before)
+    assert counts({**run_of_before, "losses": [2.0, 1.0]})
+    assert counts({**run_of_before, "losses": [2.0, None]})
+    assert counts({**run_of_before, "finite": True})
+    assert not counts({"losses": [2.0, 1.0]})
 
 
 @pytest.mark.parametrize("section", ["data", "media"])

@@ -24,7 +24,7 @@ from zerostart.state.training_state import MARKER
 from zerostart.state.values import decoded
 from zerostart.training.config import CheckpointConfig, TrainConfig
 from zerostart.training.course import ACCEPTED, DATA, departures
-from zerostart.training.place import FOLDER, of_a_run
+from zerostart.training.place import FOLDER, counts, of_a_run
 from zerostart.training.schedule import reschedule
 from zerostart.training.session import Session
 
@@ -60,7 +60,7 @@ def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
         if config.resume is None:
             return None
         if config.resume.path == "auto":
-            return next(reversed(complete(directory / FOLDER, of_a_run)), None)
+            return next(reversed(complete(directory / FOLDER, counts)), None)
         path = expanded(config.resume.path).absolute()
         if path not in complete(path.parent):
             raise ConfigError(f"resume: {path} is no complete checkpoint; write auto for the newest one")
@@ -126,6 +126,7 @@ class Checkpoints:
             "schedule": self._session.scheduler.state_dict(),
             "losses": [past.first_loss, past.last_loss],
             "held_out": [list(item) for item in past.held_out.items()],
+            "finite": True,  # or it would not be saved
             "ema": None if self._session.ema is None else self._session.ema.updates,
         }
         path = self._folder / f"step-{past.steps:08d}"
@@ -144,7 +145,7 @@ class Checkpoints:
         world = current_world()
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
-                prune(self._folder, self._config.keep, self._config.best, _how_good, of_a_run)
+                prune(self._folder, self._config.keep, self._config.best, _how_good, counts)
 
     def resume(self, path: Path) -> tuple[Past, Iterator[dict[str, torch.Tensor]]]:
         """Restore ``path``; gives what its run had seen, and the batches that come after; collective.

@@ -28,7 +28,7 @@ from zerostart.training.failures import Failures, untold
 from zerostart.training.finite import Divergence, is_finite
 from zerostart.training.inputs import read_inputs
 from zerostart.training.launcher import with_launched
-from zerostart.training.place import FOLDER, METRICS, claimed, clear, of_a_run, set_aside
+from zerostart.training.place import FOLDER, METRICS, claimed, clear, counts, set_aside
 from zerostart.training.progress import Display, Metrics, peak_memory_bytes, shown_loss
 from zerostart.training.samples.sampler import Sampler, open_sampler
 from zerostart.training.session import Session, check_surroundings, open_session
@@ -157,7 +157,7 @@ def _peers_named(directory: Path) -> Iterator[None]:
 
 
 def _saved_in(directory: Path) -> str:
-    found = complete(directory / FOLDER, of_a_run)
+    found = complete(directory / FOLDER, counts)
     return f"The last checkpoint is {found[-1]}: go on with resume=auto" if found else "Nothing was saved"
 
 
