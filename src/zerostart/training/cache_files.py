@@ -39,6 +39,7 @@ from zerostart.training.cached import (
     Kind,
     digest_of,
     items_file,
+    read_manifest,
     text_key,
 )
 from zerostart.training.growth import Growth
@@ -334,7 +335,7 @@ def _link_kept(publication: Publication, growth: Growth) -> dict[int, Entry]:
     if growth.cached is None:
         return {}
     place = growth.cached.directory
-    described = read_json(place / MARKER, "marker")["files"]
+    described = (read_manifest(place) or {})["files"]
     found = {row: growth.cached.entry(item) for row, item in enumerate(growth.kept) if item is not None}
     for name in sorted({items_file(entry.file) for entry in found.values()}):
         _linked(place / name, publication.directory / name)
