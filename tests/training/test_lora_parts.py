@@ -170,6 +170,26 @@ def test_files_that_are_gone_on_from(tmp_path: Path) -> None:
             start_from(refused, wanted, given, current_world())
 
 
+def test_a_checkpoint_of_a_run_is_gone_on_from(tmp_path: Path) -> None:
+    """By its directory or what is in it; a training state that says nothing of alpha is refused."""
+    model, config, names = adapted(alpha=4)
+    factors = {n: (torch.randn(2, 24), torch.randn(24, 2)) for n in names}
+    tensors = {f"{n}.lora_A.default.weight": factors[n][0] for n in names}
+    tensors |= {f"{n}.lora_B.default.weight": factors[n][1] for n in names}
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "state.json").write_text(json.dumps({"extra": {"course": {"lora.alpha": 8.0}}}))
+    for place in (".", "model", "model/model.safetensors"):
+        given = config.model_copy(update={"start_from": str(tmp_path / place)})
+        start_from(model, names, given, current_world())
+        for name in names:
+            delta = model.get_submodule(name).get_delta_weight("default")
+            torch.testing.assert_close(delta, factors[name][1] @ factors[name][0] * 4.0)
+    (tmp_path / "state.json").write_text(json.dumps({"extra": {"mine": 1}}))
+    with pytest.raises(ConfigError, match="is a training state that says nothing of alpha"):
+        start_from(model, names, given, current_world())
+
+
 @pytest.mark.parametrize(
     "rules",
     [

@@ -245,10 +245,8 @@ def test_resuming_on_the_same_ranks_is_exact(engine, checkpoints, given):
         assert_near(Path(resumed.directory, folder, "model.safetensors"), expected, 0)
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["checkpoint", *(pytest.param(form, marks=pytest.mark.slow) for form in ("peft", "diffusers", "model"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["checkpoint", "peft", "diffusers", "model"])
 def test_training_goes_on_from_a_lora_file(form, checkpoints, given):
     """Files of any format, and a run's own checkpoint, of another alpha, give the model that was saved."""
     path = checkpoints("qwen3")
