@@ -16,6 +16,7 @@ __all__ = [
     "ConfigError",
     "ConversionError",
     "CoverageError",
+    "DivergedError",
     "EngineError",
     "InsufficientMemoryError",
     "PeerError",
@@ -73,6 +74,10 @@ class InsufficientMemoryError(EngineError, MemoryError):
 
 class UnsupportedVersionError(ZerostartError, ImportError):
     """An installed library has a version, or a shape, that zerostart does not know."""
+
+
+class DivergedError(ZerostartError, FloatingPointError):
+    """What is trained is not made of finite numbers any more: a loss, a gradient norm, or the weights."""
 
 
 class PeerError(ZerostartError, RuntimeError):

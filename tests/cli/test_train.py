@@ -68,6 +68,19 @@ def test_two_local_ranks_from_checkpoint_to_checkpoint(config, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
 
 
+@pytest.mark.slow
+def test_a_run_that_diverges_exits_with_1(config, tmp_path):
+    """A rate with which weights are past every number after a step."""
+    rate = ("train.learning_rate=1e37", "train.schedule=constant", "train.steps=20", "train.max_grad_norm=0")
+    process = start("train", config, "--nproc", 2, "engine.name=fsdp2", "checkpoint.every=1", *rate)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert " is not finite on rank " in out
+    assert "train.patience_nonfinite is 3: the run has ended after step" in err
+    assert "trained after" not in out
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
 def test_joins_the_ranks_of_another_launcher_and_stops_cleanly(config, tmp_path):
     """As torchrun would start it; one Ctrl-C ends the run after a step, saves, and the exit code is 0."""
     import socket

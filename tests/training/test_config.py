@@ -115,6 +115,23 @@ def test_fsdp2_config(path):
         engine_config(load_config(path, ["engine.name=fsdp2", "engine.config={mesh: 1}"]), 2, None)
 
 
+def test_where_a_run_goes_on_from(path):
+    """A text is the path; a word more is added to whatever the file says."""
+    for overrides, expected in (
+        (["resume=auto"], ("auto", [])),
+        (["resume=auto", "resume.accept=[data, lr]"], ("auto", ["data", "lr"])),
+        (
+            ["resume.accept=[lr]", "resume=out/checkpoints/step-00000010"],
+            ("out/checkpoints/step-00000010", ["lr"]),
+        ),
+        (["resume.accept=[data]"], ("auto", ["data"])),
+    ):
+        found = load_config(path, overrides).resume
+        assert (found.path, found.accept) == expected
+    with pytest.raises(ConfigError, match=r"resume\.accept\.0: Input should be 'data' or 'lr', not 'seed'"):
+        load_config(path, ["resume.accept=[seed]"])
+
+
 def test_an_engine_of_somebody_else(path):
     config = load_config(path, ["engine.name=rows", "engine.config={depth: 2}", "model.dtype=bfloat16"])
     assert engine_config(config, 2, None) == {"depth": 2}

@@ -126,17 +126,25 @@ def test_files_that_are_gone_on_from(tmp_path: Path) -> None:
         "diffsynth": {"pipe.dit.{}.lora_A.default.weight": 0, "pipe.dit.{}.lora_B.default.weight": 1},
         "removed": {"{}.lora_A.default.weight": 0, "{}.lora_B.default.weight": 1},
         "older": {"diffusion_model.{}.lora_down.weight": 0, "diffusion_model.{}.lora_up.weight": 1},
+        "kohya": {"lora_unet_{}.lora_down.weight": 0, "lora_unet_{}.lora_up.weight": 1},
+        "configured": {"base_model.model.{}.lora_A.weight": 0, "base_model.model.{}.lora_B.weight": 1},
     }
     for kind, keys in files.items():
         shown = diffsynth if kind in ("diffsynth", "removed", "older") else {n: n for n in names}
+        if kind == "kohya":
+            shown = {n: n.replace(".", "_") for n in names}
         tensors = {key.format(shown[n]): factors[n][at] for n in names for key, at in keys.items()}
         if kind == "older":
             tensors |= {f"diffusion_model.{shown[n]}.alpha": torch.tensor(6.0) for n in names}
+        if kind == "kohya":
+            tensors |= {f"lora_unet_{shown[n]}.alpha": torch.tensor(1.0) for n in names}
         (tmp_path / kind).mkdir()
+        if kind == "configured":
+            (tmp_path / kind / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 5}))
         metadata = {"transformer.r": 2, "transformer.lora_alpha": 8}
         header = {"lora_adapter_metadata": json.dumps(metadata)} if kind == "diffusers" else None
         save_file(tensors, tmp_path / kind / "file.safetensors", header)
-        scaling = {"diffusers": 4.0, "older": 3.0}.get(kind, 1.0)
+        scaling = {"diffusers": 4.0, "older": 3.0, "kohya": 0.5, "configured": 2.5}.get(kind, 1.0)
         given = config.model_copy(update={"start_from": str(tmp_path / kind)})
         start_from(model, names, given, current_world())
         for name in names:
@@ -160,6 +168,26 @@ def test_files_that_are_gone_on_from(tmp_path: Path) -> None:
         given = how.model_copy(update={"start_from": str(tmp_path / file)})
         with pytest.raises(error, match=message):
             start_from(refused, wanted, given, current_world())
+
+
+def test_a_checkpoint_of_a_run_is_gone_on_from(tmp_path: Path) -> None:
+    """By its directory or what is in it; a training state that says nothing of alpha is refused."""
+    model, config, names = adapted(alpha=4)
+    factors = {n: (torch.randn(2, 24), torch.randn(24, 2)) for n in names}
+    tensors = {f"{n}.lora_A.default.weight": factors[n][0] for n in names}
+    tensors |= {f"{n}.lora_B.default.weight": factors[n][1] for n in names}
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "state.json").write_text(json.dumps({"extra": {"course": {"lora.alpha": 8.0}}}))
+    for place in (".", "model", "model/model.safetensors"):
+        given = config.model_copy(update={"start_from": str(tmp_path / place)})
+        start_from(model, names, given, current_world())
+        for name in names:
+            delta = model.get_submodule(name).get_delta_weight("default")
+            torch.testing.assert_close(delta, factors[name][1] @ factors[name][0] * 4.0)
+    (tmp_path / "state.json").write_text(json.dumps({"extra": {"mine": 1}}))
+    with pytest.raises(ConfigError, match="is a training state that says nothing of alpha"):
+        start_from(model, names, given, current_world())
 
 
 @pytest.mark.parametrize(

@@ -246,14 +246,16 @@ def test_resuming_on_the_same_ranks_is_exact(engine, checkpoints, given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["peft", "diffusers"])
+@pytest.mark.parametrize("form", ["checkpoint", "peft", "diffusers", "model"])
 def test_training_goes_on_from_a_lora_file(form, checkpoints, given):
-    """A file of either format, of another alpha, gives the model that it was saved of."""
+    """Files of any format, and a run's own checkpoint, of another alpha, give the model that was saved."""
     path = checkpoints("qwen3")
-    first = given(path, {"name": "fsdp2"}, "first", lora=LORA, output={"format": form})
-    out = Path(run_ranks(run, 2, first)[0].directory)
-    after = run_ranks(run, 1, given(path, {"name": "fsdp2"}, "none", 1, lora=LORA))[0].held_out[STEPS]
-    second = {**LORA, "alpha": 12, "start_from": str(out)}
+    inside = {"checkpoint": f"checkpoints/step-{STEPS:08d}", "model": f"checkpoints/step-{STEPS:08d}/model"}
+    more = {"checkpoint": {"every": STEPS}} if form in inside else {"output": {"format": form}}
+    first = given(path, {"name": "fsdp2"}, "first", lora=LORA, **more)
+    result = run_ranks(run, 2, first)[0]
+    after = result.held_out[STEPS]
+    second = {**LORA, "alpha": 12, "start_from": str(Path(result.directory, inside.get(form, "")))}
     going_on = given(path, {"name": "deepspeed"}, "second", lora=second)
     assert run_ranks(run, 2, going_on)[0].held_out[0] == pytest.approx(after, rel=1e-5)
 

@@ -326,3 +326,30 @@ def test_without_the_library_a_dataset_is_refused_by_name():
             ConfigError, match=r"media\.source hf:a/b is a dataset of Hugging Face.*pip install datasets"
         ):
             MediaItems(small("hf:a/b"))
+
+
+def test_what_a_directory_has_besides_is_told(folder, caplog):
+    """Extensions that it is not looked through for, with their number and a name."""
+    for name in ("a.avif", "b.AVIF", "c.heic", "d.jfif", "notes", ".hidden.heic"):
+        (folder / name).write_bytes(b"x")
+    for picture in ("china", "flower"):
+        (folder / f"{picture}.txt").write_text("text")
+    assert len(read_media(small(folder), ALONE)) == 2
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert (
+        "passed over are 2 .avif (a.avif), 1 .heic (c.heic), 1 .jfif (d.jfif), 1 no extension (notes):"
+        in told
+    )
+    assert "pictures are known by .jpg" in told
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl"])
+def test_a_row_without_its_text_is_refused_by_row(folder, form):
+    """An empty one is meant; one that is not there may be written otherwise."""
+    rows = [*ROWS, {"image": "china.jpg"}, {"image": "china.jpg", "Prompt": "a"}]
+    text = json.dumps(rows) if form == "json" else "\n".join(map(json.dumps, rows))
+    (folder / f"rows.{form}").write_text(text)
+    place = "entry" if form == "json" else "line"
+    with pytest.raises(ConfigError, match=rf"rows\.{form}, {place} 3: no 'prompt'; .*{place} 4: no 'prompt'"):
+        read_media(small(folder / f"rows.{form}"), ALONE)
+    assert len(read_media(small(folder / f"rows.{form}", prompt=None), ALONE)) == 4

@@ -13,8 +13,9 @@ from ranks import run_ranks
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 from zerostart.state.keeping import complete
+from zerostart.state.values import encoded
 from zerostart.training.configuring import parse_config
-from zerostart.training.place import claimed, clear, set_aside
+from zerostart.training.place import claimed, clear, counts, set_aside
 
 __all__ = ["values"]
 
@@ -152,3 +153,46 @@ def test_what_is_trained_from_is_not_overwritten(source, output, values, tmp_pat
     given["output"]["directory"] = "base/run"
     with claimed(parse_config(given), ALONE):
         pass
+
+
+def test_checkpoints_of_before_that_ended_in_nan_do_not_count():
+    """What is saved now says that it is finite, whatever the loss of its last step was."""
+    run_of_before = {
+        "step": 3,
+        "schedule": {},
+        "sequences": 12,
+        "losses": encoded([2.0, float("nan")], "losses", {}),
+    }
+    assert not counts(run_of_before)
+    assert counts({**run_of_before, "losses": [2.0, 1.0]})
+    assert counts({**run_of_before, "losses": [2.0, None]})
+    assert counts({**run_of_before, "finite": True})
+    assert not counts({"losses": [2.0, 1.0]})
+
+
+@pytest.mark.parametrize("section", ["data", "media"])
+def test_an_output_directory_within_the_data_is_refused(section, values, tmp_path):
+    """By whatever way it leads there; beside them it may be, and beside a table."""
+    given = values("model")
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    (tmp_path / "data" / "metadata.csv").write_text("image,prompt\n")
+    (tmp_path / "link").symlink_to(tmp_path / "data" / "deep")
+    if section == "media":
+        given["task"] = {"name": "flow-matching"}
+        del given["data"]
+        given["media"] = {}
+    source = str(tmp_path / "data")
+    given[section]["source"] = [source] if section == "data" else source
+    for inside in ("data", "data/out", "link/out"):
+        given["output"] = {"directory": str(tmp_path / inside)}
+        with (
+            pytest.raises(ConfigError, match=rf"output\.directory .* lies in {section}\.source"),
+            claimed(parse_config(given), ALONE),
+        ):
+            pass
+    assert not (tmp_path / "data" / "out").exists()
+    for beside, named in (("database", source), ("data/out", f"{source}/metadata.csv")):
+        given["output"] = {"directory": str(tmp_path / beside)}
+        given[section]["source"] = named
+        with claimed(parse_config(given), ALONE):
+            pass

@@ -96,6 +96,25 @@ def test_what_cannot_be_gone_on_with_is_named(checkpoints, values, tmp_path):
     assert "; train.seed was 42 and is 7. Put back what it was, or start anew" in message
 
 
+def test_a_run_goes_on_with_what_is_accepted(checkpoints, values):
+    """More data, more steps and another rate; the rates are those of the new schedule from there on."""
+    given = going_on(values(checkpoints("qwen3"), steps=4, schedule="linear"), every=2)
+    run_ranks(interrupted, 1, given, 3)
+    text = Path(given["data"]["source"])
+    text.write_text(text.read_text() + "another text, and another. " * 40)
+    given["train"] |= {"learning_rate": 5e-3, "steps": 6}
+    (message,) = run_ranks(refused, 1, given)
+    assert "train.learning_rate was 0.01 and is 0.005" in message
+    assert message.endswith("; resume.accept: [data, lr] goes on with it as it is now")
+    (message,) = run_ranks(refused, 1, given | {"resume": {"accept": ["lr"]}})
+    assert message.partition(": ")[2].startswith("it was trained on other data")
+    (result,) = run_ranks(run, 1, given | {"resume": {"path": "auto", "accept": ["data", "lr"]}})
+    rates = {entry["step"]: entry["learning_rate"] for entry in metrics(result) if "loss" in entry}
+    # After one step of warm-up straight down to zero, which a seventh step would have.
+    assert [rates[step] for step in (3, 4, 5, 6)] == pytest.approx([5e-3 * (7 - s) / 5 for s in (3, 4, 5, 6)])
+    assert (result.steps, rates[2]) == (6, pytest.approx(1e-2))
+
+
 #: What is trained, by how many; where it goes on, by how many; how near the losses are (0.0: the same bits).
 MOVES = [
     ({"name": "deepspeed"}, 2, {"name": "fsdp2"}, 1, 1e-5),

@@ -87,6 +87,8 @@ class Engine(abc.ABC):
     wraps: ClassVar[bool] = False
     #: The mixed precisions, as accelerate names them, in which it trains.
     precisions: ClassVar[tuple[str, ...]] = ("no", "bf16")
+    #: Whether an optimizer steps the parameters themselves, in their own dtype: there are no other masters.
+    steps_parameters: ClassVar[bool] = False
     #: The environment variable with which accelerate's launcher sets up this very engine, None for none.
     launched_by: ClassVar[str | None] = None
     #: The backend that accelerate must be told on hosts without an accelerator; None: ``cpu=True`` will do.

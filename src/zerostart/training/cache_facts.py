@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from zerostart.training.cache_config import CacheConfig
 if TYPE_CHECKING:
     from zerostart.training.media.items import MediaItems
 
-__all__ = ["Facts", "differences", "facts_of_media"]
+__all__ = ["Facts", "differences", "facts_of_media", "facts_of_rows"]
 
 #: The settings on which the numbers in a cache depend.
 _SETTINGS = ("dtype", "vae_dtype", "max_sequence_length", "posterior", "seed", "last_frame")
@@ -37,6 +38,11 @@ class Facts:
 def facts_of_media(media: MediaItems) -> dict[str, Any]:
     """How many items there are, and a digest of them and of how they are decoded."""
     return {"items": len(media), "digest": media.digest()}
+
+
+def facts_of_rows(keys: Sequence[bytes]) -> dict[str, Any]:
+    """The same of some rows alone."""
+    return {"items": len(keys), "digest": hashlib.blake2b(b"".join(keys), digest_size=16).hexdigest()}
 
 
 def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

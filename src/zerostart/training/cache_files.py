@@ -34,12 +34,14 @@ from zerostart.training.cached import (
     PROMPTS_FILE,
     VERSION,
     CachedItems,
+    Entry,
     Kind,
     digest_of,
     items_file,
     read_manifest,
     text_key,
 )
+from zerostart.training.growth import Growth
 from zerostart.training.locks import hold
 
 __all__ = ["Draft", "drafted", "items_of_a_file", "publish", "publish_prompts"]
@@ -60,11 +62,20 @@ def items_of_a_file(count: int, size: int, limit: int) -> int:
 
 @dataclass(frozen=True)
 class Draft:
-    """A cache that is being made, of ``count`` items, ``per_file`` of them in each file."""
+    """Items of a cache that are being made, ``per_file`` of them in each file; the first file is ``first``.
+
+    ``numbers`` are those that the items are drawn by.
+    """
 
     directory: Path
-    count: int
+    numbers: Sequence[int]
     per_file: int
+    first: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many items there are."""
+        return len(self.numbers)
 
     @property
     def files(self) -> int:
@@ -72,41 +83,56 @@ class Draft:
         return -(-self.count // self.per_file)
 
     def items(self, file: int) -> range:
-        """The numbers of the items of a file."""
+        """The places of a file's items among all that are made."""
         return range(file * self.per_file, min((file + 1) * self.per_file, self.count))
 
     def missing(self) -> list[int]:
         """The numbers of the files that are not there yet."""
         return [file for file in range(self.files) if not self._described(file).is_file()]
 
-    def write(self, file: int, items: Sequence[Tensors]) -> None:
-        """Write a file of items. Raises WriteError."""
-        named = {
-            f"{n:08d}.{key}": t
-            for n, item in zip(self.items(file), items, strict=True)
-            for key, t in item.items()
-        }
+    def name(self, file: int) -> int:
+        """The number in the name of a file."""
+        return self.first + file
+
+    def write(self, file: int, items: Sequence[Tensors | str]) -> None:
+        """Write a file of items; of one that there is none of, a text says why. Raises WriteError."""
+        numbers = [self.numbers[place] for place in self.items(file)]
+        made = [(n, item) for n, item in zip(numbers, items, strict=True) if not isinstance(item, str)]
+        named = {f"{n:08d}.{key}": t for n, item in made for key, t in item.items()}
         with told(
             self.directory, "what is complete of the cache stays: start again, and it goes on from there"
         ):
-            offsets, described = _write_tensors(self.directory / items_file(file), named)
+            offsets, described = _write_tensors(self.directory / items_file(self.name(file)), named)
             document = {
                 **described,
                 "items": [
-                    _described(f"{n:08d}.", item, offsets)
-                    for n, item in zip(self.items(file), items, strict=True)
+                    {"failed": item} if isinstance(item, str) else _described(f"{n:08d}.", item, offsets)
+                    for n, item in zip(numbers, items, strict=True)
                 ],
             }
-            part = self.directory / f"{items_file(file)}.json.part"
+            part = self.directory / f"{items_file(self.name(file))}.json.part"
             write_whole(self._described(file), json.dumps(document).encode(), part)
             sync_directory(self.directory)
+
+    def drop(self) -> None:
+        """Remove all of it."""
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def described(self, file: int) -> dict[str, Any]:
         """What ``write`` has noted of a file. Raises ReadError and CheckpointError."""
         return read_json(self._described(file), "description of a file of a cache")
 
     def _described(self, file: int) -> Path:
-        return self.directory / f"{items_file(file)}.json"
+        return self.directory / f"{items_file(self.name(file))}.json"
+
+    def failures(self) -> dict[int, str]:
+        """Why there are no items at these places, when all files are there. Raises as ``described`` does."""
+        return {
+            place: item["failed"]
+            for file in range(self.files)
+            for place, item in zip(self.items(file), self.described(file)["items"], strict=True)
+            if "failed" in item
+        }
 
 
 def _described(prefix: str, item: Tensors, offsets: Mapping[str, int]) -> dict[str, Any]:
@@ -155,10 +181,12 @@ def _write(handle: Any, data: memoryview) -> None:
 
 
 @contextlib.contextmanager
-def drafted(place: Path, plan: Mapping[str, Any], world: World) -> Iterator[tuple[Draft, bool]]:
-    """The draft of the cache at ``place``, and whether a killed run has left some of it; collective.
+def drafted(
+    place: Path, plan: Mapping[str, Any], numbers: Sequence[int], world: World
+) -> Iterator[tuple[Draft, bool]]:
+    """The draft of items of the cache at ``place``, and whether a killed run has left some; collective.
 
-    ``plan`` has all that its bytes follow from, with ``items`` and ``per_file``; what was made by another
+    ``plan`` has all that its bytes follow from, with ``per_file`` and ``first``; what was made by another
     one is removed. Inside no other process may have the draft. Raises WriteError, where one has it, too.
     """
     directory = _beside(place, "encoding")
@@ -180,7 +208,7 @@ def drafted(place: Path, plan: Mapping[str, Any], world: World) -> Iterator[tupl
 
     with stack:
         goes_on = world.broadcast_object(begin, "making a directory for the cache")
-        yield Draft(directory, int(plan["items"]), int(plan["per_file"])), goes_on
+        yield Draft(directory, numbers, int(plan["per_file"]), int(plan["first"])), goes_on
 
 
 def _beside(place: Path, what: str) -> Path:
@@ -202,17 +230,25 @@ def _lock(stack: contextlib.ExitStack, place: Path, wait: bool = False) -> None:
 
 
 def publish(
-    place: Path, draft: Draft, facts: Mapping[str, Any], prompts: Mapping[str, Tensors], world: World
+    place: Path,
+    growth: Growth,
+    draft: Draft | None,
+    facts: Mapping[str, Any],
+    prompts: Mapping[str, Tensors],
+    world: World,
 ) -> None:
-    """Put a draft that is complete in its place, with what the encoders make of single texts; collective.
+    """Put what a cache has already, and a draft that is complete, in its place; collective.
 
-    Raises WriteError, on every rank; the draft is there still then.
+    With it goes what the encoders make of single texts. Without a draft no other process may be making the
+    cache. Raises WriteError, on every rank; cache and draft are as they were then.
     """
-    with publishing(place, world, by_document=True) as publication:
+    with contextlib.ExitStack() as stack, publishing(place, world, by_document=True) as publication:
         if world.rank == 0:
-            _fill(publication, draft, facts, prompts)
-    if world.rank == 0:
-        shutil.rmtree(draft.directory, ignore_errors=True)
+            if draft is None:
+                _lock(stack, place, wait=True)
+            _fill(publication, growth, draft, facts, prompts)
+    if world.rank == 0 and draft is not None:
+        draft.drop()
 
 
 def publish_prompts(place: Path, added: Mapping[str, Tensors], world: World) -> None:
@@ -236,37 +272,72 @@ def publish_prompts(place: Path, added: Mapping[str, Tensors], world: World) -> 
 
 
 def _fill(
-    publication: Publication, draft: Draft, facts: Mapping[str, Any], prompts: Mapping[str, Tensors]
+    publication: Publication,
+    growth: Growth,
+    draft: Draft | None,
+    facts: Mapping[str, Any],
+    prompts: Mapping[str, Tensors],
 ) -> None:
     files = publication.document.setdefault("files", {})
+    made = {} if draft is None else _link_made(publication, growth, draft)
+    kept = _name_kept(publication, growth)
+    entries = [found for row in range(len(growth.kept)) if (found := kept.get(row) or made.get(row))]
     kinds: dict[Kind, int] = {}
-    of_items: list[int] = []
-    offsets: list[int] = []
-    digests: list[bytes] = []
-    for number in range(draft.files):
-        described, name = draft.described(number), items_file(number)
-        _linked(draft.directory / name, publication.directory / name)
-        files[name] = {key: described[key] for key in ("bytes", "sha256")}
-        for item in described["items"]:
-            kind = tuple((key, dtype, tuple(shape)) for key, dtype, shape in item["kind"])
-            of_items.append(kinds.setdefault(kind, len(kinds)))
-            offsets += item["offsets"]
-            digests.append(bytes.fromhex(item["digest"]))
+    of_items = [kinds.setdefault(entry.kind, len(kinds)) for entry in entries]
+
+    def numbers(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+    def digests(values: Sequence[bytes]) -> torch.Tensor:
+        return torch.frombuffer(bytearray(b"".join(values)), dtype=torch.uint8).view(-1, 16)
+
     index = {
-        "kinds": torch.tensor(of_items, dtype=torch.int64, device="cpu"),
-        "offsets": torch.tensor(offsets, dtype=torch.int64, device="cpu"),
-        "digests": torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(-1, 16),
+        "kinds": numbers(of_items),
+        "offsets": numbers([offset for entry in entries for offset in entry.offsets]),
+        "digests": digests([entry.digest for entry in entries]),
+        "files": numbers([entry.file for entry in entries]),
+        "rows": digests([entry.row for entry in entries]),
+        "numbers": numbers([entry.number for entry in entries]),
     }
     _, files[INDEX_FILE] = _write_tensors(publication.directory / INDEX_FILE, index)
     _write_prompts(publication, prompts)
     publication.document["cache"] = {
         "version": VERSION,
-        "items": draft.count,
-        "per_file": draft.per_file,
+        "items": len(entries),
+        "per_file": 1 if draft is None else draft.per_file,
         "kinds": list(kinds),
         "prompts": list(prompts),
         "facts": facts,
     }
+
+
+def _link_made(publication: Publication, growth: Growth, draft: Draft) -> dict[int, Entry]:
+    """Put the files of a draft into a publication; gives its items by their rows."""
+    found = {}
+    for file in range(draft.files):
+        described, name = draft.described(file), items_file(draft.name(file))
+        _linked(draft.directory / name, publication.directory / name)
+        publication.document["files"][name] = {key: described[key] for key in ("bytes", "sha256")}
+        for place, item in zip(draft.items(file), described["items"], strict=True):
+            if "failed" not in item:
+                row = growth.new[place]
+                kind = tuple((key, dtype, tuple(shape)) for key, dtype, shape in item["kind"])
+                digest = bytes.fromhex(item["digest"])
+                entry = (item["offsets"], digest, growth.keys[row], draft.numbers[place])
+                found[row] = Entry(draft.name(file), kind, *entry)
+    return found
+
+
+def _name_kept(publication: Publication, growth: Growth) -> dict[int, Entry]:
+    """Name those files in a publication whose items are kept; gives these by their rows."""
+    if growth.cached is None:
+        return {}
+    place = growth.cached.directory
+    described = (read_manifest(place) or {})["files"]
+    found = {row: growth.cached.entry(item) for row, item in enumerate(growth.kept) if item is not None}
+    for name in sorted({items_file(entry.file) for entry in found.values()}):
+        publication.document["files"][name] = described[name]  # where it is
+    return found
 
 
 def _write_prompts(publication: Publication, prompts: Mapping[str, Tensors]) -> None:

@@ -4,7 +4,9 @@ A cache is a directory whose marker (``zerostart.json``) says what it was made o
 
     items-00000.safetensors ...   the tensors of ``per_file`` items each, named NUMBER.KEY
     prompts.safetensors           what the encoders make of single texts, named KEY OF THE TEXT.KEY
-    index.safetensors             where the tensors of each item begin, of what kind it is, and its digest
+    index.safetensors             for each item its file, where its tensors begin, their kind and digest, the
+    row of
+                                  the media that it is of, and the number that it was drawn by
 
 An item is of a *kind* that many share: names, dtypes and shapes of its tensors. So the index of 100,000
 items is a few megabytes, and no header of a file of items is ever read.
@@ -34,6 +36,7 @@ __all__ = [
     "FOLDER",
     "VERSION",
     "CachedItems",
+    "Entry",
     "Kind",
     "digest_of",
     "is_of_cache",
@@ -42,8 +45,9 @@ __all__ = [
     "text_key",
 ]
 
-#: Of the files and what is in them; other versions are made anew.
-VERSION = 1
+#: Of the files and what is in them. One of version 1 does not say which rows its items are of: it cannot
+#: grow.
+VERSION, _OLDER = 2, 1
 INDEX_FILE, PROMPTS_FILE = "index.safetensors", "prompts.safetensors"
 #: What differs in length between the examples of one batch; all else has to be alike.
 _TEXT = frozenset({"prompt_embeds", "prompt_embeds_mask"})
@@ -88,12 +92,37 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Index:
-    """Numbers of kinds [items], first tensors [items], offsets [tensors], digests [items, 16]."""
+    """Numbers of kinds [items], first tensors [items], offsets [tensors], digests [items, 16], files [items].
+
+    ``rows`` [items, 16] and ``numbers`` [items] are None in a cache of the older version.
+    """
 
     kinds: np.ndarray[Any, Any]
     firsts: np.ndarray[Any, Any]
     offsets: np.ndarray[Any, Any]
     digests: np.ndarray[Any, Any]
+    files: np.ndarray[Any, Any]
+    rows: np.ndarray[Any, Any] | None
+    numbers: np.ndarray[Any, Any] | None
+
+    def of(self, chosen: Sequence[int]) -> _Index:
+        """That of the items with these numbers alone, in this order."""
+        at = np.array(chosen, dtype=np.int64)
+        rows, numbers = (None if one is None else one[at] for one in (self.rows, self.numbers))
+        kinds, firsts = self.kinds[at], self.firsts[at]
+        return _Index(kinds, firsts, self.offsets, self.digests[at], self.files[at], rows, numbers)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where an item is: file and offsets in it, its kind, digest, row, and the number of its draws."""
+
+    file: int
+    kind: Kind
+    offsets: list[int]
+    digest: bytes
+    row: bytes
+    number: int
 
 
 class CachedItems:
@@ -104,15 +133,20 @@ class CachedItems:
     takes. It may be read by several processes at once; none holds more than the item that it reads.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], repeats: int = 1) -> None:
-        """Raises CheckpointNotFoundError where no cache is, ReadError for a file that is not as written."""
+    def __init__(
+        self, directory: str | os.PathLike[str], repeats: int = 1, chosen: Sequence[int] | None = None
+    ) -> None:
+        """``chosen``: these of its items alone, in this order.
+
+        Raises CheckpointNotFoundError where no cache is, ReadError for a file that is not as written.
+        """
         self.directory = Path(directory)
         document = read_manifest(self.directory)
         if document is None:
             raise CheckpointNotFoundError(f"{self.directory}: there is no cache; zerostart cache makes one")
         self._save = {"save": document.get("save")}
         found = document["cache"]
-        if found.get("version") != VERSION:
+        if found.get("version") not in (VERSION, _OLDER):
             raise CheckpointError(
                 f"{self.directory}: a cache of version {found.get('version')!r}, and this zerostart knows "
                 f"{VERSION}: remove it, and have it made anew"
@@ -127,6 +161,34 @@ class CachedItems:
         self._sizes = {name: int(described["bytes"]) for name, described in document["files"].items()}
         self._check_sizes()
         self._index = self._read_index()
+        if chosen is not None:
+            self._index, self._count = self._index.of(chosen), len(chosen)
+
+    @property
+    def rows(self) -> list[bytes] | None:
+        """The key of each item's row of the media (``MediaItems.keys``); None where it does not say."""
+        return None if self._index.rows is None else [row.tobytes() for row in self._index.rows]
+
+    @property
+    def next_file(self) -> int:
+        """The lowest number that no file of items has, nor any before it."""
+        numbers = [re.fullmatch(r"items-(\d+)\.safetensors", name) for name in self._sizes]
+        return max((int(found[1]) + 1 for found in numbers if found), default=0)
+
+    def entry(self, number: int) -> Entry:
+        """Where item ``number`` is, in a cache that says which rows its items are of."""
+        index = self._index
+        assert index.rows is not None, "whoever calls this has looked"
+        assert index.numbers is not None, "the same"
+        kind, first = self._kinds[index.kinds[number]], int(index.firsts[number])
+        return Entry(
+            int(index.files[number]),
+            kind,
+            index.offsets[first : first + len(kind)].tolist(),
+            index.digests[number].tobytes(),
+            index.rows[number].tobytes(),
+            int(index.numbers[number]),
+        )
 
     def __len__(self) -> int:
         return self._count * self._repeats
@@ -137,7 +199,7 @@ class CachedItems:
             raise IndexError(f"item {index} of {len(self)}")
         number = index % self._count
         kind, first = self._kinds[self._index.kinds[number]], int(self._index.firsts[number])
-        path = self._path(items_file(number // self._per_file))
+        path = self._path(items_file(int(self._index.files[number])))
         hashed = hashlib.blake2b(digest_size=16)
         item: dict[str, torch.Tensor] = {}
         with _opened(path) as handle:
@@ -215,7 +277,11 @@ class CachedItems:
         ends = np.cumsum(lengths[kinds])
         if len(found["offsets"]) != (int(ends[-1]) if len(ends) else 0):
             raise ReadError(f"{path} is not the index of this cache; {self._remedy()}")
-        return _Index(kinds, ends - lengths[kinds], found["offsets"], found["digests"])
+        files = found.get("files", np.arange(self._count) // self._per_file)
+        rows, numbers = found.get("rows"), found.get("numbers")
+        if any(one is not None and len(one) != self._count for one in (files, rows, numbers)):
+            raise ReadError(f"{path} is not the index of this cache; {self._remedy()}")
+        return _Index(kinds, ends - lengths[kinds], found["offsets"], found["digests"], files, rows, numbers)
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,9 @@ from zerostart.state.resuming import load_state
 from zerostart.state.training_state import MARKER
 from zerostart.state.values import decoded
 from zerostart.training.config import CheckpointConfig, TrainConfig
-from zerostart.training.course import DATA, departures
-from zerostart.training.place import FOLDER, of_a_run
+from zerostart.training.course import ACCEPTED, DATA, departures
+from zerostart.training.place import FOLDER, counts, of_a_run
+from zerostart.training.schedule import reschedule
 from zerostart.training.session import Session
 
 __all__ = ["Checkpoints", "Past", "newest"]
@@ -56,11 +57,11 @@ def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
     """
 
     def find() -> Path | None:
-        if config.resume == "auto":
-            return next(reversed(complete(directory / FOLDER, of_a_run)), None)
         if config.resume is None:
             return None
-        path = expanded(config.resume).absolute()
+        if config.resume.path == "auto":
+            return next(reversed(complete(directory / FOLDER, counts)), None)
+        path = expanded(config.resume.path).absolute()
         if path not in complete(path.parent):
             raise ConfigError(f"resume: {path} is no complete checkpoint; write auto for the newest one")
         return path
@@ -72,14 +73,28 @@ class Checkpoints:
     """Saves a session every so many steps, and brings one to where a checkpoint was saved."""
 
     def __init__(
-        self, config: CheckpointConfig, directory: Path, session: Session, course: Mapping[str, Any]
+        self,
+        config: CheckpointConfig,
+        directory: Path,
+        session: Session,
+        course: Mapping[str, Any],
+        accept: Sequence[str] = (),
     ) -> None:
-        """``course`` is what decides the course of the run."""
+        """``course`` is what decides the course of the run; ``accept`` names what of it may have changed."""
         self._config = config
         self._folder = directory / FOLDER
         self._session = session
         self._course = course
+        self._accept = accept
         self._last: Saving | None = None
+        self._newest: Path | None = None
+
+    @property
+    def going_on(self) -> str:
+        """What somebody can do whose run has ended, the same on every rank."""
+        if self._newest is None:
+            return "There is no checkpoint of this run: start anew, with a lower train.learning_rate"
+        return f"The last checkpoint with finite weights is {self._newest}"
 
     @property
     def _optimizer(self) -> Any:
@@ -111,6 +126,7 @@ class Checkpoints:
             "schedule": self._session.scheduler.state_dict(),
             "losses": [past.first_loss, past.last_loss],
             "held_out": [list(item) for item in past.held_out.items()],
+            "finite": True,  # or it would not be saved
             "ema": None if self._session.ema is None else self._session.ema.updates,
         }
         path = self._folder / f"step-{past.steps:08d}"
@@ -125,10 +141,11 @@ class Checkpoints:
             beside=self._averages,
             copy_later=True,  # until the next step, a run changes nothing of it
         )
+        self._newest = path
         world = current_world()
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
-                prune(self._folder, self._config.keep, self._config.best, _how_good, of_a_run)
+                prune(self._folder, self._config.keep, self._config.best, _how_good, counts)
 
     def resume(self, path: Path) -> tuple[Past, Iterator[dict[str, torch.Tensor]]]:
         """Restore ``path``; gives what its run had seen, and the batches that come after; collective.
@@ -136,8 +153,12 @@ class Checkpoints:
         Raises :class:`ConfigError` for the checkpoint of another run, saying in what it is another.
         """
         extra = current_world().broadcast_object(lambda: _extra(path), "reading the checkpoint's document")
-        self._check_course(path, extra["course"] if "course" in extra else {DATA: extra["data"]})
-        if extra.get("order") not in (None, self._order) and extra["sequences"]:
+        before = extra["course"] if "course" in extra else {DATA: extra["data"]}
+        self._check_course(path, before)
+        epoch, had = extra["epoch"], extra["sequences"]
+        if before[DATA] != self._course[DATA]:
+            epoch, had = epoch + 1, 0  # of the data that it had, an epoch is another order
+        if extra.get("order") not in (None, self._order) and had:
             logger.warning(
                 "%s was saved in an epoch of another order (%s, now %s): of this epoch some examples may "
                 "come again, and others not at all",
@@ -146,26 +167,34 @@ class Checkpoints:
                 self._order,
             )
         # Before random states are restored: what is passed over draws again what was drawn for it.
-        batches = self._session.batches_after(extra["epoch"], extra["sequences"])
+        batches = self._session.batches_after(epoch, had)
         load_state(path, self._session.model, self._optimizer, self._averages)
         if self._session.ema is not None:
             self._session.ema.updates = extra["ema"]
-        self._session.scheduler.load_state_dict(extra["schedule"])
+        if "lr" in self._accept:
+            reschedule(self._session.scheduler, extra["schedule"], self._course["train.learning_rate"])
+        else:
+            self._session.scheduler.load_state_dict(extra["schedule"])
         first, last = extra["losses"]
+        self._newest = path
         return Past(extra["step"], first, last, dict(extra["held_out"])), batches
 
     def _check_course(self, path: Path, before: Mapping[str, Any]) -> None:
-        found = []
-        if before[DATA] != self._course[DATA]:
+        other = dict(departures(before, self._course))
+        if DATA in other:
             key = self._session.task.data_key
-            found = [f"it was trained on other data than {key} gives now (or another part is held out)"]
-        found += departures({**before, DATA: None}, {**self._course, DATA: None})
-        if found:
+            other[DATA] = f"it was trained on other data than {key} gives now (or another part is held out)"
+        allowed = {key for word in self._accept for key in ACCEPTED[word]}
+        if refused := [told for key, told in other.items() if key not in allowed]:
             model = "" if self._session.adapted else f", with model.source={path / 'model'}"
+            words = [word for word, keys in ACCEPTED.items() if (other.keys() - allowed) & keys]
+            way = f"; resume.accept: [{', '.join(words)}] goes on with it as it is now" if words else ""
             raise ConfigError(
-                f"{path} is of another run than this: {'; '.join(found)}. Put back what it was, or start "
-                f"anew in another output.directory{model}"
+                f"{path} is of another run than this: {'; '.join(refused)}. Put back what it was, or start "
+                f"anew in another output.directory{model}{way}"
             )
+        if other:
+            logger.warning("%s is gone on from as resume.accept says: %s", path, "; ".join(other.values()))
 
     @contextmanager
     def ended(self) -> Iterator[None]:

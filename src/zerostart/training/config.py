@@ -28,6 +28,7 @@ __all__ = [
     "LoggingConfig",
     "ModelConfig",
     "OutputConfig",
+    "ResumeConfig",
     "TaskConfig",
     "TrackingConfig",
     "TrainConfig",
@@ -53,13 +54,21 @@ Precision = Annotated[
 ]
 
 
+def _as_path(value: object) -> object:
+    """A text in the place of the section ``resume``."""
+    return {"path": value} if isinstance(value, str) else value
+
+
 class ModelConfig(Section):
     """Which pretrained weights: a directory, a file or a hub id, and the type they train in.
 
     ``component`` is the one that is trained where ``source`` is a pipeline of diffusers (transformer).
     ``dtype`` None means float32, or bfloat16 / float16 where DeepSpeed's mixed precision keeps the model
-    in that type. ``strict`` False initialises parameters that the checkpoint lacks (a new head).
-    ``fp32_masters`` False has mixed precision start from weights that were rounded to 16 bits first.
+    in that type. ``bfloat16`` on FSDP2 is what the model computes in: what is trained is held in float32,
+    and of a LoRA the frozen model in bfloat16. ``strict`` False initialises parameters that the checkpoint
+    lacks (a new head). ``fp32_masters`` False has mixed precision start from weights that were rounded to 16
+    bits first. ``trust_remote_code`` runs the code of a model or a tokenizer that lies beside its files;
+    nobody is asked.
     """
 
     places: ClassVar[frozenset[str]] = frozenset({"source"})
@@ -69,6 +78,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     strict: bool = LoadArguments.strict
     fp32_masters: bool = LoadArguments.fp32_masters
+    trust_remote_code: bool = False
 
 
 class DataConfig(Section):
@@ -129,7 +139,8 @@ class TrainingConfig(Section):
     to ``learning_rate``, the first of them above 0; ``max_grad_norm`` 0 turns clipping off.
     ``evaluate_every`` 0 evaluates at the start and the end only. With ``checkpoint_blocks`` the model's
     blocks are run again in the backward in the place of keeping their activations; ``offload``: with what is
-    kept of them in host memory. ``trainable`` names the modules or parameters (``blocks.*.attn1``) that are
+    kept of them in host memory. After ``patience_nonfinite`` steps on end whose loss or gradient norm is not
+    finite the run fails. ``trainable`` names the modules or parameters (``blocks.*.attn1``) that are
     trained, all others being frozen; None: all are trained, or a LoRA.
     """
 
@@ -146,6 +157,7 @@ class TrainingConfig(Section):
     seed: Seed = 42
     evaluate_every: Count = 0
     checkpoint_blocks: bool | Literal["offload"] = False
+    patience_nonfinite: Positive = 3
     trainable: Annotated[list[str], Field(min_length=1)] | None = None
 
 
@@ -196,6 +208,19 @@ class CheckpointConfig(Section):
     background: bool = False
 
 
+class ResumeConfig(Section):
+    """The checkpoint that a run goes on from, and in what it may be another run than the one that saved it.
+
+    ``path`` ``auto`` is the newest complete one in the output directory; there is none yet: the run starts
+    anew. ``accept`` ``data``: it goes on with other data, from the beginning of the next epoch; ``lr``: with
+    another ``train.learning_rate``, ``schedule``, ``warmup_steps`` or ``steps``. A text alone is the
+    ``path``.
+    """
+
+    path: str = "auto"
+    accept: list[Literal["data", "lr"]] = Field(default_factory=list)
+
+
 class TrackingConfig(Section):
     """accelerate's trackers by name (``tensorboard``, ``wandb``, ...) and the project they log to."""
 
@@ -214,9 +239,8 @@ class LoggingConfig(Section):
 class TrainConfig(Section):
     """All of it.
 
-    ``data`` and the sections after ``logging`` are taken by some tasks and refused by others. ``resume``
-    ``auto`` goes on from the newest complete checkpoint in the output directory, and starts anew where there
-    is none yet; a path goes on from that checkpoint.
+    ``data`` and the sections after ``logging`` are taken by some tasks and refused by others. ``resume`` None
+    starts anew.
     """
 
     #: The sections that each task says for itself whether it takes.
@@ -229,7 +253,7 @@ class TrainConfig(Section):
     output: OutputConfig
     engine: EngineConfig = EngineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    resume: str | None = None
+    resume: Annotated[ResumeConfig | None, BeforeValidator(_as_path)] = None
     tracking: TrackingConfig = TrackingConfig()
     logging: LoggingConfig = LoggingConfig()
     media: MediaConfig | None = None
@@ -245,7 +269,22 @@ class TrainConfig(Section):
         return None if kept is None else str(kept).removeprefix("torch.")
 
     @property
+    def in_masters(self) -> bool:
+        """Whether ``model.dtype`` is what is computed in, and what is trained is held in fp32 nevertheless.
+
+        Steps of a common size are lost in weights of 16 bits, and the engine has no other masters than these.
+        """
+        return self.model.dtype == "bfloat16" and self.engine.chosen().steps_parameters
+
+    @property
+    def precision(self) -> str:
+        """``train.mixed_precision``, or the mixed precision that ``model.dtype`` asks for."""
+        return "bf16" if self.in_masters else self.train.mixed_precision
+
+    @property
     def dtype(self) -> str:
         """The type in which the parameters are loaded, as the name of a ``torch.dtype``."""
+        if self.in_masters and self.lora is None:
+            return "float32"
         # An engine that keeps no dtype of its own casts when it gathers, from weights in full precision.
         return self.model.dtype or self.kept_dtype or "float32"

@@ -23,6 +23,10 @@ from zerostart.training.trained_rules import check_trained
 __all__ = ["load_config", "parse_config"]
 
 
+#: Sections that one value stands for, that of this key.
+_SHORT = {"resume": "path"}
+
+
 def _of_task(value: object) -> object:
     """The section ``task``, as the task's own settings."""
     name = value.get("name") if isinstance(value, dict) else None
@@ -57,6 +61,12 @@ class _CheckedConfig(TrainConfig):
             raise ValueError(
                 f"model.dtype {self.model.dtype} contradicts train.mixed_precision {precision}: "
                 f"{engine.title} keeps the model in {kept} there"
+            )
+        if self.model.dtype == "float16" and engine.steps_parameters:
+            raise ValueError(
+                f"model.dtype float16 is not available with engine.name {engine.name}, which scales no "
+                f"loss, so "
+                "that small gradients would be zero; use bfloat16"
             )
         check_trained(self)
         self._check_task()
@@ -118,9 +128,14 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         )
     section = values
     *parents, leaf = key.split(".")
+    value = parsed_yaml(text, f"override {override!r}")
+    if key in _SHORT and isinstance(value, str) and isinstance(section.get(key), dict):
+        section, leaf = section[key], _SHORT[key]
     for parent in parents:
         inner = section.setdefault(parent, {})
+        if parent in _SHORT and (inner is None or isinstance(inner, str)):
+            inner = section[parent] = {} if inner is None else {_SHORT[parent]: inner}
         if not isinstance(inner, dict):
             raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
         section = inner
-    section[leaf] = parsed_yaml(text, f"override {override!r}")
+    section[leaf] = value

@@ -19,17 +19,29 @@ from zerostart.engines import plain_name
 from zerostart.loading.record import record_of
 from zerostart.training.config import TrainConfig
 
-__all__ = ["DATA", "course_of", "departures"]
+__all__ = ["ACCEPTED", "DATA", "course_of", "departures"]
 
 DATA, _BASE = "data", "a digest of the weights of model.source"
 #: Of each section that counts, the keys that do not; what ``lora.targets`` and the like name is compared.
 _FREE: Mapping[str, frozenset[str]] = {
     "task": frozenset(),
     "train": frozenset(
-        {"batch_size", "accumulation", "mixed_precision", "evaluate_every", "checkpoint_blocks"}
+        {
+            "batch_size",
+            "accumulation",
+            "mixed_precision",
+            "evaluate_every",
+            "checkpoint_blocks",
+            "patience_nonfinite",
+        }
     ),
     "lora": frozenset({"targets", "exclude", "init", "start_from"}),
     "ema": frozenset({"place", "evaluate"}),
+}
+#: What of a course may change where ``resume.accept`` has the word.
+ACCEPTED: Mapping[str, frozenset[str]] = {
+    "data": frozenset({DATA}),
+    "lr": frozenset({"train.learning_rate", "train.schedule", "train.warmup_steps", "train.steps"}),
 }
 #: Schedules whose rates do not depend on how many steps there will be.
 _ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt"})
@@ -58,13 +70,13 @@ def course_of(config: TrainConfig, model: nn.Module, data: str, world: World) ->
     return course
 
 
-def departures(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In words, in what ``now`` is not the course ``before``; what one of them says nothing of aside."""
-    return [
-        f"{key} was {before[key]} and is {now[key]}"
+def departures(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """By key, in words, in what ``now`` is not the course ``before``; what one says nothing of aside."""
+    return {
+        key: f"{key} was {before[key]} and is {now[key]}"
         for key in now
         if key in before and before[key] != now[key]
-    ]
+    }
 
 
 def _adapted(model: nn.Module) -> str:

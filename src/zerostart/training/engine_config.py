@@ -18,7 +18,7 @@ def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None)
     """What ``zerostart.load`` gets as ``engine_config``; raises :class:`ConfigError`."""
     train = config.train
     job = TrainingJob(
-        train.mixed_precision,
+        config.precision,
         train.batch_size,
         train.accumulation,
         train.max_grad_norm,

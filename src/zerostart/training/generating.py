@@ -72,7 +72,7 @@ def described(template: Template, values: Mapping[str, Any], engine: Engine, lor
 def _section(name: str, chosen: Mapping[str, Any]) -> Iterator[str]:
     """The lines of a section, or of a value that stands by itself."""
     kind = _kind(TrainConfig.model_fields[name], chosen)
-    if kind is None:
+    if kind is None or name in chosen:  # a section that one value stands for
         yield _line(name, chosen[name], COMMENTS.get(name))
         return
     yield f"{name}:"

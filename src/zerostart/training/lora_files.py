@@ -1,4 +1,4 @@
-"""LoRA files that training goes on from, whoever wrote them: PEFT, diffusers or DiffSynth-Studio.
+"""LoRA files that training goes on from: PEFT's, diffusers', DiffSynth's, kohya's, a run's own checkpoints.
 
 They hold the two factors of each adapted module. How modules are called, and where what the product is
 multiplied by is written down, is each library's own.
@@ -7,6 +7,7 @@ multiplied by is written down, is each library's own.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -21,11 +22,15 @@ from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.strict_json import load_json, read_json
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from zerostart.state.training_state import MARKER, MODEL
+from zerostart.state.values import decoded
 from zerostart.training.diffsynth_names import PREFIX, names_for
 from zerostart.training.lora import ADAPTER
 from zerostart.training.trained_sections import LoraConfig
 
 __all__ = ["start_from"]
+
+logger = logging.getLogger("zerostart")
 
 #: What the files are called in a directory; DiffSynth's are called by their step.
 _FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
@@ -33,6 +38,8 @@ _BEFORE = ("base_model.model.", "transformer.", "diffusion_model.", PREFIX)
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>A|B|down|up)(\.[^.]+)?\.weight")
 #: Where diffusers keeps the configuration of an adapter in the header of its file.
 _METADATA = "lora_adapter_metadata"
+#: What kohya's scripts put before the name of a module, whose dots are underscores there.
+_KOHYA = ("lora_unet_", "lora_transformer_")
 
 
 @dataclass
@@ -52,8 +59,13 @@ def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, wor
     """
     assert config.start_from is not None, "whoever calls this has looked"
     with world.phase("reading the LoRA file"):
-        path = _file_of(expanded(config.start_from))
-        tensors, metadata = _read(path)
+        path = expanded(config.start_from)
+        if (state := _state_of(path)) is not None:
+            path = state
+            tensors, metadata = _read_state(state)
+        else:
+            path = _file_of(path)
+            tensors, metadata = _read(path)
         digest = hashlib.blake2b(repr(metadata).encode(), digest_size=8)
         for name in sorted(tensors):
             found = tensors[name].contiguous()
@@ -66,6 +78,29 @@ def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, wor
         with torch.no_grad():
             for name, held in factors.items():
                 _give(model.get_submodule(name), name, held, config, path)
+
+
+def _state_of(path: Path) -> Path | None:
+    """The training checkpoint that ``path`` is, or lies in; None where it is no part of one."""
+    return next((one for one in (path, path.parent, path.parent.parent) if (one / MARKER).is_file()), None)
+
+
+def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The adapters in a checkpoint of a run, and the alpha that its document says."""
+    extra = read_json(state / MARKER, "training state").get("extra")
+    course = extra.get("course") if isinstance(extra, dict) else None
+    alpha = decoded(course, {}).get("lora.alpha") if isinstance(course, dict) else None
+    if not isinstance(alpha, int | float):
+        raise ConfigError(
+            f"lora.start_from {state} is a training state that says nothing of alpha, so that nobody "
+            f"knows what "
+            "its factors are multiplied by; save the adapter by itself (zerostart.save with adapters_only), "
+            "and name that"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted((state / MODEL).glob("*.safetensors")):
+        tensors |= _read(file)[0]
+    return tensors, {"lora_alpha": alpha}
 
 
 def _file_of(path: Path) -> Path:
@@ -119,16 +154,24 @@ def _parsed(
             factors.a = tensor
         else:
             factors.b = tensor
+    said = metadata.get("lora_alpha")
+    if said is None and not alphas and any(name.startswith(_BEFORE[0]) for name in found):
+        logger.warning(
+            "lora.start_from %s has PEFT's names and no adapter_config.json beside it: its alpha is taken "
+            "to be "
+            "its rank",
+            path,
+        )
     for module, factors in found.items():
         if factors.a is None or factors.b is None:
             raise CheckpointError(f"lora.start_from {path} has one factor alone of {module}")
         rank = factors.a.shape[0]
         if module in alphas:
             factors.scaling = alphas[module] / rank
-        elif (alpha := metadata.get("lora_alpha")) is not None:
-            if not isinstance(alpha, int | float):
-                raise CheckpointError(f"lora.start_from {path}: lora_alpha is {alpha!r}, and no number")
-            factors.scaling = alpha / (math.sqrt(rank) if metadata.get("use_rslora") else rank)
+        elif said is not None:
+            if not isinstance(said, int | float):
+                raise CheckpointError(f"lora.start_from {path}: lora_alpha is {said!r}, and no number")
+            factors.scaling = said / (math.sqrt(rank) if metadata.get("use_rslora") else rank)
     return found
 
 
@@ -140,6 +183,7 @@ def _by_module(
     known = {name: name for name in adapted}
     if names is not None and not names.fused:
         known |= {names.of(name): name for name in adapted}
+    known |= {before + name.replace(".", "_"): known[name] for name in [*known] for before in _KOHYA}
     factors: dict[str, _Factors] = {}
     unexpected = []
     for given, held in found.items():

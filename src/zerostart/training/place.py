@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.keeping import complete
 from zerostart.state.training_state import MARKER
+from zerostart.state.values import decoded
 from zerostart.training.cached import is_of_cache
 from zerostart.training.config import TrainConfig
 from zerostart.training.export import AVERAGE
@@ -28,7 +30,7 @@ from zerostart.training.exporting import EXPORTS
 from zerostart.training.locks import hold
 from zerostart.training.samples.sampler import FOLDER as SAMPLES
 
-__all__ = ["FOLDER", "METRICS", "claimed", "clear", "of_a_run", "set_aside"]
+__all__ = ["FOLDER", "METRICS", "claimed", "clear", "counts", "of_a_run", "set_aside"]
 
 #: In the output directory: the checkpoints, and what a run writes first.
 FOLDER, METRICS = "checkpoints", "metrics.jsonl"
@@ -47,6 +49,7 @@ def claimed(config: TrainConfig, world: World) -> Iterator[Path]:
 
     def claim() -> Path:
         directory = expanded(config.output.directory).absolute()
+        _check_outside(config, directory)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             occupied = not all(_is_free(entry.name) for entry in directory.iterdir())
@@ -86,9 +89,28 @@ def _check_source(source: str, directory: Path) -> None:
         )
 
 
+def _check_outside(config: TrainConfig, directory: Path) -> None:
+    """Raise ConfigError for an output directory in one of data: what a run writes would be trained on."""
+    named = {} if config.media is None else {"media.source": [config.media.source]}
+    if config.data is not None:
+        given = config.data.source
+        named["data.source"] = [given] if isinstance(given, str) else given
+    place = Path(os.path.realpath(directory))
+    for key, sources in named.items():
+        for source in sources:
+            found = Path(os.path.realpath(expanded(source)))
+            if found.is_dir() and (found == place or found in place.parents):
+                raise ConfigError(
+                    f"output.directory {directory} lies in {key} {source}: what the run writes would be "
+                    f"read as "
+                    "data; name a directory beside it"
+                )
+
+
 def _goes_on(config: TrainConfig, directory: Path) -> bool:
     """Whether ``directory`` is that of a run which this one is to go on with."""
-    return config.resume == "auto" and (directory / METRICS).is_file()
+    auto = config.resume is not None and config.resume.path == "auto"
+    return auto and (directory / METRICS).is_file()
 
 
 @contextmanager
@@ -127,6 +149,17 @@ def of_a_run(extra: Any) -> bool:
     What a script has saved in the same folder by itself is none of a run's, and stays.
     """
     return isinstance(extra, dict) and {"step", "schedule", "sequences"} <= extra.keys()
+
+
+def counts(extra: Any) -> bool:
+    """Whether a run's checkpoint is one to go on from, to keep or to compare: its weights are finite.
+
+    Checkpoints say so since they are looked at; of one from before, a last loss that is not finite says no.
+    """
+    if not of_a_run(extra):
+        return False
+    last = decoded(extra.get("losses", [None]), {})[-1]
+    return "finite" in extra or not isinstance(last, float) or math.isfinite(last)
 
 
 def clear(directory: Path, resumed: Path | None) -> None:

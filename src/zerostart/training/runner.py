@@ -14,7 +14,7 @@ import torch
 
 import zerostart
 from zerostart.distributed.world import World, current_world
-from zerostart.errors import PeerError
+from zerostart.errors import DivergedError, PeerError
 from zerostart.layout import Mesh
 from zerostart.loading.arguments import LoadArguments, keys
 from zerostart.state.keeping import complete
@@ -25,15 +25,16 @@ from zerostart.training.evaluate import HeldOut
 from zerostart.training.export import export_model, export_step
 from zerostart.training.exporting import check_export
 from zerostart.training.failures import Failures, untold
+from zerostart.training.finite import Divergence, is_finite
 from zerostart.training.inputs import read_inputs
 from zerostart.training.launcher import with_launched
-from zerostart.training.place import FOLDER, METRICS, claimed, clear, of_a_run, set_aside
+from zerostart.training.place import FOLDER, METRICS, claimed, clear, counts, set_aside
 from zerostart.training.progress import Display, Metrics, peak_memory_bytes, shown_loss
 from zerostart.training.samples.sampler import Sampler, open_sampler
 from zerostart.training.session import Session, check_surroundings, open_session
 from zerostart.training.stop import StopSignal
 from zerostart.training.tasks.base import Batch
-from zerostart.training.trained import choose_trained
+from zerostart.training.trained import choose_trained, round_to
 
 __all__ = ["TrainResult", "train"]
 
@@ -94,6 +95,8 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         engine_config=inputs.engine_config,
         dtype=getattr(torch, config.dtype),
     )
+    if config.in_masters and not config.model.fp32_masters and config.lora is None:
+        round_to(model, torch.bfloat16)
     if checkpointing := config.train.checkpoint_blocks:
         with world.phase("checkpointing blocks"):
             zerostart.checkpoint_blocks(model, offload=checkpointing == "offload")
@@ -110,22 +113,32 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         check_export(model, config)
         session = open_session(config, model, task, inputs.items)
         course = course_of(config, model, inputs.items.digest(), world)
-        checkpoints = Checkpoints(config.checkpoint, directory, session, course)
+        checkpoints = Checkpoints(config.checkpoint, directory, session, course, accepted(config))
         exports = functools.partial(export_step, model, task, directory, session.ema)
         run = _Run(config, session, inputs.held_out, display, stop, checkpoints, exports, sampler)
         with untold(), _peers_named(directory), checkpoints.ended():
             run.to_the_end(resumed, directory)
+            run.check_finite()
         display.say("saving the model")
         result = run.result(directory)
         export_model(model, task, directory, result.steps, session.ema)
+        run.divergence.check_end(result.directory)
         display.say(str(result))
     session.end()
     return result
 
 
+def accepted(config: TrainConfig) -> list[str]:
+    """In what the run may be another one than that of the checkpoint that it goes on from."""
+    return [] if config.resume is None else list(config.resume.accept)
+
+
 def _arguments(config: TrainConfig) -> dict[str, Any]:
     """The arguments of the load that have a key in the configuration."""
-    return {name: attrgetter(key)(config) for name, key in keys(LoadArguments).items()}
+    given = {name: attrgetter(key)(config) for name, key in keys(LoadArguments).items()}
+    if config.in_masters and config.lora is not None:
+        given["fp32_masters"] = False  # of what is frozen nobody steps any
+    return given
 
 
 @contextmanager
@@ -144,7 +157,7 @@ def _peers_named(directory: Path) -> Iterator[None]:
 
 
 def _saved_in(directory: Path) -> str:
-    found = complete(directory / FOLDER, of_a_run)
+    found = complete(directory / FOLDER, counts)
     return f"The last checkpoint is {found[-1]}: go on with resume=auto" if found else "Nothing was saved"
 
 
@@ -176,6 +189,7 @@ class _Run:
         self._past = Past()
         self._stopped = False
         self._failures = Failures(current_world(), session.sum_over_ranks)
+        self.divergence = Divergence(config.train.patience_nonfinite, current_world())
 
     def to_the_end(self, resumed: Path | None, directory: Path) -> None:
         """All steps from the checkpoint ``resumed`` on, or as many as there are before a wish to stop."""
@@ -192,6 +206,8 @@ class _Run:
             batches = self._session.batches()
         else:
             self._past, batches = self._checkpoints.resume(resumed)
+            if not self._finite():
+                raise DivergedError(f"resume: {resumed} has weights that are not finite; name an earlier one")
             with self._failures.kept():
                 self._begin(directory, resumed)
             self._display.say(f"going on after step {self._past.steps}, from {resumed}")
@@ -204,17 +220,39 @@ class _Run:
                 self._display.start()
             if not self._stopped:
                 self._draw(step)
-            if self._checkpoints.due(step, self._stopped):
-                self._failures.tell()
-                self._checkpoints.save(self._past)
-                self._display.start()
-            if self._export_every and step % self._export_every == 0:
-                self._failures.tell()
-                self._export(step)
+            due = self._checkpoints.due(step, self._stopped)
+            exported = bool(self._export_every) and step % self._export_every == 0
+            if due or exported:
+                self._save(due, exported)
                 self._display.start()
             if self._stopped:
                 break
         self._failures.tell()
+
+    def _save(self, due: bool, exported: bool) -> None:
+        """Save what is due after a step, unless weights are not finite: older checkpoints are worth more."""
+        self._failures.tell()
+        step = self._past.steps
+        if not self._finite():
+            self._display.say(f"the weights after step {step} are not finite: nothing is saved of them")
+            return
+        if due:
+            self._checkpoints.save(self._past)
+        if exported:
+            self._export(step)
+
+    def _finite(self) -> bool:
+        """Whether what is trained is finite on all ranks; collective."""
+        finite = is_finite(self._session.model, self._session.optimizer)
+        return self._failures.sum_over_ranks(float(not finite)) == [0.0]
+
+    def check_finite(self) -> None:
+        """Raise DivergedError, on every rank, for weights that are not worth saving; collective."""
+        if not self._finite():
+            raise DivergedError(
+                f"after step {self._past.steps} the weights are not finite: no model was saved. "
+                f"{self._checkpoints.going_on}"
+            )
 
     def _begin(self, directory: Path, resumed: Path | None) -> None:
         """Have nothing in the output directory that is not of this run, nor of steps that are done again."""
@@ -238,14 +276,20 @@ class _Run:
             loss += float(session.accumulate(batch, share)) * share
         rate = session.scheduler.get_last_lr()[0]
         norm = session.clip(self._config.max_grad_norm)
+        stepped = True
         with self._failures.kept():  # the first step makes the optimizer's state
-            session.update()
+            stepped = session.update()
             session.average(step)
-        # Whether anyone has been asked to stop, all have to know.
-        loss, wishes = summed(loss, float(self._stop.requested))
+        # Whether anyone has been asked to stop, or is not finite, all have to know.
+        searching = not stepped and self._config.mixed_precision == "fp16"
+        own, bad = loss, Divergence.is_in(loss, norm, searching)
+        loss, wishes, diverging = summed(loss, float(self._stop.requested), float(bad))
         self._stopped = wishes > 0
         with self._failures.kept():
             self._note(Metrics(step, loss if whole_weight else None, norm, rate, int(seen), self._peak()))
+        figures = (own, norm, bad) if diverging else None
+        if told := self.divergence.note(step, figures, self._checkpoints.going_on):
+            self._display.say(told)
 
     def _taken(self, source: Iterator[Batch]) -> tuple[Batch, int]:
         """The next batch, with what is drawn for it, and its weight."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from zerostart.training.config import TrainingConfig
 
-__all__ = ["learning_rate_schedule"]
+__all__ = ["learning_rate_schedule", "reschedule"]
 
 
 def learning_rate_schedule(optimizer: Optimizer, train: TrainingConfig) -> LambdaLR:
@@ -27,3 +27,11 @@ def learning_rate_schedule(optimizer: Optimizer, train: TrainingConfig) -> Lambd
     theirs: Callable[[int], float] = made.lr_lambdas[0]
     warmup = 0 if train.schedule == "constant" else train.warmup_steps  # "constant" takes no notice of it
     return LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else theirs(step))
+
+
+def reschedule(schedule: LambdaLR, state: Mapping[str, Any], rate: float) -> None:
+    """Have ``schedule`` go on from the step of ``state`` with another ``learning_rate``, by its own rules."""
+    rates = [rate * rule(state["last_epoch"]) for rule in schedule.lr_lambdas]
+    schedule.load_state_dict({**state, "base_lrs": [rate] * len(rates), "_last_lr": rates})
+    for group, now in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["initial_lr"], group["lr"] = rate, now

@@ -131,12 +131,17 @@ class Session:
             norm = norm.full_tensor()
         return None if norm is None else float(norm)
 
-    def update(self) -> None:
-        """The optimizer step, after ``clip``; every rank by itself."""
+    def update(self) -> bool:
+        """The optimizer step, after ``clip``; every rank by itself.
+
+        False where fp16's loss scale was too high, so that the engine has passed over the step.
+        """
         self.optimizer.step()
-        if not self.optimizer.step_was_skipped:
+        stepped = not self.optimizer.step_was_skipped
+        if stepped:
             self.scheduler.step()
         self.optimizer.zero_grad()
+        return stepped
 
     def average(self, step: int) -> None:
         """Let the average of the weights follow, after the update of ``step``; every rank by itself."""
@@ -291,7 +296,7 @@ def _accelerator(config: TrainConfig, engine: Engine) -> Any:
         ),
     }
     with hidden():  # what a launcher has set up is in the configuration by now
-        setup = engine.accelerate(config.train.mixed_precision)
+        setup = engine.accelerate(config.precision)
         for message, category in setup.ignored:
             warnings.filterwarnings("ignore", message, category)
         with patch_environment(**setup.environment):

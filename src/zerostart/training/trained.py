@@ -16,7 +16,7 @@ from zerostart.training.lora_files import start_from
 if TYPE_CHECKING:
     from zerostart.training.config import TrainConfig
 
-__all__ = ["choose_trained"]
+__all__ = ["choose_trained", "round_to"]
 
 
 def choose_trained(model: nn.Module, config: TrainConfig, world: World) -> str | None:
@@ -39,8 +39,16 @@ def choose_trained(model: nn.Module, config: TrainConfig, world: World) -> str |
     if config.lora.rank > (most := highest_rank(model, adapted)):
         told += f"; none of these layers has a rank above {most}: lora.rank {most} can do as much"
     with world.phase("sharding LoRA"):
-        record_of(model).engine.shard_added(model, config.train.mixed_precision)
+        record_of(model).engine.shard_added(model, config.precision)
     return told
+
+
+@torch.no_grad()
+def round_to(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the parameters of ``model`` to what ``dtype`` holds, in the dtype that they have."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.copy_(parameter.to(dtype))
 
 
 def _counted(model: nn.Module) -> str:

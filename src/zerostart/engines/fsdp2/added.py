@@ -23,7 +23,7 @@ from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
 from zerostart.upstream.torch_fsdp2 import whole_tensor
 
-__all__ = ["shard_added", "shard_around", "share_added"]
+__all__ = ["hold_masters", "shard_added", "shard_around", "share_added"]
 
 #: Modules that hold parameters for others and are never called, so that nothing would gather them.
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
@@ -54,7 +54,7 @@ def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> lis
         added.append((name, module))
     mesh = _mesh_of(model)
     for _, module in added:
-        _hold_masters(module.parameters(recurse=False), fp32)
+        hold_masters(module.parameters(recurse=False), fp32)
         # Small, and needed again in the backward: gathered once a step.
         kept = {"reshard_after_forward": False, "ignored_params": scalars_of(module)}
         fully_shard(module, mesh=mesh, **{**options, **kept})
@@ -64,7 +64,7 @@ def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> lis
 def shard_around(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> None:
     """Shard what is around the sharded parts of ``model``, which is their root from now on; see above."""
     if not isinstance(model, FSDPModule):
-        _hold_masters((p for p in model.parameters() if not isinstance(p, DTensor)), fp32)
+        hold_masters((p for p in model.parameters() if not isinstance(p, DTensor)), fp32)
         fully_shard(model, mesh=_mesh_of(model), ignored_params=scalars_of(model), **options)
 
 
@@ -137,7 +137,8 @@ def _average(parameter: torch.Tensor) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-def _hold_masters(parameters: Iterable[nn.Parameter], fp32: bool) -> None:
+def hold_masters(parameters: Iterable[nn.Parameter], fp32: bool) -> None:
+    """With ``fp32`` put those of ``parameters`` that are trained in fp32."""
     for parameter in parameters:
         if fp32 and parameter.requires_grad and parameter.dtype != torch.float32:
             parameter.data = parameter.data.to(torch.float32)

@@ -43,6 +43,7 @@ class FSDP2(Engine):
     name = "fsdp2"
     stages = (0, 1, 2, 3)
     units = True
+    steps_parameters = True
     launched_by: ClassVar[str | None] = "ACCELERATE_USE_FSDP"
 
     @classmethod
@@ -250,10 +251,12 @@ class FSDP2(Engine):
 
     def shard_added(self, model: nn.Module, mixed_precision: str) -> None:
         """See ``Engine``: as units of their own. Raises EngineError for what cannot be one."""
-        from zerostart.engines.fsdp2.added import shard_added
+        from zerostart.engines.fsdp2.added import hold_masters, shard_added
 
         if self.units:
             shard_added(model, self.settings.options(), mixed_precision != "no")
+        else:
+            hold_masters(model.parameters(), mixed_precision != "no")
 
     def share_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
         """See ``Engine``: a plain loop has nothing that would reduce their gradients."""

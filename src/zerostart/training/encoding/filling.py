@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ZerostartError
-from zerostart.training.cache_facts import Facts
+from zerostart.training.cache_facts import Facts, facts_of_rows
 from zerostart.training.cache_files import Draft, drafted, items_of_a_file, publish
 from zerostart.training.cached import VERSION
 from zerostart.training.encoding.base import Encoded, Encoder, Example
+from zerostart.training.growth import Growth
 from zerostart.training.terminal import say
 
 if TYPE_CHECKING:
@@ -31,34 +32,83 @@ __all__ = ["embedded", "fill"]
 _LIBRARIES = ("diffusers", "torch", "transformers")
 #: Seconds between two lines that tell how far it is.
 _TELL = 10.0
+#: Rows that are tried for one to begin with, and bad ones that are named in one error.
+_TRIED, _SHOWN = 64, 20
 
 
 def fill(
-    place: Path, media: MediaItems, encoder: Encoder, facts: Facts, texts: Sequence[str], world: World
+    place: Path,
+    growth: Growth,
+    media: MediaItems,
+    encoder: Encoder,
+    facts: Facts,
+    texts: Sequence[str],
+    world: World,
 ) -> None:
-    """Make the cache of ``media`` at ``place``, or go on with one that a killed run has left; collective.
+    """Make what is new of ``media`` for the cache at ``place``, or go on where a killed run was; collective.
 
     Ranks take files of items in turn. Encoders may be sharded: all ranks encode an item at the same time,
-    and who has none left repeats the first. Raises ConfigError, naming the row, for an item that the
-    pipeline cannot take.
+    and who has none left repeats the first. An item that the pipeline cannot take does not keep the others
+    from being encoded, and put into the cache: afterwards ConfigError is raised, which names all such rows.
     """
-    with world.collectives("encoding the first item", lambda: _checked(media, encoder, 0)) as first:
+    with world.collectives("encoding the first item", lambda: _first(media, encoder, growth)) as first:
         size = sum(t.nbytes for t in _encoded(encoder, first, 0).values())
-    prompts = embedded(encoder, ["", *texts] if encoder.texts_alone else texts, world)
-    per_file = items_of_a_file(len(media), size, encoder.settings.bytes_of_a_file)
-    plan = {"version": VERSION, "items": len(media), "per_file": per_file, "facts": facts.document()}
+    there = {} if growth.cached is None else {t: growth.cached.prompt(t) for t in growth.cached.texts}
+    asked = ["", *texts] if encoder.texts_alone else texts
+    prompts = {**there, **embedded(encoder, [text for text in asked if text not in there], world)}
+    per_file = items_of_a_file(len(growth.new), size, encoder.settings.bytes_of_a_file)
+    plan = {"version": VERSION, "items": len(growth.new), "per_file": per_file, "facts": facts.document()}
     plan["computed"] = {"device": encoder.device.type, **{name: version(name) for name in _LIBRARIES}}
-    with drafted(place, plan, world) as (draft, goes_on):
-        _fill_draft(draft, goes_on, media, encoder, first, world)
-        publish(place, draft, facts.document(), prompts, world)
+    plan["first"] = 0 if growth.cached is None else growth.cached.next_file
+    with drafted(place, plan, growth.numbers, world) as (draft, goes_on):
+        _fill_draft(draft, goes_on, growth, media, encoder, first, world)
+        failed = world.broadcast_object(draft.failures, "looking for what could not be encoded")
+        document, count = facts.document(), len(growth.kept) - len(failed)
+        if failed and count:
+            bad = {growth.new[at] for at in failed}
+            keys = [key for row, key in enumerate(growth.keys) if row not in bad]
+            document["data"] = facts_of_rows(keys)
+        if count:
+            publish(place, growth, draft, document, prompts, world)
+        elif world.rank == 0:
+            draft.drop()
+    if failed:
+        kept = f"The other {count} are in {place}, and stay" if count else "Nothing was encoded"
+        raise ConfigError(
+            f"{len(failed)} rows cannot be encoded: {_listed(list(failed.values()))}. {kept}: mend these "
+            f"rows or "
+            "take them out, and start again"
+        )
     if world.rank == 0:
         say(Console(), f"the cache is complete: {place}")
 
 
+def _first(media: MediaItems, encoder: Encoder, growth: Growth) -> Example:
+    """The first new item that the encoder can take; raises ConfigError where the first so many are none."""
+    failures = []
+    for row in growth.new[:_TRIED]:
+        try:
+            return _checked(media, encoder, row)
+        except ConfigError as error:
+            failures.append(str(error))
+    raise ConfigError(_listed(failures))
+
+
+def _listed(failures: Sequence[str]) -> str:
+    more = f"; and {len(failures) - _SHOWN} more rows" if len(failures) > _SHOWN else ""
+    return "; ".join(failures[:_SHOWN]) + more
+
+
 def _fill_draft(
-    draft: Draft, goes_on: bool, media: MediaItems, encoder: Encoder, first: Example, world: World
+    draft: Draft,
+    goes_on: bool,
+    growth: Growth,
+    media: MediaItems,
+    encoder: Encoder,
+    first: Example,
+    world: World,
 ) -> None:
-    """Make the files of items that are missing; collective."""
+    """Make the files of items that are missing; collective. Of an item that fails a text says why."""
     missing = world.broadcast_object(draft.missing, "looking for what is encoded")
     progress = _Progress(draft, len(missing), world)
     if goes_on:
@@ -67,18 +117,22 @@ def _fill_draft(
         )
     turns = [missing[at : at + world.size] for at in range(0, len(missing), world.size)]
     own = [turn[world.rank] if world.rank < len(turn) else None for turn in turns]
-    examples = _Ahead(media, [number for file in own if file is not None for number in draft.items(file)])
-    for file in own:
-        numbers = [] if file is None else list(draft.items(file))
-        items: list[Encoded] = []
-        for step in range(draft.per_file):
-            given = step < len(numbers)
+    rows = [growth.new[place] for file in own if file is not None for place in draft.items(file)]
+    examples = _Ahead(media, rows)
+    for file, turn in zip(own, turns, strict=True):
+        places = [] if file is None else list(draft.items(file))
+        items: list[Encoded | str] = []
+        for step in range(max(len(draft.items(one)) for one in turn)):
+            given = step < len(places)
             prepare = partial(examples.next, encoder) if given else (lambda: first)
-            with world.collectives("encoding an item", prepare) as example:
-                made = _encoded(encoder, example, numbers[step] if given else 0)
+            with world.collectives("encoding an item", prepare) as prepared:
+                failed = isinstance(prepared, str)
+                example = first if isinstance(prepared, str) else prepared
+                made = _encoded(encoder, example, draft.numbers[places[step]] if given and not failed else 0)
             if given:
-                _check_finite(made, media.where(numbers[step]))
-                items.append(made)
+                where = media.where(growth.new[places[step]])
+                problem = prepared if isinstance(prepared, str) else _not_finite(made, where)
+                items.append(made if problem is None else problem)
                 progress.step()
         if file is not None:
             draft.write(file, items)
@@ -96,19 +150,21 @@ def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, 
     for text in dict.fromkeys(texts):
         with world.collectives("encoding a text"):
             found[text] = _kept(encoder.prompt(text))
-        _check_finite(found[text], f"the text {text!r}")
+        if problem := _not_finite(found[text], f"the text {text!r}"):
+            raise ConfigError(problem)
     return found
 
 
-def _check_finite(made: Encoded, what: str) -> None:
-    """Raise ConfigError for numbers that a training would make nothing of but more of their kind."""
+def _not_finite(made: Encoded, what: str) -> str | None:
+    """What is wrong with numbers that a training would make nothing of but more of their kind; else None."""
     for name, tensor in made.items():
         if not bool(torch.isfinite(tensor).all()):
             settings = "vae_dtype" if "latents" in name or name == "condition" else "dtype"
-            raise ConfigError(
+            return (
                 f"{what}: its {name} is not made of finite numbers: the encoder overflows in its dtype, or "
                 f"its files are damaged; set cache.{settings} to bfloat16 or float32, or replace them"
             )
+    return None
 
 
 def _checked(media: MediaItems, encoder: Encoder, number: int, example: Any = None) -> Example:
@@ -165,12 +221,17 @@ class _Ahead:
         )
         self._found: Iterator[Any] = iter(loader)
 
-    def next(self, encoder: Encoder) -> Example:
-        """The next item. Raises what decoding it, or checking it, fails with."""
+    def next(self, encoder: Encoder) -> Example | str:
+        """The next item, or why there is none: what decoding it, or checking it, fails with."""
         number, example = next(self._numbers), next(self._found)
+        if isinstance(example, ConfigError):
+            return str(example)
         if isinstance(example, ZerostartError):
             raise example
-        return _checked(self._media, encoder, number, example)
+        try:
+            return _checked(self._media, encoder, number, example)
+        except ConfigError as error:
+            return str(error)
 
 
 def _as_it_is(value: Any) -> Any:

@@ -62,7 +62,9 @@ class MediaConfig(Section):
     None takes them as they follow.
 
     Transparent parts become ``background`` (red, green, blue of 0 to 255). An epoch goes over the rows
-    ``repeats`` times. ``workers`` processes decode beside each rank (0: the rank itself does).
+    ``repeats`` times. ``workers`` processes decode beside each rank (0: the rank itself does). A file that a
+    cache has seen is what it was where its length and time are; with ``check`` ``contents`` it is read
+    nevertheless.
     """
 
     places: ClassVar[frozenset[str]] = frozenset({"source", "base"})
@@ -86,6 +88,7 @@ class MediaConfig(Section):
     background: tuple[Count, Count, Count] = (255, 255, 255)
     repeats: Positive = 1
     workers: Count = 0
+    check: Literal["times", "contents"] = "times"
 
     @model_validator(mode="after")
     def _sizes(self) -> MediaConfig:

@@ -56,6 +56,16 @@ class MediaFile:
         """Whether there is anything to open."""
         return self.path is None or self.path.exists()
 
+    def state(self) -> list[list[int]] | None:
+        """Length and time of modification, in nanoseconds, of it or of its frames; None where it is gone."""
+        if self.path is None:
+            return []
+        try:
+            found = [one.path.stat() for one in self.stills() or [self] if one.path is not None]
+        except FileNotFoundError:
+            return None
+        return [[status.st_size, status.st_mtime_ns] for status in found]
+
     def digest(self) -> bytes:
         """Of its length, start and end, or of all of it; of a directory: of its frames. Raises OSError."""
         state = hashlib.blake2b(digest_size=16)

@@ -20,6 +20,7 @@ Pillow image.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -34,6 +35,7 @@ from zerostart.training.media.columns import Column, media_columns
 from zerostart.training.media.config import KNOWN_COLUMNS, MediaConfig
 from zerostart.training.media.files import MediaFile, files_of, needed
 from zerostart.training.media.hub import is_dataset, read_dataset
+from zerostart.training.media.known import Described, KnownRows
 from zerostart.training.media.parts import Part, parts_of
 from zerostart.training.media.table import read_table
 
@@ -45,15 +47,21 @@ _THREADS = 16  # that look at files, which may lie on a network
 _CHUNK = 4096  # rows that are handed to them at a time
 _SHOWN = 3  # bad rows that are told of
 #: Keys that say where the data are, or how an epoch goes over them, not what is in an item.
-_NOT_CONTENT = {"source", "base", "split", "items", "repeats", "workers"}
+_NOT_CONTENT = {"source", "base", "split", "items", "repeats", "workers", "check"}
+
+logger = logging.getLogger("zerostart")
 
 
 class MediaItems(Dataset[dict[str, Any]]):
     """One item a row, decoded when it is asked for; ``repeats`` are for what is made of them."""
 
-    def __init__(self, config: MediaConfig) -> None:
-        """Read the table; raises :class:`ConfigError` where it is absent, malformed, or lacks a column."""
+    def __init__(self, config: MediaConfig, known: KnownRows | None = None) -> None:
+        """Read the table; raises :class:`ConfigError` where it is absent, malformed, or lacks a column.
+
+        A row that is ``known`` has the contents that it had then, and none of its files is opened.
+        """
         self.config = config
+        self._known = KnownRows() if known is None else known
         if is_dataset(config.source):
             self._table = read_dataset(config.source, config.split, config.base, config.items)
         else:
@@ -103,10 +111,54 @@ class MediaItems(Dataset[dict[str, Any]]):
         told = f"{self.contents()} {sorted(settings.items())!r}"
         return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
-    @cached_property
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be told of the table, though it can be read."""
+        return self._table.notes
+
+    @property
     def row_digests(self) -> list[bytes]:
         """One of 16 bytes for each row. Raises :class:`ConfigError` as `contents` does."""
-        return self._mapped(self._row_digest)
+        return [digest for _, _, digest in self._described]
+
+    @cached_property
+    def keys(self) -> list[bytes]:
+        """Of each row 16 bytes for its contents and how it is decoded; equal ones give equal items."""
+        settings = repr(sorted(self.config.model_dump(exclude=_NOT_CONTENT).items())).encode()
+        return [hashlib.blake2b(digest + settings, digest_size=16).digest() for digest in self.row_digests]
+
+    @property
+    def known_rows(self) -> KnownRows:
+        """What is known by now: of the rows, and where these are the first ones alone, of others."""
+        return KnownRows.of(self._described, self._known if self.config.items else KnownRows())
+
+    @cached_property
+    def _described(self) -> list[Described]:
+        return self._mapped(self._describe)
+
+    def _describe(self, index: int) -> Described:
+        """Digests of a row by its names, by lengths and times of its files too, and by its contents."""
+        names = hashlib.blake2b(repr(sorted(self._other_cells(index).items())).encode(), digest_size=16)
+        files = self._files(index)
+        for name, some in files.items():
+            names.update(f"{name} {[self._relative(file) for file in some]}".encode("utf-8", "surrogatepass"))
+        states = [file.state() for some in files.values() for file in some]
+        by_name = names.digest()
+        names.update(repr(states).encode())
+        by_state = names.digest()
+        found = None
+        if None in states:  # what is gone is what it was
+            found = self._known.by_name.get(by_name)
+        elif self.config.check == "times":
+            found = self._known.by_state.get(by_state)
+        return by_name, by_state, self._row_digest(index) if found is None else found
+
+    def _relative(self, file: MediaFile) -> str:
+        """The name of a file, wherever its directory lies; of one in memory, its contents."""
+        if file.path is None:
+            return hashlib.blake2b(file.data or b"", digest_size=16).hexdigest()
+        base = self._table.base
+        return str(file.path.relative_to(base)) if file.path.is_relative_to(base) else file.name
 
     def _row_digest(self, index: int) -> bytes:
         state = hashlib.blake2b(repr(sorted(self._other_cells(index).items())).encode(), digest_size=16)
@@ -150,7 +202,12 @@ class MediaItems(Dataset[dict[str, Any]]):
         taken = {column.column for column in self.columns} | {self.config.prompt}
         # By the name of pictures and videos encoders look for these, and not for what is left of a table.
         cells = {name: v for name, v in row.items() if name not in taken and name not in KNOWN_COLUMNS}
-        text = "" if self.config.prompt is None else row.get(self.config.prompt)
+        if self.config.prompt is not None and self.config.prompt not in row:
+            raise ConfigError(
+                f"{self.where(index)}: no {self.config.prompt!r}; write an empty text where there is to "
+                f"be none"
+            )
+        text = "" if self.config.prompt is None else row[self.config.prompt]
         if text is not None and not isinstance(text, str):
             raise ConfigError(f"{self.where(index)}, column {self.config.prompt!r}: {text!r} is not a text")
         return {**cells, "prompt": text or ""}
@@ -190,15 +247,18 @@ def _digest(file: MediaFile) -> bytes:
     return file.digest()
 
 
-def read_media(config: MediaConfig, world: World) -> MediaItems:
-    """The media that ``config`` names, of which every file is there; collective.
+def read_media(config: MediaConfig, world: World, known: KnownRows | None = None) -> MediaItems:
+    """The media that ``config`` names, of which every file is there, or its row ``known``; collective.
 
     Raises :class:`ConfigError` on every rank, with the same text, where a rank cannot read them, or has
     others.
     """
     with world.phase("reading the table of media"):
-        items = MediaItems(config)
+        items = MediaItems(config, known)
         mine = (len(items), items.digest())
+        if world.rank == 0:
+            for note in items.notes:
+                logger.warning("%s", note)
     ranks = world.all_gather_object(mine, "comparing the media")
     if len(set(ranks)) == 1:
         return items

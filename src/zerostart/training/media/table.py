@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from zerostart.errors import ConfigError
 from zerostart.training.media.files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from zerostart.training.parsing import parsed_json
 
-__all__ = ["TABLES", "Table", "read_table"]
+__all__ = ["TABLES", "Table", "is_gone", "read_table"]
 
 Row = Mapping[str, Any]
 
 #: Tables that a directory is looked through for, in this order.
 TABLES = ("metadata.csv", "metadata.json", "metadata.jsonl")
+_OF_TABLES = (".csv", ".json", ".jsonl", ".arrow")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Table:
     columns: tuple[str, ...]
     base: Path
     where: Callable[[int], str]
+    notes: tuple[str, ...] = ()
 
 
 def read_table(source: str, base: str | None, items: int, prompt: str | None) -> Table:
@@ -48,7 +50,10 @@ def read_table(source: str, base: str | None, items: int, prompt: str | None) ->
             names = " and ".join(table.name for table in tables)
             raise ConfigError(f"media.source {source} has {names}; name the one that is meant")
         if not tables:
-            return _table(_files_in(path, prompt, items), source, path if base is None else Path(base), items)
+            notes: list[str] = []
+            found = _files_in(path, prompt, items, notes)
+            table = _table(found, source, path if base is None else Path(base), items)
+            return replace(table, notes=tuple(notes))
         path = tables[0]
     if not path.is_file():
         raise ConfigError(f"media.source {source}: no such file or directory")
@@ -129,14 +134,30 @@ def _object(value: Any, where: str) -> tuple[str, Row]:
     return where, value
 
 
-def _files_in(folder: Path, prompt: str | None, items: int) -> Iterator[tuple[str, Row]]:
-    """The first ``items`` pictures and videos (0: all) below ``folder``, by their paths, with their texts."""
+def is_gone(source: str) -> bool:
+    """Whether there is nothing at ``source``, a path, that a table could be read from."""
+    path = expanded(source)
+    if not path.is_dir():
+        return not path.exists()
+    return not any(_kind(file) or file.suffix.lower() in _OF_TABLES for file in path.rglob("*"))
+
+
+def _files_in(folder: Path, prompt: str | None, items: int, notes: list[str]) -> Iterator[tuple[str, Row]]:
+    """The first ``items`` pictures and videos (0: all) below ``folder``, by their paths, with their texts.
+
+    What is passed over is put into ``notes``, when all has been looked at.
+    """
     without = []
     found = 0
+    passed: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
         kind = _kind(path)
         name = path.relative_to(folder)
-        if kind is None or any(part.startswith(".") for part in name.parts) or not path.is_file():
+        if any(part.startswith(".") for part in name.parts) or not path.is_file():
+            continue
+        if kind is None:
+            if path.suffix.lower() != ".txt":
+                passed.setdefault(path.suffix.lower() or "no extension", []).append(name.as_posix())
             continue
         if items and found == items:
             break
@@ -149,6 +170,13 @@ def _files_in(folder: Path, prompt: str | None, items: int) -> Iterator[tuple[st
                 continue
             row[prompt] = text.read_text(encoding="utf-8-sig").strip()
         yield str(path), row
+    if passed:
+        told = ", ".join(f"{len(names)} {suffix} ({names[0]})" for suffix, names in sorted(passed.items()))
+        notes.append(
+            f"media.source {folder}: passed over are {told}: pictures are known by "
+            f"{' '.join(IMAGE_SUFFIXES)}, "
+            f"videos by {' '.join(VIDEO_SUFFIXES)}; convert them, or name them in a table"
+        )
     if not found:
         raise ConfigError(
             f"media.source {folder}: no {', '.join(TABLES)}, picture or video in this directory; pictures "

@@ -82,7 +82,7 @@ class Sampler:
         self._texts = self._settings.prompts * self._settings.count
         self._prompts = [embedded[text] for text in self._texts]
         self._negatives = [embedded[text] for text in drawing.negatives]
-        self._dtype = getattr(torch, _PRECISIONS.get(config.train.mixed_precision, config.dtype))
+        self._dtype = getattr(torch, _PRECISIONS.get(config.precision, config.dtype))
 
     def due(self, step: int) -> bool:
         """Whether something is drawn after ``step`` steps."""

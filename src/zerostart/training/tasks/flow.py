@@ -189,7 +189,7 @@ class FlowMatching(Task):
 
     def _told(self, t: torch.Tensor) -> torch.Tensor:
         """Times as the transformer is told them: in its unit and dtype. Latents are mixed at these."""
-        compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.train.mixed_precision)
+        compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.precision)
         return (t * self.family.unit).to(compute or self._dtype).float() / self.family.unit
 
     def _generator(self, epoch: int, index: int) -> torch.Generator:

@@ -14,7 +14,8 @@ from pydantic import Field
 from torch import nn
 
 from zerostart.checkpoint.source import resolve_source
-from zerostart.errors import CheckpointError, ConfigError
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.errors import CheckpointError, ConfigError, ReadError
 from zerostart.training.data import Sequences, file_digests, iter_documents, split_held_out, tokenize
 from zerostart.training.positions import check_positions
 from zerostart.training.sections import TaskConfig
@@ -28,6 +29,12 @@ __all__ = ["IGNORED_LABEL", "CausalLanguage", "LanguageConfig", "MaskedConfig", 
 
 #: The label that the loss of transformers' models leaves out.
 IGNORED_LABEL = -100
+_TOKENIZER_FILES = ("tokenizer_config.json", "config.json")
+_REMOTE = (
+    "{directory}: the {what} is made by code that lies in the checkpoint, and nobody has asked for that "
+    "to be run. Read "
+    "it, and set model.trust_remote_code=true; or name files that need none"
+)
 
 
 class LanguageConfig(TaskConfig):
@@ -79,8 +86,9 @@ class _Language(Task):
         Raises :class:`CheckpointNotFoundError`, :class:`CheckpointError` or :class:`ConfigError` where one is
         not there, or they do not go together.
         """
-        self.settings = _read_settings(self.config.model.source)
-        self.tokenizer = _load_tokenizer(self._data.tokenizer or self.config.model.source)
+        trusted = self.config.model.trust_remote_code
+        self.settings = _read_settings(self.config.model.source, trusted)
+        self.tokenizer = _load_tokenizer(self._data.tokenizer or self.config.model.source, trusted)
         size = self.settings.get_text_config().vocab_size
         if len(self.tokenizer) > size:
             raise ConfigError(
@@ -135,7 +143,9 @@ class _Language(Task):
 
         def build() -> nn.Module:
             try:
-                model: nn.Module = self.automatic().from_config(self.settings)
+                model: nn.Module = self.automatic().from_config(
+                    self.settings, trust_remote_code=self.config.model.trust_remote_code
+                )
             except ValueError as error:
                 message = f"task {self.config.task.name} has no model of type {self.settings.model_type}"
                 raise ConfigError(f"{message}: {error}") from error
@@ -254,7 +264,7 @@ def _collate_causal(items: Sequence[dict[str, torch.Tensor]], padding: int) -> B
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
-def _read_settings(source: str) -> Any:
+def _read_settings(source: str, trusted: bool) -> Any:
     """The checkpoint's own configuration, a transformers ``PretrainedConfig``.
 
     Raises :class:`CheckpointNotFoundError` or :class:`CheckpointError` when there is none to read.
@@ -263,12 +273,14 @@ def _read_settings(source: str) -> Any:
 
     directory = _directory_of(source)
     try:
-        return AutoConfig.from_pretrained(directory)
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
+        if not trusted and _runs_code(directory / "config.json"):
+            raise ConfigError(_REMOTE.format(directory=directory, what="model")) from error
         raise CheckpointError(f"{directory}: no readable model configuration: {error}") from error
 
 
-def _load_tokenizer(source: str) -> Any:
+def _load_tokenizer(source: str, trusted: bool) -> Any:
     """The transformers tokenizer there.
 
     Raises :class:`CheckpointNotFoundError` or :class:`ConfigError` when there is none.
@@ -277,11 +289,21 @@ def _load_tokenizer(source: str) -> Any:
 
     directory = _directory_of(source)
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
+        if not trusted and any(map(_runs_code, (directory / name for name in _TOKENIZER_FILES))):
+            raise ConfigError(_REMOTE.format(directory=directory, what="tokenizer")) from error
         raise ConfigError(
             f"no tokenizer at {directory} (data.tokenizer can name another): {error}"
         ) from error
+
+
+def _runs_code(path: Path) -> bool:
+    """Whether a configuration names a class whose code is another file of the checkpoint."""
+    try:
+        return bool(read_json(path, "configuration").get("auto_map"))
+    except (CheckpointError, ReadError):
+        return False
 
 
 def _directory_of(source: str) -> Path:
