@@ -161,7 +161,7 @@ class Staging:
         """Remove what was written and has no names yet; what has made its switch is finished."""
         with contextlib.suppress(OSError, ZerostartError):
             self._close()
-        for place in reversed(self._made):
+        for place in reversed(self._made):  # those that have nothing in them
             with contextlib.suppress(OSError):
                 place.rmdir()
 
@@ -181,7 +181,8 @@ class Staging:
         """What tells a file that it is as it was: its length, and a hash unless its tensors have digests."""
         file = self.directory / name
         described: dict[str, Any] = {"bytes": file.stat().st_size}
-        if file.suffix != ".safetensors" or str(Path(name).parent) not in document.get("digests", {}):
+        weights = file.suffix == ".safetensors"
+        if not weights or (self._marker and str(Path(name).parent) not in document.get("digests", {})):
             with file.open("rb") as handle:
                 described["sha256"] = hashlib.file_digest(handle, "sha256").hexdigest()
         return described
