@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.durable import sync, write_whole
+from zerostart.checkpoint.durable import sync, sync_handle, write_whole
 from zerostart.checkpoint.folders import Folder, lock
 from zerostart.checkpoint.manifest import FORMAT, HIDDEN, MARKER, MARKERS, current, grouped
 from zerostart.checkpoint.paths import expanded
@@ -233,7 +233,7 @@ def _locked(folder: Folder, token: str, new: bool) -> int:
             if found.st_ino != os.fstat(handle).st_ino:
                 raise FileNotFoundError(name)
             _note(handle, {"host": socket.gethostname(), "pid": os.getpid(), "new": new})
-            os.fsync(parent)
+            sync_handle(parent)
         except BaseException:
             os.close(handle)
             with contextlib.suppress(OSError):
@@ -253,7 +253,8 @@ def _settled(folder: Folder, token: str, handle: int, plan: Plan | None) -> None
     """Finish a save, or take it back; then remove what it has written besides, its lock last."""
     if plan is not None:
         settle(folder, f"{HIDDEN}/{token}/", plan)
-        os.ftruncate(handle, 0)  # what goes now tells no more how far it had come
+        # What goes now tells no more how far it had come.
+        os.ftruncate(handle, os.pread(handle, _MOST, 0).find(b"\n") + 1)
     for marker in MARKERS:  # first: what they describe may not be there any more
         folder.remove(f"{HIDDEN}/{token}/{marker}")
     with folder.parent(f"{HIDDEN}/{token}") as (parent, last):
