@@ -21,11 +21,8 @@ from syscalls import Calls
 
 NAMES = ["notes", "log", "runs/events", "model/README.md", "state/own", "second/own", "tokenizer.json"]
 NAMES += ["model-00001-of-00009.safetensors", "other.safetensors", "model/model-00003-of-00003.safetensors"]
-names, kinds, sizes = (
-    st.sampled_from(NAMES),
-    st.sampled_from(sorted(KINDS)),
-    st.sampled_from([SHARDS, SINGLE]),
-)
+names, kinds = st.sampled_from(NAMES), st.sampled_from(sorted(KINDS))
+sizes, changes, contents = st.sampled_from([SHARDS, SINGLE]), st.integers(0, 5), st.binary(max_size=9)
 
 
 class SharedDirectory(RuleBasedStateMachine):
@@ -73,7 +70,7 @@ class SharedDirectory(RuleBasedStateMachine):
             (self.path / name).chmod(0o600 + what)
             self.files[name] = (self.files[name][0], 0o600 + what)
 
-    @rule(name=names, what=changes, data=data)
+    @rule(name=names, what=changes, data=contents)
     def others_work(self, name: str, what: int, data: bytes) -> None:
         self._other(name, what, data)
 
@@ -84,7 +81,7 @@ class SharedDirectory(RuleBasedStateMachine):
         self.values[kind] = self.number
 
     @rule(
-        kind=kinds, size=sizes, at=st.integers(0, 90), name=names, what=changes, data=data
+        kind=kinds, size=sizes, at=st.integers(0, 90), name=names, what=changes, data=contents
     )  # fmt: skip
     def others_work_meanwhile(self, kind: str, size: int, at: int, name: str, what: int, data: bytes) -> None:
         """At a call of the save; and readers see the old one, or the new one, before and after it."""

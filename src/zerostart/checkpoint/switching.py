@@ -301,11 +301,9 @@ def _describe(folder: Folder, staged: str, marker: str, lost: Sequence[str]) -> 
     if not marker:
         return
     there = folder.identity(staged + marker) is not None
-    document = None
+    path, document = folder.path / (staged + marker if there else marker), None
     with contextlib.suppress(ZerostartError):
-        document = (
-            read_json(folder.path / (staged + marker if there else marker), "document") if lost else None
-        )
+        document = read_json(path, "document") if lost else None
     if document is not None and isinstance(document.get("files"), dict):
         document["files"] = {name: one for name, one in document["files"].items() if name not in lost}
         data = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
