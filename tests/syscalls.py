@@ -32,6 +32,8 @@ class Calls:
         self.chosen: int | None = None
         self.error: int | None = None
         self._dead = False
+        #: The functions of ``os`` as they are without this.
+        self.kept: dict[str, Any] = {}
 
     def _meet(self, name: str, call: Callable[[], Any]) -> Any:
         if self._dead:
@@ -50,7 +52,7 @@ class Calls:
     def watched(self, chosen: int | None = None, error: int | None = None) -> Iterator[Calls]:
         """Inside, call number ``chosen`` fails with ``error`` or, without one, is the last one."""
         self.names, self.chosen, self.error, self._dead = [], chosen, error, False
-        kept = {name: getattr(os, name) for name in CHANGING}
+        self.kept = kept = {name: getattr(os, name) for name in CHANGING}
         # A process that is killed takes nothing with it that it has written, synced or not.
         harmless = {**kept, "fsync": lambda handle: None}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def write(publication: Publication, folder: str, value: float, size: int, stem: 
     digests = Digests(ENTRIES)
     with CheckpointWriter(publication.directory / folder, layout) as writer:
         for name, _, shape in ENTRIES:
-            tensor = torch.full(shape, value).reshape(-1)
+            tensor = torch.full(shape, float(value)).reshape(-1)
             writer.write(name, tensor.numpy().data.cast("B"))
             digests.add(name, 0, tensor)
     publication.add_digests(digests.summed(ALONE), folder)
@@ -59,6 +60,7 @@ def save_state(path: Path, value: float, size: int = SHARDS) -> None:
         write(publication, "model", value, size, "model")
         configure(publication, "model/config.json", value)
         write(publication, "state", value, size, "state")
+        publication.document["saved_at_ns"] = time.time_ns()
 
 
 KINDS: dict[str, Callable[[Path, float, int], None]] = {

@@ -137,9 +137,9 @@ def test_the_next_save_is_killed_too(change: str, tmp_path: Path, capsys: pytest
     with calls.watched():
         KINDS[kind](shutil.copytree(tmp_path / "begin", tmp_path / "counting"), 2.0, then)
     note = max(n for n, name in enumerate(calls.names) if name in ("link", "replace", "rename"))
-    for first in range(max(0, note - 25), len(calls.names), 3):
+    for first in range(max(0, note - 25), len(calls.names), 4):
         # What tells a file is its inode, too: no copies from here on, and each time the same way.
-        for second in range(1, 1000, 2):
+        for second in range(1, 1000, 3):
             path = tmp_path / f"{first} {second}" / "saved"
             shutil.copytree(tmp_path / "begin", path)
             with calls.watched(chosen=first):
@@ -149,9 +149,10 @@ def test_the_next_save_is_killed_too(change: str, tmp_path: Path, capsys: pytest
                 KINDS["adapters"](path.with_name("beside"), 3.0, SINGLE)
             if len(calls.names) <= second:
                 break
-            assert check(path, kind, True) == found, (first, second, calls.names[second])
+            # The switch may be made: where the new index was there, and the old single file as well.
+            assert check(path, kind, True) in (found, 2.0), (first, second, calls.names[second])
             KINDS["adapters"](path.with_name("last"), 3.0, SINGLE)
-            assert check(path, kind, True) == found
+            assert check(path, kind, True) in (found, 2.0)
             assert not (path / ".zerostart").exists()
             assert set(all_files(path)) - set(described(path)) <= {"notes", "zerostart.json", "state.json"}
             shutil.rmtree(path.parent)

@@ -167,49 +167,6 @@ def test_a_killed_process_leaves_nothing_that_looks_whole(tmp_path: Path) -> Non
         assert not [name for name in names(tmp_path) if name.endswith((".safetensors", ".json"))]
 
 
-def _crash_at_rename(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
-    rename = Path.rename
-    left = [allowed]
-
-    def failing(self: Path, target: Path) -> Path:
-        if not left[0]:
-            raise KeyboardInterrupt
-        left[0] -= 1
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-
-
-@pytest.mark.parametrize("before", [20, "5GB"])
-@pytest.mark.parametrize("allowed", [0, 1])
-def test_a_crash_while_renaming_leaves_no_mixture(
-    before: int | str, allowed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_all(tmp_path, plan_shards(THREE, before), fill=1)
-    _crash_at_rename(monkeypatch, allowed)
-    with pytest.raises(KeyboardInterrupt):
-        write_all(tmp_path, plan_shards(THREE, 20), fill=2)
-    assert not (tmp_path / "model.safetensors").exists()
-    assert not (tmp_path / "model.safetensors.index.json").exists()
-
-
-@pytest.mark.parametrize(("before", "after"), [(8, 20), (20, 8), (20, "5GB"), ("5GB", 20), ("5GB", "5GB")])
-def test_saving_over_another_size(before: int | str, after: int | str, tmp_path: Path) -> None:
-    write_all(tmp_path, plan_shards(THREE, before), fill=1)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "other-00001-of-00002.safetensors").write_bytes(b"not ours")
-    layout = plan_shards(THREE, after)
-    write_all(tmp_path, layout, fill=2)
-    expected = [file.name for file in layout.files] + ["config.json", "other-00001-of-00002.safetensors"]
-    expected += [layout.index_name] if layout.index is not None else []
-    assert names(tmp_path) == sorted(expected)
-    catalog = open_catalog(tmp_path)
-    for entry in catalog.tensors.values():
-        with Path(catalog.files[entry.file]).open("rb") as file:
-            file.seek(entry.offset)
-            assert file.read(entry.nbytes) == b"\2" * entry.nbytes
-
-
 def test_several_writers_and_threads(tmp_path: Path) -> None:
     described = [(f"t{i}", "U8", (1000,)) for i in range(16)]
     layout = plan_shards(described, 4000)

@@ -20,8 +20,8 @@ __all__ = ["Point", "points_in", "traced", "tracing_works"]
 Point = tuple[str, int]
 #: Calls that change files or directories, or bring them to the disk.
 CALLS = (
-    "openat", "mkdir", "pwrite64", "write", "ftruncate", "fsync", "rename", "renameat2", "unlink", "unlinkat",
-    "rmdir", "link", "linkat",
+    "openat", "mkdir", "mkdirat", "pwrite64", "write", "ftruncate", "fsync", "rename", "renameat", "unlink",
+    "unlinkat", "rmdir", "link", "linkat",
 )  # fmt: skip
 _LINE = re.compile(r"(?P<thread>\d+) +(?P<call>\w+)\((?P<rest>.*)")
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)

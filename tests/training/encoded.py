@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -102,8 +103,11 @@ def write_media(
 
 
 def bytes_of(directory: Path) -> dict[str, bytes]:
-    """Every file of a cache."""
-    return {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
+    """Every file of a cache, its document without what tells one save from another."""
+    found = {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
+    document = json.loads(found.get("zerostart.json", b"{}"))
+    told = {key: value for key, value in document.items() if key not in ("save", "saved_at_ns")}
+    return found | {"zerostart.json": json.dumps(told).encode()} if document else found
 
 
 def make(key: str, path: Path) -> Path:

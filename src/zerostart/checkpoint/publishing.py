@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.durable import sync, write_whole
+from zerostart.checkpoint.durable import sync, sync_handle, write_whole
 from zerostart.checkpoint.folders import Folder, lock
 from zerostart.checkpoint.manifest import FORMAT, HIDDEN, MARKER, MARKERS, current, grouped
 from zerostart.checkpoint.paths import expanded
@@ -161,7 +161,7 @@ class Staging:
         """Remove what was written and has no names yet; what has made its switch is finished."""
         with contextlib.suppress(OSError, ZerostartError):
             self._close()
-        for place in reversed(self._made):
+        for place in reversed(self._made):  # those that have nothing in them
             with contextlib.suppress(OSError):
                 place.rmdir()
 
@@ -181,7 +181,8 @@ class Staging:
         """What tells a file that it is as it was: its length, and a hash unless its tensors have digests."""
         file = self.directory / name
         described: dict[str, Any] = {"bytes": file.stat().st_size}
-        if file.suffix != ".safetensors" or str(Path(name).parent) not in document.get("digests", {}):
+        weights = file.suffix == ".safetensors"
+        if not weights or (self._marker and str(Path(name).parent) not in document.get("digests", {})):
             with file.open("rb") as handle:
                 described["sha256"] = hashlib.file_digest(handle, "sha256").hexdigest()
         return described
@@ -232,7 +233,7 @@ def _locked(folder: Folder, token: str, new: bool) -> int:
             if found.st_ino != os.fstat(handle).st_ino:
                 raise FileNotFoundError(name)
             _note(handle, {"host": socket.gethostname(), "pid": os.getpid(), "new": new})
-            os.fsync(parent)
+            sync_handle(parent)
         except BaseException:
             os.close(handle)
             with contextlib.suppress(OSError):
@@ -252,7 +253,8 @@ def _settled(folder: Folder, token: str, handle: int, plan: Plan | None) -> None
     """Finish a save, or take it back; then remove what it has written besides, its lock last."""
     if plan is not None:
         settle(folder, f"{HIDDEN}/{token}/", plan)
-        os.ftruncate(handle, 0)  # what goes now tells no more how far it had come
+        # What goes now tells no more how far it had come.
+        os.ftruncate(handle, os.pread(handle, _MOST, 0).find(b"\n") + 1)
     for marker in MARKERS:  # first: what they describe may not be there any more
         folder.remove(f"{HIDDEN}/{token}/{marker}")
     with folder.parent(f"{HIDDEN}/{token}") as (parent, last):

@@ -301,9 +301,10 @@ def _describe(folder: Folder, staged: str, marker: str, lost: Sequence[str]) -> 
     if not marker:
         return
     there = folder.identity(staged + marker) is not None
-    if lost:
-        path = folder.path / (staged + marker if there else marker)
-        document = read_json(path, "document", MAX_DOCUMENT_BYTES)
+    path, document = folder.path / (staged + marker if there else marker), None
+    with contextlib.suppress(ZerostartError):
+        document = read_json(path, "document", MAX_DOCUMENT_BYTES) if lost else None
+    if document is not None and isinstance(document.get("files"), dict):
         document["files"] = {name: one for name, one in document["files"].items() if name not in lost}
         data = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
         write_whole(folder.path / (staged + marker), data, folder.path / f"{staged}.{marker}.part")

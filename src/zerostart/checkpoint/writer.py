@@ -15,7 +15,6 @@ import errno
 import functools
 import json
 import os
-import re
 import threading
 import uuid
 from pathlib import Path
@@ -159,25 +158,16 @@ class CheckpointWriter:
                 os.close(handle)
 
     def commit(self) -> None:
-        """Give the files their names, and remove what an earlier save left under the same stem.
+        """Give the files their names, and then their index, which names them all.
 
-        While several files take their names the directory holds no index and no single file, so that
-        a crash in between cannot leave a mixture of two checkpoints that looks whole. Raises WriteError.
+        Into a directory that others use, ``publishing.Staging`` brings them. Raises WriteError.
         """
         self.close()
-        index = self.directory / self.layout.index_name
         try:
-            if self.layout.index is not None:
-                index.unlink(missing_ok=True)
-                (self.directory / f"{self.layout.stem}.safetensors").unlink(missing_ok=True)
             for position, file in enumerate(self.layout.files):
                 self._temporary(position).rename(self.directory / file.name)
-            self._sync_directory()
             if self.layout.index is not None:
-                self._write_index(index)
-            else:
-                index.unlink(missing_ok=True)
-            self._remove_stale()
+                self._write_index(self.directory / self.layout.index_name)
             self._sync_directory()
         except OSError as error:
             raise WriteError(f"{self.directory}: saving could not be completed: {error}") from error
@@ -269,14 +259,6 @@ class CheckpointWriter:
         text = json.dumps(self.layout.index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         part = index.with_name(f".{index.name}.{self._token}.part")
         write_whole(index, text.encode(), part, self._durable)
-
-    def _remove_stale(self) -> None:
-        """Shards of an earlier save of another size: nothing lists them any more."""
-        shard = re.compile(re.escape(self.layout.stem) + r"-\d{5}-of-\d{5}\.safetensors")
-        names = {file.name for file in self.layout.files}
-        for path in self.directory.iterdir():
-            if shard.fullmatch(path.name) and path.name not in names:
-                path.unlink()
 
     def _sync_directory(self) -> None:
         if self._durable:

@@ -14,7 +14,7 @@ from zerostart.engines import Shard, first_rank_shard, with_whole
 from zerostart.errors import ConfigError
 from zerostart.loading.parts import live_shards, loaded_parts
 from zerostart.recipe import spelling
-from zerostart.state.publishing import agreed_place
+from zerostart.state.publishing import agreed_place, publishing
 from zerostart.state.writing import plain, write_tensors
 
 __all__ = ["save_trained"]
@@ -40,14 +40,15 @@ def save_trained(original: Callable[[], Any], **call: Any) -> Any:
         with world.phase("looking at what is trained"):
             shards = _stored(logger, module, world)
             entries = [(n, spelling(s.storage.dtype, n), s.layout.shape) for n, s in shards.items()]
-        write_tensors(
-            place.parent,
-            entries,
-            [plain(name, shard) for name, shard in shards.items()],
-            world,
-            stem=place.name.removesuffix(_SUFFIX),
-            max_shard_size=_ONE_FILE,
-        )
+        with publishing(place.parent, world, marker="") as publication:
+            write_tensors(
+                publication.directory,
+                entries,
+                [plain(name, shard) for name, shard in shards.items()],
+                world,
+                stem=place.name.removesuffix(_SUFFIX),
+                max_shard_size=_ONE_FILE,
+            )
     return None
 
 

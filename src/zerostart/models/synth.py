@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from zerostart.checkpoint.publishing import Staging
 from zerostart.checkpoint.shards import SaveLayout, plan_shards
 from zerostart.checkpoint.source import CONFIG_NAME, read_config
 from zerostart.checkpoint.strict_json import read_json
@@ -86,11 +87,15 @@ def synthesise(
     chosen = _chosen_dtype(dtype, config)
     kind = _model_class(config)
     layout, parameters = _plan(kind, config, chosen, max_shard_size)
-    writer = CheckpointWriter(out, layout, durable=False)
-    with writer:
-        if not sparse:
-            _fill(writer, Noise(seed, _deviation(config)))
-    _write_config(config, kind, Path(out))
+    staging = Staging(out, marker="")
+    try:
+        with CheckpointWriter(staging.directory, layout, durable=False) as writer:
+            if not sparse:
+                _fill(writer, Noise(seed, _deviation(config)))
+        _write_config(config, kind, staging.directory)
+        staging.complete({})
+    finally:
+        staging.discard()
     return Synthesised(
         Path(out),
         kind.__name__,

@@ -92,7 +92,7 @@ def _link(saved: Path, folder: Path, files: list[tuple[str, str]]) -> bool:
     usual = dict(files)
     try:
         for name, own in files:
-            if name.endswith(INDEX):
+            if name.endswith(INDEX) and any(own != n for n, own in files):
                 index = read_json(saved / name, "index")
                 index["weight_map"] = {n: usual[file] for n, file in index["weight_map"].items()}
                 text = json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

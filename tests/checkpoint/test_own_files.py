@@ -1,0 +1,389 @@
+"""A save owns the files that it names: what others have in its directory, or put there, stays as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shared_directory import (
+    ALONE,
+    KINDS,
+    SHARDS,
+    SINGLE,
+    configure,
+    save_adapters,
+    save_model,
+    save_state,
+    value_of,
+    write,
+)
+
+import zerostart
+from ranks import run_ranks
+from syscalls import Calls
+from zerostart.checkpoint import folders
+from zerostart.checkpoint.source import open_catalog
+from zerostart.errors import WriteError
+from zerostart.state.export import export
+from zerostart.state.keeping import complete, prune
+from zerostart.state.publishing import publishing
+
+
+@contextlib.contextmanager
+def meanwhile(work: Callable[[int], None]) -> Iterator[list[int]]:
+    """Inside, a thread does ``work`` again and again, with the number of the turn; gives how many it did."""
+    ended, turns = threading.Event(), [0]
+
+    def go_on() -> None:
+        while not ended.is_set():
+            work(turns[0] + 1)
+            turns[0] += 1
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield turns
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_files_that_others_write_meanwhile(tmp_path: Path) -> None:
+    """Replaced, appended to, made, and gone again: while saves of every kind run, nothing of it is lost."""
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "log").write_text("")
+
+    def work(turn: int) -> None:
+        (path / "new").write_text(str(turn))
+        (path / "new").replace(path / "replaced")
+        with (path / "log").open("a") as log:
+            log.write(f"{turn}\n")
+        (path / f"temporary-{turn}").write_text("")
+        (path / f"temporary-{turn}").unlink()
+
+    with meanwhile(work) as turns:
+        for number in range(1, 9):
+            for kind, save in KINDS.items():
+                save(path, number, SHARDS if number % 2 else SINGLE)
+                assert value_of(path, kind) == number
+    assert turns[0] > 10
+    assert (path / "replaced").read_text() == str(turns[0])
+    assert (path / "log").read_text().split() == [str(turn + 1) for turn in range(turns[0])]
+    zerostart.verify(path)
+
+
+def test_files_of_others_are_the_same_files(tmp_path: Path) -> None:
+    """Inodes, modes, setgid bits and times of files and directories; also of weights that are not ours."""
+    path = tmp_path / "out"
+    save_model(path, 1.0)
+    for name in (
+        "notes",
+        "runs/events",
+        "model/README.md",
+        "model-00007-of-00009.safetensors",
+        "a.safetensors",
+    ):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(name)
+        (path / name).chmod(0o640)
+    (path / "link").symlink_to("runs")
+    for number in (10, 12, 6, 8, 14):  # the Trainer's rotation may go by these times
+        (path / f"checkpoint-{number}").mkdir(mode=0o2770)
+        os.utime(path / f"checkpoint-{number}", (number, number))
+    (path / "runs").chmod(0o2750)
+    path.chmod(0o2775)
+
+    def seen() -> dict[str, tuple[int, ...]]:
+        own = {"config.json", "tokenizer.json", "zerostart.json"}
+        found = {}
+        for entry in path.rglob("*"):
+            if entry.name not in own and not (entry.name.startswith("model") and entry.stat().st_size > 100):
+                about = entry.lstat()
+                found[str(entry.relative_to(path))] = (about.st_ino, about.st_mode, about.st_mtime_ns)
+        return found
+
+    before = seen()
+    assert len(before) == 12
+    with (path / "runs" / "events").open("a") as still_open:
+        for value, size in ((2.0, SINGLE), (3.0, SHARDS), (4.0, SHARDS)):
+            save_model(path, value, size)
+            assert value_of(path, "model") == value
+            assert {name: seen().get(name) for name in before} == before
+        still_open.write("+")
+    assert (path / "runs" / "events").read_text() == "runs/events+"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o2775
+    assert (path / "model-00007-of-00009.safetensors").exists()
+
+
+def test_new_files_have_the_modes_of_new_files(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    expected = (tmp_path / "plain").stat().st_mode
+    for kind, save in KINDS.items():
+        save(tmp_path / kind, 1.0, SHARDS)
+        assert {f.stat().st_mode for f in (tmp_path / kind).rglob("*") if f.is_file()} == {expected}
+
+
+def test_contents_of_one_directory_do_not_know_each_other(tmp_path: Path) -> None:
+    """Adapters over a model, a second adapter, a model over a state, and the state again: all stay."""
+    path = tmp_path / "out"
+    with publishing(path, ALONE) as publication:
+        write(publication, ".", 1.0, SHARDS, "model")
+        configure(publication, "config.json", 1.0)
+    for folder in ("first", "second"):
+        with publishing(path, ALONE) as publication:
+            write(publication, folder, 2.0, SINGLE, "adapter_model")
+    save_adapters(path, 3.0)
+    save_state(path, 4.0)
+    with publishing(path, ALONE) as publication:
+        write(publication, ".", 5.0, SINGLE, "diffusion_pytorch_model")
+    assert [value_of(path, kind) for kind in ("model", "adapters", "state")] == [1.0, 3.0, 4.0]
+    assert (path / "first" / "adapter_model.safetensors").exists()
+    assert zerostart.verify(path).tensors == 3 * 7
+    save_model(path, 6.0)
+    assert [value_of(path, kind) for kind in ("model", "adapters", "state")] == [6.0, 3.0, 4.0]
+    # What counts for a load is what was saved last.
+    assert "state" not in str(open_catalog(path).files)
+    assert open_catalog(path).root == str(path)
+    save_state(path, 7.0)
+    assert open_catalog(path).root == str(path / "model")
+
+
+def test_an_export_into_its_own_source_keeps_the_state(tmp_path: Path) -> None:
+    for size in (SHARDS, SINGLE):
+        path = tmp_path / str(size)
+        save_state(path, 1.0, size)
+        export(path, path)
+        assert value_of(path, "state") == value_of(path, "model") == 1.0
+        assert zerostart.verify(path).tensors == 9
+
+
+def test_a_tokenizer_of_somebodys_own(tmp_path: Path) -> None:
+    """Files beside weights are written where they are not there, or were ours and are as they were."""
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "tokenizer.json").write_text("the script's own")
+    save_model(path, 1.0)
+    assert (path / "tokenizer.json").read_text() == "the script's own"
+    assert json.loads((path / "config.json").read_text()) == {"value": 1.0}
+    (path / "tokenizer.json").unlink()
+    for value in (2.0, 3.0):
+        save_model(path, value)
+        assert json.loads((path / "tokenizer.json").read_text()) == {"value": value}
+    (path / "tokenizer.json").write_text("edited")
+    save_model(path, 4.0)
+    assert (path / "tokenizer.json").read_text() == "edited"
+    assert zerostart.verify(path).tensors == 3
+
+
+HOSTILE = ["../above.txt", "{0}/above.txt", "a/../../above.txt", "mine.safetensors", "link/above.txt", "mine"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_made_up_documents_lead_nowhere(kind: str, tmp_path: Path) -> None:
+    """Neither documents nor an index make a save remove or write what is not its own, inside or outside."""
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "link").symlink_to(tmp_path)
+    for file in (tmp_path / "above.txt", path / "mine.safetensors", path / "mine", path / "config.jso"):
+        file.write_text("kept")
+    names = [name.format(tmp_path) for name in HOSTILE]
+    files = {name: {"bytes": 4} for name in names}
+    for name, text in {
+        "zerostart.json": {"format": 1, "files": files},
+        "state.json": {"format": 1, "files": files},
+        "model.safetensors.index.json": {"weight_map": {str(n): name for n, name in enumerate(names)}},
+    }.items():
+        (path / name).write_text(json.dumps(text))
+    for value in (1.0, 2.0):
+        KINDS[kind](path, value, SHARDS)
+        assert value_of(path, kind) == value
+    for file in (tmp_path / "above.txt", path / "mine.safetensors", path / "mine"):
+        assert file.read_text() == "kept"
+    assert (path / "link").is_symlink()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["above.txt", "out"]
+
+
+@pytest.mark.parametrize("name", [".zerostart", "model", "second", "model.safetensors", "state.json"])
+def test_links_lead_nowhere(name: str, tmp_path: Path) -> None:
+    """A link in the place of a file goes, in that of a directory it is an error; no target is touched."""
+    path, outside = tmp_path / "out", tmp_path / "outside"
+    path.mkdir()
+    outside.mkdir()
+    target = outside / "file" if "." in name[1:] else outside
+    (outside / "file").write_text("kept")
+    (path / name).symlink_to(target)
+    for kind, save in KINDS.items():
+        try:
+            save(path, 1.0, SINGLE)
+        except WriteError:
+            assert target == outside
+        else:
+            assert value_of(path, kind) == 1.0
+    assert [entry.name for entry in outside.iterdir()] == ["file"]
+    assert (outside / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"marker": "zerostart.json", "switch": "gone", "drop": {"../above": [1, 2, 3]}},
+        {"marker": "zerostart.json", "switch": "gone", "deliver": {"notes": [1, 2]}, "drop": {"notes": [1]}},
+        {"marker": "/etc/passwd", "switch": ""},
+        {"marker": [], "switch": {}},
+        {"other": 1},
+        7,
+    ],
+)  # fmt: skip
+def test_a_made_up_leftover_does_no_harm(line: Any, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    (path / ".zerostart" / "0123456789ab").mkdir(parents=True)
+    (path / ".zerostart" / "0123456789ab" / "notes").write_text("of somebody else")
+    for file in (tmp_path / "above", path / "notes"):
+        file.write_text("kept")
+    lines = [{"host": "nowhere", "pid": 1, "new": True}, line]
+    text = "".join(json.dumps(one) + "\n" for one in lines)
+    (path / ".zerostart" / "0123456789ab.lock").write_text(text)
+    save_model(tmp_path / "beside", 1.0)
+    assert (tmp_path / "above").read_text() == (path / "notes").read_text() == "kept"
+    assert not (path / ".zerostart").exists()
+
+
+def killed(path: Path, kind: str, at: int) -> None:
+    with Calls().watched(chosen=at):
+        KINDS[kind](path, 1.0, SHARDS)
+
+
+def test_what_a_kill_leaves_goes_with_a_save_beside_it(tmp_path: Path) -> None:
+    """Of a new directory nothing is left, of an old one what was there; nobody else's is touched."""
+    (tmp_path / "others").mkdir()
+    os.utime(tmp_path / "others", (1, 1))
+    save_state(tmp_path / "checkpoint-5", 1.0)
+    os.utime(tmp_path / "checkpoint-5", (5, 5))
+    for kind in KINDS:
+        for place in ("checkpoint-10", "checkpoint-5"):
+            killed(tmp_path / place, kind, 25)
+            assert (tmp_path / place / ".zerostart").exists()
+            save_model(tmp_path / "checkpoint-20", 2.0)
+            assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-20", "checkpoint-5", "others"]
+            assert not (tmp_path / place / ".zerostart").exists()
+            assert value_of(tmp_path / "checkpoint-5", "state") == 1.0
+    assert (tmp_path / "others").stat().st_mtime == 1
+
+
+def test_a_save_that_goes_on_is_not_taken_for_one_that_was_killed(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with publishing(path, ALONE) as publication:
+        write(publication, ".", 1.0, SHARDS, "model")
+        save_model(path, 2.0)
+        save_adapters(path, 2.0)
+        save_state(tmp_path / "beside", 2.0)
+        assert value_of(path, "model") == 2.0
+    assert value_of(path, "model") == 1.0
+    assert not (path / ".zerostart").exists()
+    zerostart.verify(path)
+
+
+#: What ranks that know nothing of each other save, and where.
+JOBS = [("model", "out", 1.0), ("state", "out", 4.0), ("model", "out", 2.0), ("adapters", "out", 3.0)]
+
+
+def save_often(folder: Path, count: int) -> None:
+    kind, place, value = JOBS[torch.distributed.get_rank()]
+    for _ in range(count):
+        KINDS[kind](folder / place, value, SHARDS)
+        save_model(folder / "beside", value)
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 10), pytest.param(4, 300, marks=pytest.mark.slow)])
+def test_processes_save_at_once(size: int, count: int, tmp_path: Path) -> None:
+    """Of the same kind, of others, and beside: each ends well, and what is there is whole."""
+    run_ranks(save_often, size, tmp_path, count, timeout=400)
+    for kind in {kind for kind, _, _ in JOBS[:size]}:
+        assert value_of(tmp_path / "out", kind) in [value for k, _, value in JOBS if k == kind]
+    assert value_of(tmp_path / "beside", "model") is not None
+    for place in ("out", "beside"):
+        zerostart.verify(tmp_path / place)
+        assert not (tmp_path / place / ".zerostart").exists()
+
+
+@pytest.mark.parametrize("without", ["links", "locks", "synced directories"])
+def test_file_systems_that_cannot_do_all(
+    without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vfat has no second names for files, some networks' no locks, and some know no sync of a directory."""
+    fsync = os.fsync
+
+    def refused(number: int) -> Callable[..., Any]:
+        def call(*_: object, **__: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    def files_alone(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "no file")
+        fsync(handle)
+
+    if without == "links":
+        monkeypatch.setattr(os, "link", refused(errno.EPERM))
+    elif without == "locks":
+        monkeypatch.setattr(folders.fcntl, "flock", refused(errno.ENOLCK))
+    else:
+        monkeypatch.setattr(os, "fsync", files_alone)
+    for kind, save in KINDS.items():
+        for value, size in ((1.0, SHARDS), (2.0, SHARDS), (3.0, SINGLE), (4.0, SHARDS)):
+            save(tmp_path / "out", value, size)
+            assert value_of(tmp_path / "out", kind) == value
+    assert zerostart.verify(tmp_path / "out").tensors == 15
+    # This process is still there, as far as can be told by its number; one that is not, is not.
+    killed(tmp_path / "killed", "model", 20)
+    save_model(tmp_path / "beside", 1.0)
+    assert (tmp_path / "killed").exists() == (without == "locks")
+    if without == "locks":
+        lock = next((tmp_path / "killed" / ".zerostart").glob("*.lock"))
+        lock.write_text(lock.read_text().replace(f'"pid": {os.getpid()}', '"pid": 4194305'))
+        save_model(tmp_path / "beside", 2.0)
+        assert not (tmp_path / "killed").exists()
+
+
+def test_a_pruned_checkpoint_leaves_what_others_have_put_there(tmp_path: Path) -> None:
+    for number in range(4):
+        save_state(tmp_path / f"step-{number}", number)
+    (tmp_path / "step-0" / "notes").write_text("mine")
+    (tmp_path / "step-1" / "model" / "own.safetensors").write_text("mine")
+    assert len(prune(tmp_path, 1)) == 3
+    assert [path.name for path in complete(tmp_path)] == ["step-3"]
+    left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if "step-3" not in str(p))
+    assert left == ["step-0", "step-0/notes", "step-1", "step-1/model", "step-1/model/own.safetensors"]
+
+
+def test_a_prune_that_was_killed_is_finished_by_the_next_save(tmp_path: Path) -> None:
+    points = 0
+    while True:
+        folder = tmp_path / str(points)
+        for number in range(2):
+            save_state(folder / f"step-{number}", number)
+        calls = Calls()
+        with calls.watched(chosen=points):
+            prune(folder, 1)
+        if len(calls.names) <= points:
+            break
+        there = folder / "step-0" / "state.json" in list(folder.glob("*/state.json"))
+        assert not there or zerostart.verify(folder / "step-0").tensors == 6
+        save_state(folder / "step-2", 2.0)
+        # Of the last steps an empty directory is left, of which nothing says any more whose it was.
+        found = sorted(path.name for path in folder.iterdir() if there or any(path.iterdir()))
+        assert found == (["step-0"] if there else []) + ["step-1", "step-2"], calls.names[points]
+        assert not there or not (folder / "step-0" / ".zerostart").exists()
+        points += 1
+    assert points > 10
