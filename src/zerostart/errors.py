@@ -7,6 +7,7 @@ with the same text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 __all__ = [
@@ -24,11 +25,29 @@ __all__ = [
     "VerifyError",
     "WriteError",
     "ZerostartError",
+    "printable",
 ]
+
+#: What moves a cursor, colours, ends a line or turns the direction of writing: control characters of both
+#: sets, separators of lines, marks and overrides of direction, what is invisible, and halves of pairs.
+_UNPRINTABLE = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """Text from outside (a name in a file, a path), fit for a terminal and a log: one line, nothing acts.
+
+    Each character that would be carried out and not shown is its escape; all others, of any script, stay.
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class ZerostartError(Exception):
-    """Root of all errors that zerostart raises."""
+    """Root of all errors that zerostart raises; as a text it is fit for a terminal (``printable``)."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, super().__str__().split("\n")))
 
 
 class ConfigError(ZerostartError, ValueError):

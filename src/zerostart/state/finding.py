@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from zerostart.checkpoint.storage.files import read_small
 from zerostart.state.training_state import MARKER
 
 __all__ = ["DEEPSPEED", "FSDP", "LATEST", "is_tag", "state_in"]
@@ -25,7 +26,7 @@ def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None
     names = [own, f"{FSDP}_{number}"] if tag in (None, own) else [str(tag)]
     latest = folder / LATEST
     if not number and tag is None and latest.is_file():
-        named = latest.read_text(encoding="utf-8", errors="replace").strip()
+        named = read_small(str(latest)).decode("utf-8", "replace").strip()
         names += [named] if is_tag(named) else []
     markers = [folder / name / MARKER for name in names]
     found = [marker for marker in markers if marker.is_file()]

@@ -3,8 +3,9 @@
 A pickle is a program for a small stack machine. This one runs it with inert stand-ins: a global is its name,
 calling one of a dozen known globals makes a record of the arguments, and everything else is refused. The
 instructions are those that ``torch.save`` writes (protocol 2), as in torch's own ``weights_only`` reader.
-Memory is bounded by the number of instructions, the stack of the interpreter is not used for nesting, and no
-value is compared, hashed or printed unless it is of a primitive type.
+Memory and time are bounded by the number of instructions, and by the length of the pickle what they copy and
+how many members, each as often as it occurs, what is given on has. The stack of the interpreter is not used
+for nesting, and no value is compared, hashed or printed unless it is of a primitive type.
 """
 
 from __future__ import annotations
@@ -44,6 +45,13 @@ __all__ = [
 MAX_INSTRUCTIONS = 8_000_000
 _MAX_COUNT = 2**63 - 1
 _KEY_TYPES = (str, int, float, bool, bytes, type(None))
+_CONTAINERS = (dict, list, tuple)
+#: Most dimensions of a tensor, and members of a tuple that is a key. torch's own operators stop at 64.
+MAX_DIMENSIONS = 64
+#: Members that may be copied, or occur again, whatever the length of the pickle.
+_FREE = 1 << 20
+#: Characters of a text that count as one member.
+_TEXT = 64
 
 
 def read_weights_pickle(raw: bytes, path: str) -> Any:
@@ -68,11 +76,16 @@ class Machine:
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
+        self._copied = 0
+        self._shares = False
 
     def read(self) -> Any:
         """The object in the pickle; raises CheckpointError where it is damaged, or refused."""
         try:
-            return self._run()
+            value = self._run()
+            if self._shares:
+                self._check_unfolded(value)
+            return value
         except (IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
             raise CheckpointError(
                 f"{self._path}: the pickle in it is damaged at byte {self.at} ({type(error).__name__}): "
@@ -97,6 +110,53 @@ class Machine:
                     f"holds instruction {shown(chr(code))}, which torch.save by default does not write"
                 )
             step(self)
+
+    def spend(self, members: int) -> None:
+        """Count members that an instruction copies; raises CheckpointError for more than a pickle needs."""
+        self._copied += members
+        if self._copied > _FREE + len(self._raw):
+            self.refuse("copies the same containers over and over")
+
+    def _check_unfolded(self, value: Any) -> None:
+        """Refuse containers that hold one another so often that nobody could print or copy them.
+
+        A list that holds another one twice, which holds a third one twice, takes a few bytes for each, and
+        twice the time with each. What objects hold is theirs, and nobody goes through it as a whole.
+        """
+        limit = _FREE + 8 * len(self._raw)
+        weights: dict[int, int | None] = {}  # None: begun
+        pending = [(value, False)]
+        while pending:
+            item, ended = pending.pop()
+            kind = type(item)
+            if kind not in _CONTAINERS:
+                pending += ((inner, False) for inner in self.inside(item) if id(inner) not in weights)
+                continue
+            inner_ones = self._members(item)
+            if not ended:
+                if id(item) in weights:
+                    continue
+                weights[id(item)] = None
+                pending.append((item, True))
+                pending += ((inner, False) for inner in inner_ones if id(inner) not in weights)
+                continue
+            total = 1
+            for inner in inner_ones:
+                weight = weights.get(id(inner), 1) if type(inner) in _CONTAINERS else _weight(inner)
+                if weight is None:
+                    self.refuse("holds a container that holds itself")
+                total += weight
+            if total > limit:
+                self.refuse(f"holds containers in one another, with more than {limit} members in all")
+            weights[id(item)] = total
+
+    @staticmethod
+    def _members(item: Any) -> list[Any]:
+        return [*item.keys(), *item.values()] if type(item) is dict else list(item)
+
+    def inside(self, item: Any) -> tuple[Any, ...]:
+        """What something that is no container holds, which is looked at by itself."""
+        return ()
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise CheckpointError with the way out."""
@@ -157,14 +217,16 @@ class Machine:
 
     def get(self, index: int) -> None:
         """Put a remembered value on the stack."""
-        self._stack.append(self._memo[index])
+        value = self._memo[index]
+        self._shares = self._shares or type(value) in _CONTAINERS
+        self._stack.append(value)
 
     def extend(self, items: list[Any]) -> None:
         """Append to the list on the stack."""
         target = self._stack[-1]
         if type(target) is not list:
             self.refuse(f"appends to a {type(target).__name__}")
-        target.extend(items)
+        target.extend(items)  # which were on the stack, each by an instruction of its own
 
     def set_items(self, items: list[Any]) -> None:
         """Fill the dictionary on the stack."""
@@ -215,6 +277,7 @@ class Machine:
             self.refuse(f"sets the state of a {type(target).__name__}")
         noted = state.get("_metadata") if type(state) is dict else None
         if type(noted) is dict:
+            self.spend(sum(1 + len(entry) for entry in noted.values() if type(entry) is dict))
             target[VERSIONS] = plain_versions(noted)
 
     def persistent(self) -> None:
@@ -231,11 +294,17 @@ class Machine:
 def _ordered(machine: Machine, arguments: tuple[Any, ...]) -> dict[Any, Any]:
     """OrderedDict, empty or of a list of pairs as Python 2 wrote it."""
     made: dict[Any, Any] = {}
-    for pair in arguments[0] if len(arguments) == 1 and type(arguments[0]) is list else arguments:
+    pairs = arguments[0] if len(arguments) == 1 and type(arguments[0]) is list else arguments
+    machine.spend(len(pairs))  # one list may be the argument of any number of calls
+    for pair in pairs:
         if type(pair) not in (list, tuple) or len(pair) != 2:
             machine.refuse("makes an OrderedDict of something other than pairs")
         machine.fill(made, list(pair))
     return made
+
+
+def _weight(item: Any) -> int:
+    return 1 + len(item) // _TEXT if type(item) in (str, bytes) else 1
 
 
 def _size(machine: Machine, arguments: tuple[Any, ...]) -> tuple[int, ...]:
@@ -245,7 +314,11 @@ def _size(machine: Machine, arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _counts(values: Any) -> bool:
-    return type(values) is tuple and all(type(v) is int and 0 <= v <= _MAX_COUNT for v in values)
+    return (
+        type(values) is tuple
+        and len(values) <= MAX_DIMENSIONS
+        and all(type(v) is int and 0 <= v <= _MAX_COUNT for v in values)
+    )
 
 
 def _tensor(machine: Machine, arguments: tuple[Any, ...]) -> StoredTensor:

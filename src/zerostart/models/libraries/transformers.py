@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +14,8 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.errors import BuildError
+from zerostart.checkpoint.source import read_config
+from zerostart.errors import BuildError, CheckpointError
 from zerostart.models.libraries import transformers_conversions as conversions
 from zerostart.models.library import Attention, Built, Construction, ModelLibrary, OwnLoading, Stored
 from zerostart.models.tensors import state_names
@@ -261,12 +261,9 @@ def _read_config(root: str | None) -> dict[str, Any]:
             f"there is no config.json in {root}; pass model= with the class or a callable that builds it"
         )
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BuildError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise BuildError(f"{path} does not hold an object")
-    return raw
+        return read_config(path.parent) or {}
+    except CheckpointError as error:
+        raise BuildError(str(error)) from error
 
 
 def _named_dtype(value: Any) -> torch.dtype | None:
