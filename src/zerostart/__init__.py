@@ -75,6 +75,7 @@ def load(
     progress: bool = True,
     fp32_masters: bool = True,
     exchange: bool | None = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load a checkpoint into a sharded model; every rank reads only the bytes that it will own.
 
@@ -127,6 +128,7 @@ def plan(
     storage_rate: float | None = None,
     interconnect_rate: float | None = None,
     optimizer: str | None = None,
+    trust_remote_code: bool = False,
 ) -> WorldPlan:
     """What every rank of ``world_size`` would read and hold; reads headers only, and needs no process group.
 

@@ -25,7 +25,6 @@ __all__ = [
     "VerifyError",
     "WriteError",
     "ZerostartError",
-    "printable",
 ]
 
 #: What moves a cursor, colours, ends a line or turns the direction of writing: control characters of both
