@@ -9,6 +9,7 @@ Imports of torch and of the engines wait until a verb is called, so that the com
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -55,6 +56,7 @@ __all__ = [
     "verify",
 ]
 __version__ = "0.1.0.dev0"
+logging.getLogger("zerostart").addFilter(errors.printable_record)
 
 
 @documented(LoadArguments)

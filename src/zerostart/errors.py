@@ -7,6 +7,7 @@ with the same text.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 
@@ -42,11 +43,22 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def printable_lines(text: str) -> str:
+    """Several lines of text, each of them ``printable``."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def printable_record(record: logging.LogRecord) -> bool:
+    """A filter of a logger, which lets every record pass, as ``printable_lines``."""
+    record.msg, record.args = printable_lines(record.getMessage()), ()
+    return True
+
+
 class ZerostartError(Exception):
     """Root of all errors that zerostart raises; as a text it is fit for a terminal (``printable``)."""
 
     def __str__(self) -> str:
-        return "\n".join(map(printable, super().__str__().split("\n")))
+        return printable_lines(super().__str__())
 
 
 class ConfigError(ZerostartError, ValueError):

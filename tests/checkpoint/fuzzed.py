@@ -29,7 +29,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch.distributed.checkpoint import CheckpointException
 
 import zerostart
-from zerostart.checkpoint.catalog import DTYPE_BITS, Catalog, TensorEntry
+from zerostart.checkpoint.catalog import DTYPE_BITS, TORCH_NAMES, Catalog, TensorEntry
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.training import training_states
 from zerostart.errors import ZerostartError
@@ -42,6 +42,7 @@ Files = dict[str, bytes]
 Values = dict[str, bytes]
 #: More than that a damaged shape may claim without anybody reading it.
 MOST = 1 << 16
+_SPELLED = {name: spelled for spelled, name in TORCH_NAMES.items()}
 
 
 # -- examples ---------------------------------------------------------------------------------------------
@@ -545,15 +546,18 @@ def _by_deepspeed(root: Path) -> Values:
 
 
 def _by_dcp(root: Path) -> Values:
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+    """By the names in the description; not by the routes there, which may lead to lists of any length."""
+    import torch.distributed.checkpoint as saved_by_ranks
 
-    value: dict[str, Any] = {}
+    catalog = open_catalog(root)
+    value = {
+        f"model.{name}": torch.zeros(tensor.shape, dtype=getattr(torch, _SPELLED[tensor.dtype]))
+        for name, tensor in catalog.weights.items()
+        if tensor.numel <= MOST
+    }
     with _others():
-        reader, planner = FileSystemReader(root), _EmptyStateDictLoadPlanner()
-        _load_state_dict(value, storage_reader=reader, planner=planner, no_dist=True)
-        return _tensors(value.get("model", value))
+        saved_by_ranks.load(value, checkpoint_id=root, no_dist=True)
+        return {name.removeprefix("model."): _flat(tensor) for name, tensor in value.items()}
 
 
 def _by_folders(root: Path) -> Values:

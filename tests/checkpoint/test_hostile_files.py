@@ -269,7 +269,7 @@ def test_damaged_records_are_named_with_their_file(tmp_path: Path) -> None:
             assert str(tmp_path) in soon(lambda read=read: read(tmp_path), ".")
 
 
-@pytest.mark.parametrize("escape", ["\x1b[2J", "\r", "\x9b", "‮", "\x07"])
+@pytest.mark.parametrize("escape", ["\x1b[2J", "\r", "\x9b", "\u202e", "\x07"])
 def test_names_act_on_no_terminal(tmp_path: Path, escape: str) -> None:
     for name in ("latest", "latest_universal"):
         (tmp_path / name).write_text(f"global{escape}_step", encoding="utf-8")
@@ -283,3 +283,36 @@ def test_names_act_on_no_terminal(tmp_path: Path, escape: str) -> None:
     save_file({"b": torch.ones(1)}, tmp_path / file)
     assert escape not in soon(lambda: open_catalog(tmp_path), "no shard has it")
     assert ReadError(f"a{escape}").args == (f"a{escape}",)
+
+
+def test_commands_and_logs_show_names_and_carry_nothing_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    import logging
+
+    import zerostart
+    from zerostart.cli import main
+
+    evil = "a\x1b]0;owned\x07\x9b2J\u202e\r\nerror: forged"
+    for folder, name in (("one", evil), ("two", f"{evil}2")):
+        (tmp_path / folder).mkdir()
+        save_file({name: torch.ones(2)}, tmp_path / folder / "model.safetensors")
+        described = {"model_type": "llama", "architectures": [f"Llama{evil}"]}
+        (tmp_path / folder / "config.json").write_text(json.dumps(described))
+    for command in (["inspect", "one"], ["inspect", "one", "--json"], ["diff", "one", "two"]):
+        with pytest.raises(SystemExit):
+            main(
+                [
+                    command[0],
+                    *(str(tmp_path / part) if part in ("one", "two") else part for part in command[1:]),
+                ]
+            )
+    with pytest.raises(ZerostartError) as refused:
+        zerostart.load(str(tmp_path / "one"), lambda: torch.nn.Linear(2, 2), engine="fsdp2", progress=False)
+    logging.getLogger("zerostart").warning("%s was not understood", evil)
+    printed = "".join(capsys.readouterr())
+    logged = caplog.text  # whose messages may have lines
+    for text in (printed, str(refused.value), logged):
+        assert "owned" in text
+        assert not set(text) & {"\x1b", "\x07", "\x9b", "\u202e", "\r"}
+        assert text is logged or "\nerror: forged" not in text
