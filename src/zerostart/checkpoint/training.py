@@ -31,7 +31,8 @@ _DEEPEST = 8
 def training_checkpoint(directory: Path) -> Catalog | None:
     """The weights in a directory of DeepSpeed's, of ``torch.distributed.checkpoint`` or of accelerate's.
 
-    None if it is none of these. Raises CheckpointError and CheckpointNotFoundError where it is not whole.
+    None if it is none of these. Raises CheckpointError and CheckpointNotFoundError where it is not whole, and
+    ReadError if reading fails.
     """
     files = PartFiles()
     with _damage_named(directory, files):
@@ -47,7 +48,8 @@ def training_states(directory: Path) -> tuple[Found, Catalog, Catalog] | None:
     """All that such a directory holds, with the catalogs of weights and of an optimizer's states.
 
     In the second a state has the name ``optimizer/KEY/NAME``. None where the directory is none of these.
-    Raises CheckpointError and CheckpointNotFoundError where it is not whole.
+    Raises CheckpointError and CheckpointNotFoundError where it is not whole, ReadError if reading
+    fails.
     """
     files = PartFiles()
     with _damage_named(directory, files):

@@ -25,6 +25,7 @@ from zerostart.checkpoint.formats.pickle_records import (
     StoredTensor,
     plain_versions,
 )
+from zerostart.checkpoint.formats.unfolding import CONTAINERS, check_unfolded
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
@@ -45,13 +46,10 @@ __all__ = [
 MAX_INSTRUCTIONS = 8_000_000
 _MAX_COUNT = 2**63 - 1
 _KEY_TYPES = (str, int, float, bool, bytes, type(None))
-_CONTAINERS = (dict, list, tuple)
 #: Most dimensions of a tensor, and members of a tuple that is a key. torch's own operators stop at 64.
 MAX_DIMENSIONS = 64
 #: Members that may be copied, or occur again, whatever the length of the pickle.
 _FREE = 1 << 20
-#: Characters of a text that count as one member.
-_TEXT = 64
 
 
 def read_weights_pickle(raw: bytes, path: str) -> Any:
@@ -84,7 +82,7 @@ class Machine:
         try:
             value = self._run()
             if self._shares:
-                self._check_unfolded(value)
+                check_unfolded(value, _FREE + 8 * len(self._raw), self.inside, self.refuse)
             return value
         except (IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
             raise CheckpointError(
@@ -116,43 +114,6 @@ class Machine:
         self._copied += members
         if self._copied > _FREE + len(self._raw):
             self.refuse("copies the same containers over and over")
-
-    def _check_unfolded(self, value: Any) -> None:
-        """Refuse containers that hold one another so often that nobody could print or copy them.
-
-        A list that holds another one twice, which holds a third one twice, takes a few bytes for each, and
-        twice the time with each. What objects hold is theirs, and nobody goes through it as a whole.
-        """
-        limit = _FREE + 8 * len(self._raw)
-        weights: dict[int, int | None] = {}  # None: begun
-        pending = [(value, False)]
-        while pending:
-            item, ended = pending.pop()
-            kind = type(item)
-            if kind not in _CONTAINERS:
-                pending += ((inner, False) for inner in self.inside(item) if id(inner) not in weights)
-                continue
-            inner_ones = self._members(item)
-            if not ended:
-                if id(item) in weights:
-                    continue
-                weights[id(item)] = None
-                pending.append((item, True))
-                pending += ((inner, False) for inner in inner_ones if id(inner) not in weights)
-                continue
-            total = 1
-            for inner in inner_ones:
-                weight = weights.get(id(inner), 1) if type(inner) in _CONTAINERS else _weight(inner)
-                if weight is None:
-                    self.refuse("holds a container that holds itself")
-                total += weight
-            if total > limit:
-                self.refuse(f"holds containers in one another, with more than {limit} members in all")
-            weights[id(item)] = total
-
-    @staticmethod
-    def _members(item: Any) -> list[Any]:
-        return [*item.keys(), *item.values()] if type(item) is dict else list(item)
 
     def inside(self, item: Any) -> tuple[Any, ...]:
         """What something that is no container holds, which is looked at by itself."""
@@ -218,7 +179,7 @@ class Machine:
     def get(self, index: int) -> None:
         """Put a remembered value on the stack."""
         value = self._memo[index]
-        self._shares = self._shares or type(value) in _CONTAINERS
+        self._shares = self._shares or type(value) in CONTAINERS
         self._stack.append(value)
 
     def extend(self, items: list[Any]) -> None:
@@ -301,10 +262,6 @@ def _ordered(machine: Machine, arguments: tuple[Any, ...]) -> dict[Any, Any]:
             machine.refuse("makes an OrderedDict of something other than pairs")
         machine.fill(made, list(pair))
     return made
-
-
-def _weight(item: Any) -> int:
-    return 1 + len(item) // _TEXT if type(item) in (str, bytes) else 1
 
 
 def _size(machine: Machine, arguments: tuple[Any, ...]) -> tuple[int, ...]:
