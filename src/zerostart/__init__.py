@@ -9,6 +9,7 @@ Imports of torch and of the engines wait until a verb is called, so that the com
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -55,6 +56,7 @@ __all__ = [
     "verify",
 ]
 __version__ = "0.1.0.dev0"
+logging.getLogger("zerostart").addFilter(errors.printable_record)
 
 
 @documented(LoadArguments)
@@ -75,6 +77,7 @@ def load(
     progress: bool = True,
     fp32_masters: bool = True,
     exchange: bool | None = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load a checkpoint into a sharded model; every rank reads only the bytes that it will own.
 
@@ -127,6 +130,7 @@ def plan(
     storage_rate: float | None = None,
     interconnect_rate: float | None = None,
     optimizer: str | None = None,
+    trust_remote_code: bool = False,
 ) -> WorldPlan:
     """What every rank of ``world_size`` would read and hold; reads headers only, and needs no process group.
 

@@ -7,6 +7,8 @@ with the same text.
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
 
 __all__ = [
@@ -27,9 +29,37 @@ __all__ = [
     "ZerostartError",
 ]
 
+#: What moves a cursor, colours, ends a line or turns the direction of writing: control characters of both
+#: sets, separators of lines, marks and overrides of direction, what is invisible, and halves of pairs.
+_UNPRINTABLE = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """Text from outside (a name in a file, a path), fit for a terminal and a log: one line, nothing acts.
+
+    Each character that would be carried out and not shown is its escape; all others, of any script, stay.
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def printable_lines(text: str) -> str:
+    """Several lines of text, each of them ``printable``."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def printable_record(record: logging.LogRecord) -> bool:
+    """A filter of a logger, which lets every record pass, as ``printable_lines``."""
+    record.msg, record.args = printable_lines(record.getMessage()), ()
+    return True
+
 
 class ZerostartError(Exception):
-    """Root of all errors that zerostart raises."""
+    """Root of all errors that zerostart raises; as a text it is fit for a terminal (``printable``)."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class ConfigError(ZerostartError, ValueError):

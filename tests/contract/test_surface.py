@@ -34,6 +34,7 @@ def test_load_takes_what_the_contract_says() -> None:
         "progress": True,
         "fp32_masters": True,
         "exchange": None,
+        "trust_remote_code": False,
     }
 
 
@@ -60,6 +61,7 @@ def test_plan_takes_what_the_contract_says() -> None:
         "storage_rate",
         "interconnect_rate",
         "optimizer",
+        "trust_remote_code",
     ]
     assert found["engine"] == "deepspeed"
     assert found["zero_stage"] == 3

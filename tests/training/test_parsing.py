@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -104,3 +106,49 @@ def test_a_state_of_another_program_is_no_checkpoint_of_a_run(tmp_path: Path) ->
         (tmp_path / "state.json").write_text(json.dumps(document))
         with pytest.raises(ConfigError, match="was not saved by a run of zerostart train"):
             _extra(tmp_path)
+
+
+def doubled(depth: int, kind: str) -> str:
+    """Aliases of aliases: each line stands for nine times what the line before does."""
+    lines = ["a0: &a0 {x: 1}"]
+    for number in range(1, depth):
+        aliases = ", ".join([f"*a{number - 1}"] * 9)
+        lines.append(f"a{number}: &a{number} " + kind.format(aliases, number))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (doubled(9, "{{<<: [{}], k{}: 1}}"), "line .* stands for more than 100000 values"),
+        (doubled(40, "[{}]"), "line .* stands for more than 100000 values"),
+        ("a: &a [*a]", "line 1 holds itself"),
+        (f"a: {'9' * 5000}", "a number of 5000 digits in line 1"),
+        ("a: b\n" * 100_000, "500000 characters, and is read up to"),
+        ("[" * 2000, "not valid YAML"),
+    ],
+    ids=["merges", "aliases", "itself", "number", "long", "deep"],
+)
+def test_a_document_of_few_bytes_takes_no_time(text: str, message: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=message):
+        parsed_yaml(text, "run.yaml")
+    assert time.monotonic() - begun < 5
+
+
+def test_aliases_that_people_write_are_read() -> None:
+    text = "a: &a {x: 1, y: [2]}\nb: {<<: *a, y: 3}\nc: [*a, *a]\n"
+    assert parsed_yaml(text, "run.yaml") == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "directory"])
+def test_a_configuration_is_a_regular_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run.yaml"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "zero":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*not a regular file"):
+        load_config(path)

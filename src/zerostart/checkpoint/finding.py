@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from zerostart.checkpoint.manifest import MARKERS
+from zerostart.checkpoint.storage.files import read_small
 from zerostart.checkpoint.training import stock_time
 from zerostart.errors import ZerostartError
 
@@ -37,7 +38,7 @@ def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None
     if not number and tag is None:
         names.append(".")
         if latest.is_file():
-            named = latest.read_text(encoding="utf-8", errors="replace").strip()
+            named = read_small(str(latest)).decode("utf-8", "replace").strip()
             names += [named] if is_tag(named) else []
     markers = [folder / name / MARKER for name in names]
     found = [marker for marker in markers if marker.is_file()]

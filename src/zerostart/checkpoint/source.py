@@ -22,10 +22,11 @@ from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_fi
 from zerostart.checkpoint.manifest import MARKER, MARKERS, contents_of, current, is_inside
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.pending import wait_for
+from zerostart.checkpoint.recognising import OTHER_FORMATS
 from zerostart.checkpoint.storage import Storage, storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
-from zerostart.checkpoint.strict_json import DAMAGED, MAX_DOCUMENT_BYTES, read_json, shown
+from zerostart.checkpoint.strict_json import DAMAGED, MAX_CONFIG_BYTES, MAX_DOCUMENT_BYTES, read_json, shown
 from zerostart.checkpoint.training import training_checkpoint
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
@@ -120,6 +121,8 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
             return trained
     for _ in range(_TRIES):
         weights = _weights_in(path) if path.is_dir() else path
+        if suffix := _other(weights.name):
+            raise CheckpointError(f"{weights}: {OTHER_FORMATS[suffix]}")
         before = FileState.at(str(weights))
         try:
             if INDEX_NAME.fullmatch(weights.name):
@@ -186,7 +189,7 @@ def read_config(root: str | os.PathLike[str]) -> dict[str, Any] | None:
     Raises CheckpointError if it is not a JSON object.
     """
     path = config_path(root)
-    return None if path is None else read_json(path, "configuration")
+    return None if path is None else read_json(path, "configuration", MAX_CONFIG_BYTES)
 
 
 def _may_be_hub_id(name: str) -> bool:
@@ -255,10 +258,16 @@ def _weights_in(directory: Path) -> Path:
                 f"{directory}: which checkpoint is meant? It holds {', '.join(map(shown, found[:8]))}"
                 f"{' and more' if len(found) > 8 else ''}; name one file, or add an index"
             )
+    others = next((f"; {shown(n)}: {OTHER_FORMATS[s]}" for n in names if (s := _other(n))), "")
     raise CheckpointNotFoundError(
         f"{directory}: no checkpoint here; looked for {', '.join(STANDARD_NAMES)}, any other *{SUFFIX}, and "
-        f"{', '.join(f'*{suffix}' for suffix in TORCH_SUFFIXES)}"
+        f"{', '.join(f'*{suffix}' for suffix in TORCH_SUFFIXES)}{others}"
     )
+
+
+def _other(name: str) -> str:
+    """The suffix of a file of weights that is not read; empty for any other."""
+    return next((suffix for suffix in OTHER_FORMATS if name.lower().endswith(suffix)), "")
 
 
 def _open_index(index: Path) -> Catalog:
@@ -376,8 +385,8 @@ def _check_index(
     for name, file in wanted.items():
         entry = tensors.get(name)
         if entry is None or entry.file != spelled[file]:
-            where = "no shard has it" if entry is None else f"{files[entry.file].name} has it"
+            where = "no shard has it" if entry is None else f"{shown(files[entry.file].name)} has it"
             raise CheckpointError(
-                f"{index}: tensor {shown(name)} is said to lie in {file}, but {where}; "
+                f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, but {where}; "
                 "shards of different checkpoints are mixed: download them again"
             )

@@ -7,7 +7,9 @@ import math
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zerostart.errors import CheckpointError, ReadError
+from zerostart.checkpoint.recognising import HEAD_BYTES, named_kind
+from zerostart.checkpoint.storage.files import read_small
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 __all__ = ["DAMAGED", "MAX_DOCUMENT_BYTES", "MAX_JSON_BYTES", "dump_json", "load_json", "read_json", "shown"]
 
@@ -16,6 +18,11 @@ MAX_JSON_BYTES = 100_000_000
 #: The limit on the document of a training state, which names each parameter several times: enough for a
 #: million of them.
 MAX_DOCUMENT_BYTES = 800_000_000
+
+#: Most objects and members of one document, which together take some seconds.
+MAX_OBJECTS, MAX_MEMBERS = 2_000_000, 20_000_000
+#: Most bytes of a configuration of a model, whose libraries read it in their own way.
+MAX_CONFIG_BYTES = 8_000_000
 
 #: What to do about a file whose text makes no sense.
 DAMAGED = "the file is damaged, or is not what its name says; download it again"
@@ -28,6 +35,10 @@ def load_json(raw: bytes, path: str, what: str, any_number: bool = False) -> dic
     fractions, NaN and infinities pass, which Python's own writer puts into configurations.
     Raises CheckpointError; ``path`` and ``what`` say in its message which file and which part of it.
     """
+    if raw.count(b"{") > MAX_OBJECTS or raw.count(b",") > MAX_MEMBERS:
+        raise CheckpointError(
+            f"{path}: the {what} has more than {MAX_OBJECTS} objects or {MAX_MEMBERS} members: {DAMAGED}"
+        )
     try:
         value = json.loads(
             raw.decode("utf-8"),
@@ -57,18 +68,20 @@ def load_json(raw: bytes, path: str, what: str, any_number: bool = False) -> dic
 
 
 def read_json(path: Path, what: str, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file of ``most`` bytes, with any numbers; ``what`` names the kind of file.
+    """The JSON object in a regular file of at most ``most`` bytes, with any numbers; ``what`` names its kind.
 
-    Raises ReadError if reading fails, CheckpointError if it is too large or no JSON object.
+    Raises ReadError if reading fails, CheckpointError if it is no regular file, too large or no JSON object.
     """
     try:
-        size = path.stat().st_size
-        if size > most:
-            raise CheckpointError(f"{path}: {size} bytes are beyond the limit of {most}: {DAMAGED}")
-        raw = path.read_bytes()
-    except OSError as error:
-        raise ReadError(f"{path}: cannot be read: {error.strerror}") from error
-    return load_json(raw, str(path), what, any_number=True)
+        raw = read_small(str(path), most, what)
+    except CheckpointNotFoundError as error:
+        raise ReadError(f"{path}: cannot be read: {error.__cause__}") from error
+    try:
+        return load_json(raw, str(path), what, any_number=True)
+    except CheckpointError as error:
+        if kind := named_kind(raw[:HEAD_BYTES]):
+            raise CheckpointError(f"{path}: no {what}: {kind}") from error
+        raise
 
 
 def dump_json(value: object, indent: int | None = None) -> str:

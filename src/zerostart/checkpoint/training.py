@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 from zerostart.checkpoint.catalog import Assembled, Catalog
 from zerostart.checkpoint.formats import dcp, rank_files, universal, zero
 from zerostart.checkpoint.formats.found import STATE, Found
 from zerostart.checkpoint.formats.parts import PartFiles
+from zerostart.checkpoint.formats.whole import check_whole
+from zerostart.checkpoint.storage.files import read_small
 from zerostart.checkpoint.storage.local import LocalFiles
-from zerostart.errors import CheckpointError, CheckpointNotFoundError
+from zerostart.checkpoint.strict_json import DAMAGED, shown
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, ZerostartError
 
 __all__ = ["stock_time", "training_checkpoint", "training_states"]
 
@@ -18,18 +24,22 @@ CONFIG_NAME = "config.json"
 _ACCELERATE, _OPTIMIZER = ("pytorch_model_fsdp_0", "pytorch_model"), "optimizer_0"
 #: The files that name the newest checkpoint of a DeepSpeed directory.
 _LATEST = ("latest", "latest_universal")
+#: How many directories may name the next one.
+_DEEPEST = 8
 
 
 def training_checkpoint(directory: Path) -> Catalog | None:
     """The weights in a directory of DeepSpeed's, of ``torch.distributed.checkpoint`` or of accelerate's.
 
-    None if it is none of these. Raises CheckpointError and CheckpointNotFoundError where it is not whole.
+    None if it is none of these. Raises CheckpointError and CheckpointNotFoundError where it is not whole, and
+    ReadError if reading fails.
     """
-    place = _found(directory)
-    if place is None:
-        return None
     files = PartFiles()
-    found = _read(place, files)
+    with _damage_named(directory, files):
+        place = _found(directory)
+        if place is None:
+            return None
+        found = _read(place, files)
     weights = {name: tensor for name, tensor in found.assembled.items() if STATE not in name}
     return _catalog(found, files, weights, _root(directory, place))
 
@@ -38,18 +48,20 @@ def training_states(directory: Path) -> tuple[Found, Catalog, Catalog] | None:
     """All that such a directory holds, with the catalogs of weights and of an optimizer's states.
 
     In the second a state has the name ``optimizer/KEY/NAME``. None where the directory is none of these.
-    Raises CheckpointError and CheckpointNotFoundError where it is not whole.
+    Raises CheckpointError and CheckpointNotFoundError where it is not whole, ReadError if reading
+    fails.
     """
-    place = _found(directory)
-    if place is None:
-        return None
     files = PartFiles()
-    found = _read(place, files)
-    if place.name == _ACCELERATE[0] and dcp.is_dcp(place.parent / _OPTIMIZER):
-        beside = dcp.read_dcp(place.parent / _OPTIMIZER, files)
-        found.add(beside.tensors.values())
-        found.assembled |= beside.assembled
-        found.numbers, found.groups = beside.numbers, beside.groups
+    with _damage_named(directory, files):
+        place = _found(directory)
+        if place is None:
+            return None
+        found = _read(place, files)
+        if place.name == _ACCELERATE[0] and dcp.is_dcp(place.parent / _OPTIMIZER):
+            beside = _read(place.parent / _OPTIMIZER, files)
+            found.add(beside.tensors.values())
+            found.assembled |= beside.assembled
+            found.numbers, found.groups = beside.numbers, beside.groups
     weights = {name: tensor for name, tensor in found.assembled.items() if STATE not in name}
     states = {}
     for name, tensor in found.assembled.items():
@@ -73,13 +85,50 @@ def stock_time(directory: Path) -> tuple[Path, float] | None:
 
 
 def _read(place: Path, files: PartFiles) -> Found:
+    """What the files hold, all of it proved to be there."""
     if dcp.is_dcp(place):
-        return dcp.read_dcp(place, files)
-    if universal.is_universal(place):
-        return universal.read_universal(place, files)
-    if rank_files.has_rank_files(place):
-        return rank_files.read_rank_files(place, files)
-    return zero.read_zero(place, files)
+        read = dcp.read_dcp
+    elif universal.is_universal(place):
+        read = universal.read_universal
+    elif rank_files.has_rank_files(place):
+        read = rank_files.read_rank_files
+    else:
+        read = zero.read_zero
+    found = read(place, files)
+    files.reading, files.record = str(place), ""
+    check_whole(found.tensors, found.assembled, [state.size for state in files.states])
+    return found
+
+
+#: What readers stumble over where a record is not what it has to be.
+_STUMBLES = (
+    *(ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError),
+    *(TypeError, ValueError, struct.error),
+)
+
+
+@contextlib.contextmanager
+def _damage_named(directory: Path, files: PartFiles) -> Iterator[None]:
+    """What is wrong in the files of others, as an error with the file and the record that it was found in.
+
+    The readers check what they know can be wrong. A damaged pickle has more ways than that, and each is the
+    file's fault to whoever loads it; the error below, which names the line, stays its cause.
+    """
+    try:
+        yield
+        return
+    except ZerostartError as error:
+        if str(directory) in str(error) or not isinstance(error, CheckpointError):
+            raise
+        cause: Exception = error
+        told = str(error)
+    except OSError as error:
+        raise ReadError(f"{files.reading or directory}: cannot be read: {error.strerror}") from error
+    except _STUMBLES as error:
+        cause = error
+        record = f"what it says of {shown(files.record)}" if files.record else "what it says"
+        told = f"{record} makes no sense ({type(error).__name__}: {shown(str(error))}): {DAMAGED}"
+    raise CheckpointError(f"{files.reading or directory}: {told}") from cause
 
 
 def _catalog(found: Found, files: PartFiles, tensors: dict[str, Assembled], root: str) -> Catalog:
@@ -90,21 +139,23 @@ def _catalog(found: Found, files: PartFiles, tensors: dict[str, Assembled], root
     return Catalog(root, storage, stored, {"format": "pt"}, assembled=tensors)
 
 
-def _found(directory: Path) -> Path | None:
+def _found(directory: Path, depth: int = 0) -> Path | None:
     """The directory itself, the newest one that it names, or the one within that accelerate makes."""
+    if depth > _DEEPEST:
+        raise CheckpointError(f"{directory}: the directories that name each other have no end: {DAMAGED}")
     kinds = (dcp.is_dcp, universal.is_universal, zero.is_zero, rank_files.has_rank_files)
     if any(is_one(directory) for is_one in kinds):
         return directory
     for name in _LATEST:
         if (directory / name).is_file():
-            tag = (directory / name).read_text(encoding="utf-8", errors="replace").strip()
-            if not tag or "/" in tag or "\\" in tag or tag in (".", ".."):
-                raise CheckpointError(f"{directory / name}: names {tag!r}, which is no folder beside it")
+            tag = read_small(str(directory / name)).decode("utf-8", "replace").strip()
+            if not tag or "/" in tag or "\\" in tag or "\0" in tag or tag in (".", ".."):
+                raise CheckpointError(f"{directory / name}: names {shown(tag)}, which is no folder beside it")
             if not (directory / tag).is_dir():
                 raise CheckpointNotFoundError(f"{directory / tag}: not there, but {name} names it")
-            return _found(directory / tag)
+            return _found(directory / tag, depth + 1)
     for name in _ACCELERATE:
-        if (directory / name).is_dir() and (inner := _found(directory / name)) is not None:
+        if (directory / name).is_dir() and (inner := _found(directory / name, depth + 1)) is not None:
             return inner
     return None
 

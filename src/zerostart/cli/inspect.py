@@ -112,6 +112,7 @@ def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
     from rich.text import Text
 
     from zerostart.cli.inspect_pipeline import add_figures
+    from zerostart.errors import printable
 
     console = Console()
     facts = Table.grid(padding=(0, 2))
@@ -124,7 +125,7 @@ def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
         "bytes": f"{catalog.nbytes:,} ({readable(catalog.nbytes)})",
     }
     for name, value in rows.items():
-        facts.add_row(name, Text(value, overflow="fold"))
+        facts.add_row(name, Text(printable(value), overflow="fold"))
     console.print(facts)
     kinds = Table("dtype", title="By element type", title_justify="left")
     add_figures(kinds, "tensors", "parameters", "bytes")
@@ -136,7 +137,7 @@ def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
     for entry in _largest(catalog, _LARGEST):
         # Text, because square brackets in a stranger's names would be read as markup.
         figures = (Text(entry.dtype), Text(str(list(entry.shape))), readable(entry.nbytes))
-        table.add_row(Text(entry.name, overflow="fold"), *figures)
+        table.add_row(Text(printable(entry.name), overflow="fold"), *figures)
     console.print(table)
 
 

@@ -42,17 +42,20 @@ def print_components(root: str, described: Sequence[dict[str, Any]], readable: C
     from rich.table import Table
     from rich.text import Text
 
+    from zerostart.errors import printable
+
     console = Console()
-    console.print(f"pipeline {root}", markup=False, soft_wrap=True)
+    console.print(f"pipeline {printable(root)}", markup=False, soft_wrap=True)
     # Below each other, for three columns of names leave no room for the figures.
     table = Table("component\nclass\ndtypes", show_lines=True)
     add_figures(table, "tensors", "parameters", "bytes")
     for one in described:
         # Text, because square brackets in a stranger's names would be read as markup.
-        names = Text(f"{one['name']}\n{one['class']}\n{', '.join(one['dtypes'])}", overflow="fold")
+        kind = printable(one["class"])
+        names = Text(f"{one['name']}\n{kind}\n{', '.join(one['dtypes'])}", overflow="fold")
         figures = (f"{one['tensor_count']:,}", f"{one['parameters']:,}", readable(one["checkpoint_bytes"]))
         table.add_row(names, *figures)
     console.print(table)
     if described:
-        first = f"{root}/{described[0]['name']}"
+        first = f"{printable(root)}/{described[0]['name']}"
         console.print(f"Each is a source of its own: {first}", markup=False, soft_wrap=True)

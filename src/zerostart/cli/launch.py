@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any
 
 from zerostart import errors
-from zerostart.errors import ConfigError, PeerError, ZerostartError
+from zerostart.errors import ConfigError, PeerError, ZerostartError, printable
 
 __all__ = ["run_local_ranks"]
 
@@ -291,11 +291,11 @@ def _foreign_error(worker: _Worker) -> PeerError:
         return PeerError(f"rank {worker.rank} did not end by itself and was stopped")
     tail = worker.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     for line in tail:
-        print(f"[rank {worker.rank}] {line}", file=sys.stderr)
+        print(f"[rank {worker.rank}] {printable(line)}", file=sys.stderr)
     return PeerError(f"rank {worker.rank} ended with exit status {worker.returncode} and without a report")
 
 
 def _show_tracebacks(failed: Sequence[_Worker]) -> None:
     for worker in failed:
         for line in str(worker.report().get("traceback", "")).splitlines():
-            print(f"[rank {worker.rank}] {line}", file=sys.stderr)
+            print(f"[rank {worker.rank}] {printable(line)}", file=sys.stderr)

@@ -16,7 +16,8 @@ def command(
     """Read a saved checkpoint once and compare it with the digests that were saved with it."""
     import zerostart
     from zerostart.cli.inspect import readable
+    from zerostart.errors import printable
 
     found = zerostart.verify(path)
     what = f"{found.files:,} files, {found.tensors:,} tensors, {readable(found.bytes)}"
-    print(f"{path}: {what}, all as they were saved")
+    print(f"{printable(str(path))}: {what}, all as they were saved")

@@ -158,6 +158,8 @@ class LoadArguments(EnabledArguments):
             all) are read by one of them and sent to the others. None takes what is estimated to be faster,
             which the report tells; at stages 1 and 2 an exchange on accelerators, and reading on the CPU,
             where a message costs more than the page cache.
+        trust_remote_code: run the code that lies beside the checkpoint (transformers' ``auto_map``), where
+            the model's class is there. Without it none is run, and nobody is asked.
     """
 
     source: Source = field(kw_only=False, metadata={"key": "model.source"})
@@ -177,6 +179,9 @@ class LoadArguments(EnabledArguments):
             "Read what several ranks want once and exchange it, or on each; default: what is faster.",
             "switch",
         ),
+    )
+    trust_remote_code: bool = _argument(
+        False, Option("Run the code of the model that lies beside the checkpoint.", "switch")
     )
 
 

@@ -72,7 +72,8 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.weights.items()}
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
-    built = models.build(request.model, catalog.root, dtype, first, main_dtype(catalog.weights.values()))
+    main = main_dtype(catalog.weights.values())
+    built = models.build(request.model, catalog.root, dtype, first, main, request.trust_remote_code)
     aliases = Aliases.of(built.model, built.library.keeps_views)
     models.set_dtypes(built, stored)
     computing = engine.computing_dtype

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from zerostart.engines.residence import Residence
+from zerostart.errors import printable
 
 __all__ = ["Clock", "Report"]
 
@@ -115,7 +116,7 @@ def _named(kind: str, names: tuple[str, ...], shown: int = 5) -> list[str]:
     if not names:
         return []
     rest = f", and {len(names) - shown} more" if len(names) > shown else ""
-    return [f"  {kind} ({len(names)}): {', '.join(names[:shown])}{rest}"]
+    return [f"  {kind} ({len(names)}): {', '.join(map(printable, names[:shown]))}{rest}"]
 
 
 def _size(nbytes: int) -> str:

@@ -41,15 +41,17 @@ def build(
     dtype: torch.dtype | None,
     stored: torch.dtype | None,
     main: torch.dtype | None = None,
+    trusted: bool = False,
 ) -> Built:
     """Build ``model``, or without one the class that the configuration in ``root`` names.
 
-    ``stored`` is the dtype of the checkpoint's first floating tensor, ``main`` that of most of its elements.
+    ``stored`` is the dtype of the checkpoint's first floating tensor, ``main`` that of most of its elements;
+    ``trusted`` is as in ``Stored``.
     One that is ``Built`` already is left as it is. Raises BuildError or ConfigError.
     """
     if isinstance(model, Built):
         return model
-    known = Stored(root, dtype, stored, main)
+    known = Stored(root, dtype, stored, main, trusted)
     if isinstance(model, nn.Module):
         built = _given(model, known)
     elif model is None:

@@ -54,13 +54,15 @@ class Stored:
     """What is known of a checkpoint, and asked for, when a model is built for it.
 
     ``root`` is the directory of its configuration, if it has one; ``asked`` the dtype that the caller wants;
-    ``first`` that of its first floating tensor, ``main`` that of most of its elements.
+    ``first`` that of its first floating tensor, ``main`` that of most of its elements. ``trusted``: the
+    caller has said that code which lies in ``root`` may be run; without that none ever is.
     """
 
     root: str | None
     asked: torch.dtype | None = None
     first: torch.dtype | None = None
     main: torch.dtype | None = None
+    trusted: bool = False
 
 
 @dataclass(frozen=True)

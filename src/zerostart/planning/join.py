@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.errors import CoverageError
 from zerostart.geometry import Copy, copies_between, merge_runs
 from zerostart.layout import Layout
 from zerostart.planning.computing import computations
@@ -20,7 +21,10 @@ def join(
     wanted: Iterable[tuple[Recipe, Layout, Destination]],
     options: PlanOptions | None = None,
 ) -> Plan:
-    """The plan that fills each destination with its layout's share of its recipe."""
+    """The plan that fills each destination with its layout's share of its recipe.
+
+    Raises CoverageError for a share that its recipe does not fill.
+    """
     options = options or PlanOptions()
     destinations: list[Destination] = []
     found: list[Segment] = []
@@ -29,7 +33,9 @@ def join(
         number = len(destinations)
         destinations.append(destination)
         to_compute: list[Copy] = []
-        for copy in pull_back(recipe, layout):
+        copies = pull_back(recipe, layout)
+        _check_filled(recipe, layout, copies)
+        for copy in copies:
             if isinstance(copy.source, Computed):
                 to_compute.append(copy)
             else:
@@ -42,6 +48,16 @@ def join(
         chunk_size=options.chunk_size,
         computations=tuple(computed),
     )
+
+
+def _check_filled(recipe: Recipe, layout: Layout, copies: Iterable[Copy]) -> None:
+    """Memory that no read fills is never taken for weights, whatever went wrong before: CoverageError."""
+    have, need = sum(copy.numel for copy in copies), sum(placed.box.numel for placed in layout.boxes)
+    if have != need:
+        raise CoverageError(
+            f"{recipe.target.name}: of the {need} elements that are wanted {have} have a place that they are "
+            "read from; the checkpoint does not hold the tensor as a whole"
+        )
 
 
 def pull_back(recipe: Recipe, layout: Layout) -> list[Copy]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from zerostart.errors import BuildError, CoverageError
+from zerostart.errors import BuildError, CoverageError, printable
 
 __all__ = ["Coverage"]
 
@@ -98,4 +98,4 @@ def _listed(kind: str, shown: Sequence[str], of: Sequence[str] | None = None) ->
         return []
     rest = total - min(total, SHOWN)
     tail = [f"    ... and {rest} more"] if rest else []
-    return [f"  {kind} ({total}):", *(f"    {line}" for line in shown[:SHOWN]), *tail]
+    return [f"  {kind} ({total}):", *(f"    {printable(line)}" for line in shown[:SHOWN]), *tail]

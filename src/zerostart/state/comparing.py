@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerostart.distributed.world import World
+from zerostart.errors import printable
 
 __all__ = ["Difference", "Tally", "TensorDifference"]
 
@@ -66,9 +67,9 @@ class Difference:
         counts = {"equal": self.equal, "differing": self.differing, "only in a": self.only_a}
         counts["only in b"] = self.only_b
         lines = [", ".join(f"{len(names)} {what}" for what, names in counts.items())]
-        lines += _listed([f"  {name}: {one}" for name, one in self.differing.items()])
-        lines += _listed([f"  {name}: only in a" for name in self.only_a])
-        lines += _listed([f"  {name}: only in b" for name in self.only_b])
+        lines += _listed([f"  {printable(name)}: {one}" for name, one in self.differing.items()])
+        lines += _listed([f"  {printable(name)}: only in a" for name in self.only_a])
+        lines += _listed([f"  {printable(name)}: only in b" for name in self.only_b])
         return "\n".join(lines)
 
 

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, SerializeAsAny, ValidationError, model_validator
 
-from zerostart.errors import ConfigError
+from zerostart.checkpoint.storage.files import read_small
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
 from zerostart.training.config import TrainConfig
 from zerostart.training.mistakes import TaskMistake, told
-from zerostart.training.parsing import parsed_yaml
+from zerostart.training.parsing import MOST_TEXT, parsed_yaml
 from zerostart.training.registry import task_class
 from zerostart.training.sections import TaskConfig
 from zerostart.training.trained_rules import check_trained
@@ -99,9 +100,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     the key and the nearest valid one.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+        text = read_small(str(path), 4 * MOST_TEXT, "configuration").decode("utf-8")
+    except (CheckpointError, CheckpointNotFoundError, ReadError) as error:
+        reason = getattr(error.__cause__, "strerror", None) or error
+        raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the configuration {path} is not UTF-8 text: {error.reason}") from error
     values = parsed_yaml(text, str(path))

@@ -9,11 +9,19 @@ import yaml
 
 from zerostart.errors import ConfigError
 
-__all__ = ["parsed_json", "parsed_yaml"]
+__all__ = ["MOST_TEXT", "parsed_json", "parsed_yaml"]
+
+#: Characters of a document, some seconds of PyYAML's time; and values of it, each as often as it is referred
+#: to: a few aliases of aliases in a row are more than there is memory for.
+MOST_TEXT, MOST_VALUES = 1 << 18, 100_000
+#: Digits of a number.
+_LONGEST = 100
 
 
 def parsed_yaml(text: str, where: str) -> Any:
     """The value of a YAML document. Raises ConfigError, which ``where`` begins, naming the line."""
+    if len(text) > MOST_TEXT:
+        raise ConfigError(f"{where} has {len(text)} characters, and is read up to {MOST_TEXT}")
     try:
         return yaml.load(text, _Unique)  # a safe one
     except _Twice as error:
@@ -53,7 +61,14 @@ def parsed_json(text: str, where: str) -> Any:
 
 
 class _Unique(yaml.SafeLoader):
-    """PyYAML's safe loader, without a second value for a key."""
+    """PyYAML's safe loader, without a second value for a key, and of values that anybody can go through."""
+
+    def get_single_node(self) -> Any:
+        """The document's node, which is refused where what it stands for is without bound."""
+        node = super().get_single_node()
+        if node is not None:
+            _weigh(node, {})
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         """As composed, before keys are merged into it, of which its own may replace some."""
@@ -65,6 +80,28 @@ class _Unique(yaml.SafeLoader):
                 if before is not key.start_mark:
                     raise _Twice(key.value, before.line + 1, key.start_mark.line + 1)
         return node
+
+
+def _weigh(node: Any, weights: dict[int, int]) -> int:
+    """How many values a node stands for, with those that it refers to. Raises YAMLError for too many."""
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag.endswith((":int", ":float")) and len(node.value) > _LONGEST:
+            raise yaml.YAMLError(f"a number of {len(node.value)} digits in line {node.start_mark.line + 1}")
+        return 1
+    if (known := weights.get(id(node))) is not None:
+        if not known:
+            raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} holds itself")
+        return known
+    weights[id(node)] = 0  # begun
+    inner = (
+        [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    )
+    total = 1 + sum(_weigh(part, weights) for part in inner)
+    if total > MOST_VALUES:
+        line = node.start_mark.line + 1
+        raise yaml.YAMLError(f"what begins in line {line} stands for more than {MOST_VALUES} values")
+    weights[id(node)] = total
+    return total
 
 
 class _Twice(Exception):

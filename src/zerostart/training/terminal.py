@@ -6,12 +6,14 @@ import textwrap
 
 from rich.console import Console
 
+from zerostart.errors import printable
+
 __all__ = ["duration", "say"]
 
 
 def say(console: Console, text: str) -> None:
     """Print ``text``, in which nothing is markup; what does not fit into a terminal goes on indented."""
-    lines = text.splitlines()
+    lines = [printable(line) for line in text.splitlines()]
     if console.is_terminal:
         lines = [_broken(line, console.width) for line in lines]
     console.print("\n".join(lines), markup=False, soft_wrap=True)

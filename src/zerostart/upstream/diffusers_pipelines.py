@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from zerostart.errors import BuildError
 from zerostart.upstream.diffusers import require
 from zerostart.upstream.registry import Use, demand
+from zerostart.upstream.transformers_code import unasked
 from zerostart.upstream.versions import DIFFUSERS
 
 __all__ = ["TOUCHED", "assembled", "component_class", "name_classes", "pipeline_class"]
@@ -85,7 +86,8 @@ def assembled(kind: Any, root: Path, models: Mapping[str, nn.Module | None]) -> 
     Raises BuildError for what diffusers cannot make of them.
     """
     try:
-        return kind.from_pretrained(str(root), local_files_only=True, **models)
+        with unasked():
+            return kind.from_pretrained(str(root), local_files_only=True, **models)
     except Exception as error:  # of many types, for a tokenizer or a scheduler that is not there or damaged
         told = " ".join(str(error).split())
         raise BuildError(

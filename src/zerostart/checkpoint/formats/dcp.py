@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TORCH_NAMES, TensorEntry
-from zerostart.checkpoint.formats.found import STATE, Found, Group
+from zerostart.checkpoint.formats.found import STATE, Found, Group, is_shape, names_of
 from zerostart.checkpoint.formats.inert_pickle import Made, read_inert_pickle
 from zerostart.checkpoint.formats.parts import PartFiles, Window
 from zerostart.checkpoint.formats.shares import from_boxes
@@ -27,8 +27,8 @@ __all__ = ["is_dcp", "read_dcp"]
 METADATA = ".metadata"
 #: What names of an optimizer begin with that was saved with ``flatten_optimizer_state_dict=True``.
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
-#: A box takes about 300 bytes: enough for ten million of them.
-MAX_METADATA_BYTES = 1 << 32
+#: A box takes about 300 bytes and 40 instructions: as many as a pickle may have of these.
+MAX_METADATA_BYTES = 1 << 29
 
 
 def is_dcp(directory: Path) -> bool:
@@ -47,6 +47,9 @@ def read_dcp(directory: Path, files: PartFiles) -> Found:
     with files.opened(path) as (handle, size, _):
         if size > MAX_METADATA_BYTES:
             raise CheckpointError(f"{path}: {size} bytes are beyond the limit of {MAX_METADATA_BYTES}")
+        # From its first byte and its last one: a sparse file of any length has neither.
+        if handle.read(1, 0) != b"\x80" or handle.read(1, size - 1) != b".":
+            raise CheckpointError(f"{path}: is no pickle, or only a part of one: {DAMAGED}")
         value = read_inert_pickle(handle.read(size, 0), str(path))
     described = _described(value, path)
     stored, pickled = _stored(directory, value, described, files)
@@ -80,7 +83,7 @@ def _add_groups(value: Made, pickled: Mapping[str, Any], found: Found) -> None:
     for group in groups.values():
         names = group.pop("params", None)
         if type(names) is list:
-            found.groups.append(Group(group, tuple(map(str, names))))
+            found.groups.append(Group(group, names_of(names)))
 
 
 def _flat(name: str, kind: str) -> tuple[str, str] | None:
@@ -133,13 +136,14 @@ def _stored(
     out: dict[tuple[str, tuple[int, ...]], TensorEntry] = {}
     pickled: dict[str, Any] = {}
     for file, places in sorted(by_file.items()):
-        if "/" in file or "\\" in file or file in ("", ".", ".."):
+        if "/" in file or "\\" in file or "\0" in file or file in ("", ".", ".."):
             raise CheckpointError(
                 f"{directory}: a part is said to lie in {shown(file)}, outside the checkpoint"
             )
         path = directory / file
         with files.opened(path) as (handle, size, number):
             for place in places:
+                files.record = place.key
                 if place.offset < 0 or place.length < 0 or place.offset + place.length > size:
                     raise CheckpointError(
                         f"{path}: {shown(place.key)} is said to lie beyond its end: {DAMAGED}"
@@ -196,7 +200,7 @@ def _names(described: Mapping[str, Described], value: Made, path: Path) -> dict[
     if not out:
         raise CheckpointError(
             f"{path}: no weights at the top nor under {', '.join(WRAPPERS)}; it holds "
-            f"{', '.join(sorted(tops))}"
+            f"{', '.join(map(shown, sorted(tops)[:8]))}"
         )
     return out
 
@@ -207,10 +211,11 @@ def _routes(value: Made) -> dict[Any, Any]:
 
 
 def _route(route: Any, key: str) -> tuple[str, ...]:
-    return tuple(map(str, route)) if type(route) is tuple and route else (key,)
+    named = type(route) is tuple and route and all(type(part) in (str, int) for part in route)
+    return tuple(map(str, route)) if named else (key,)
 
 
 def _sizes(value: Any, path: Path) -> tuple[int, ...]:
-    if type(value) is not tuple or any(type(size) is not int or size < 0 for size in value):
+    if not is_shape(value):
         raise CheckpointError(f"{path}: a shape is no shape: {DAMAGED}")
     return value

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from zerostart.checkpoint.catalog import Assembled, TensorEntry
+from zerostart.checkpoint.strict_json import DAMAGED
+from zerostart.errors import CheckpointError
 
-__all__ = ["STATE", "Found", "Group"]
+__all__ = ["STATE", "Found", "Group", "is_shape", "names_of"]
 
 #: What separates the name of an optimizer's state from that of its parameter, in ``Found.assembled``.
 STATE = ":"
@@ -42,3 +44,15 @@ class Found:
     def add(self, entries: Iterable[TensorEntry]) -> None:
         """Note stored tensors."""
         self.tensors.update((entry.name, entry) for entry in entries)
+
+
+def is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
+    """Whether what a pickle holds is the sizes of a tensor."""
+    return type(value) is tuple and all(type(size) is int and size >= 0 for size in value)
+
+
+def names_of(value: Any) -> tuple[str, ...]:
+    """Names out of a pickle; a number is one as well. Raises CheckpointError for anything else."""
+    if type(value) not in (list, tuple) or any(type(name) not in (str, int) for name in value):
+        raise CheckpointError(f"the parameters of a group are called by no names: {DAMAGED}")
+    return tuple(map(str, value))

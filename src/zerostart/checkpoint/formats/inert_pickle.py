@@ -13,7 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from zerostart.checkpoint.formats.pickle_records import PLAIN
-from zerostart.checkpoint.formats.weights_pickle import CALLS, INSTRUCTIONS, TYPED, Machine, Opaque
+from zerostart.checkpoint.formats.weights_pickle import (
+    CALLS,
+    INSTRUCTIONS,
+    MAX_DIMENSIONS,
+    TYPED,
+    Machine,
+    Opaque,
+)
 
 __all__ = ["Made", "read_inert_pickle"]
 
@@ -52,6 +59,10 @@ class _Inert(Machine):
 
     limit = 1 << 26
 
+    def __init__(self, raw: bytes, path: str) -> None:
+        super().__init__(raw, path)
+        self._looked: set[int] = set()
+
     def name_global(self) -> None:
         self.push(Opaque(f"{self.line()}.{self.line()}"))
 
@@ -65,7 +76,7 @@ class _Inert(Machine):
     def reduce(self) -> None:
         arguments, function = self._stack[-1], self._stack[-2]
         if type(function) is Opaque and function.name in CALLS:
-            own = _own_class(function.name, arguments)
+            own = _own_class(self, function.name, arguments)
             if own is None:
                 super().reduce()
             else:
@@ -109,7 +120,9 @@ class _Inert(Machine):
     def is_key(self, key: Any) -> bool:
         # Of tuples in tuples a few bytes make more than could ever be hashed.
         parts = key if type(key) is tuple else (key,)
-        return all(type(part) in (Made, Opaque) or super(_Inert, self).is_key(part) for part in parts)
+        return len(parts) <= MAX_DIMENSIONS and all(
+            type(part) in (Made, Opaque) or super(_Inert, self).is_key(part) for part in parts
+        )
 
     def long_number(self) -> None:
         """LONG4: an integer of any length, of which none here needs more than LONG1 could hold."""
@@ -125,6 +138,12 @@ class _Inert(Machine):
     def memoize(self) -> None:
         self._memo[len(self._memo)] = self._stack[-1]
 
+    def inside(self, item: Any) -> tuple[Any, ...]:
+        if type(item) is not Made or id(item) in self._looked:
+            return ()
+        self._looked.add(id(item))
+        return (item.arguments, item.state)
+
     def discard(self) -> None:
         self._stack.pop()
 
@@ -132,10 +151,11 @@ class _Inert(Machine):
         self.to_mark()
 
     def duplicate(self) -> None:
+        self._shares = True
         self._stack.append(self._stack[-1])
 
 
-def _own_class(function: str, arguments: Any) -> Made | None:
+def _own_class(machine: Machine, function: str, arguments: Any) -> Made | None:
     """The record of a tensor of a class of its own, with the attributes that it has; None: a plain one."""
     if function != TYPED or type(arguments) is not tuple or len(arguments) != 4:
         return None
@@ -145,6 +165,7 @@ def _own_class(function: str, arguments: Any) -> Made | None:
     made = Made(kind.name, inner)
     # Python keeps those of slots apart: the second of two.
     given = [one for one in (attributes if type(attributes) is tuple else (attributes,)) if type(one) is dict]
+    machine.spend(sum(map(len, given)))
     made.state = {key: value for one in given for key, value in one.items()}
     return made
 

@@ -14,6 +14,7 @@ from zerostart.checkpoint.formats.torch_zip import TorchArchive
 from zerostart.checkpoint.formats.weights_pickle import StoredTensor
 from zerostart.checkpoint.storage.base import HeaderBytes
 from zerostart.checkpoint.storage.files import FileState, open_regular
+from zerostart.checkpoint.strict_json import shown
 from zerostart.errors import CheckpointError, ReadError
 
 __all__ = ["PartFiles", "Placing", "Window", "local_tensor"]
@@ -25,16 +26,21 @@ Placing = Callable[[str, StoredTensor], TensorEntry]
 
 
 class PartFiles:
-    """Local files, by the numbers that entries call them by."""
+    """Local files, by the numbers that entries call them by.
+
+    ``reading`` is the file that was opened last and ``record`` what of it is looked at: for messages.
+    """
 
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.states: list[FileState] = []
+        self.reading = self.record = ""
 
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[tuple[HeaderBytes, int, int]]:
         """Bytes, size and number of a file; raises ReadError if somebody writes to it meanwhile."""
         before = FileState.at(str(path))
+        self.reading, self.record = str(path), ""
         with open_regular(str(path), "training") as (handle, size):
             number = len(self.paths)
             yield handle, size, number
@@ -46,9 +52,10 @@ class PartFiles:
     def number(self, entry: TensorEntry) -> float:
         """The value of a stored tensor of one element; raises CheckpointError for another type."""
         form = _NUMBERS.get(entry.dtype)
+        self.reading, self.record = self.paths[entry.file], entry.name
         if form is None or entry.numel != 1:
-            raise CheckpointError(f"{self.paths[entry.file]}: {entry.name} is no number")
-        with open_regular(self.paths[entry.file], "training") as (handle, _):
+            raise CheckpointError(f"{self.reading}: {shown(entry.name)} is no number")
+        with open_regular(self.reading, "training") as (handle, _):
             return float(struct.unpack(form, handle.read(struct.calcsize(form), entry.offset))[0])
 
     def torch_file(self, path: Path) -> tuple[Any, Placing]:
@@ -59,6 +66,7 @@ class PartFiles:
             entries = {id(tensor): _entry(archive, tensor, number) for tensor in _tensors(value)}
 
         def place(name: str, tensor: StoredTensor) -> TensorEntry:
+            self.reading, self.record = str(path), name
             found = entries[id(tensor)]
             if isinstance(found, CheckpointError):
                 raise found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerostart.checkpoint.strict_json import read_json
-from zerostart.errors import CheckpointError
+from zerostart.errors import CheckpointError, printable
 
 __all__ = ["PIPELINE_INDEX", "Component", "choose", "components"]
 
@@ -70,13 +70,13 @@ def choose(root: Path, found: Collection[Component], classes: Collection[str]) -
     if not classes:
         what, remedy = "is a pipeline of several models", ", or pass its class as model="
     else:
-        wanted = next(iter(classes))
+        wanted = printable(next(iter(classes)))
         what, remedy = (
             f"is a pipeline with {'several models' if fitting else 'no model'} of class {wanted}",
             "",
         )
     listed = fitting or list(found)
     raise CheckpointError(
-        f"{root} {what}: {', '.join(f'{c.name} ({c.kind})' for c in listed)}. Name the directory of the one "
-        f"that is meant, such as {listed[0].path}{remedy}"
+        f"{root} {what}: {', '.join(f'{c.name} ({printable(c.kind)})' for c in listed)}. Name the directory "
+        f"of the one that is meant, such as {listed[0].path}{remedy}"
     )

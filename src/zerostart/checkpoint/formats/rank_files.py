@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TensorEntry
-from zerostart.checkpoint.formats.found import STATE, Found, Group
+from zerostart.checkpoint.formats.found import STATE, Found, Group, is_shape, names_of
 from zerostart.checkpoint.formats.inert_pickle import Made
 from zerostart.checkpoint.formats.parts import PartFiles, Placing, local_tensor
 from zerostart.checkpoint.formats.shares import from_boxes
@@ -56,7 +56,7 @@ def read_rank_files(directory: Path, files: PartFiles) -> Found:
         _assemble(name, parts, found, files)
     for group in groups:
         settings = dict(_dict(group, str(directory)))
-        found.groups.append(Group(settings, tuple(map(str, settings.pop("params", ())))))
+        found.groups.append(Group(settings, names_of(settings.pop("params", ()))))
     return found
 
 
@@ -81,6 +81,7 @@ def _dict(value: Any, path: str) -> dict[Any, Any]:
 def _assemble(name: str, parts: list[tuple[Any, Placing, str]], found: Found, files: PartFiles) -> None:
     """Add a tensor, or a number, of which each rank has a part, or each has the whole."""
     item, place, path = parts[0]
+    files.reading, files.record = path, name
     key, separator, parameter = name.partition(STATE)
     if not isinstance(item, Made):
         if type(item) is not StoredTensor:
@@ -114,7 +115,7 @@ def _cut(item: Made, name: str, path: str) -> tuple[tuple[int, ...], int | None,
     placements = spec.get("placements") if isinstance(spec, Made) else None
     sizes = item.arguments[2] if len(item.arguments) > 2 else None
     local = local_tensor(item)
-    if local is None or type(sizes) is not tuple or type(placements) is not tuple:
+    if local is None or type(placements) is not tuple or not is_shape(sizes):
         raise CheckpointError(f"{path}: {shown(name)} is a {item.name} and no part of FSDP2's; {_REMEDY}")
     kinds = [one.name.rpartition(".")[2] if isinstance(one, Made) else "" for one in placements]
     if kinds == ["Shard"] and type(dim := placements[0].get("dim")) is int and 0 <= dim < len(sizes):

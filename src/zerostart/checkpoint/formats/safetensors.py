@@ -13,6 +13,7 @@ import os
 from typing import NoReturn
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TensorEntry
+from zerostart.checkpoint.recognising import HEAD_BYTES, named_kind
 from zerostart.checkpoint.storage.base import Opener
 from zerostart.checkpoint.storage.files import open_regular
 from zerostart.checkpoint.strict_json import DAMAGED, MAX_JSON_BYTES, load_json, shown
@@ -23,6 +24,8 @@ __all__ = ["parse_header", "read_header"]
 _PREFIX_BYTES = 8
 _METADATA = "__metadata__"
 _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
+#: Of one file: the largest checkpoints have some 100 000 tensors, in shards. Ten times what one takes.
+MAX_TENSORS, MAX_NUMBERS = 300_000, 4_000_000
 #: torch counts sizes and elements in signed 64-bit integers.
 _MAX_COUNT = 2**63 - 1
 
@@ -39,11 +42,18 @@ def read_header(
     """
     name = os.fspath(path)
     with opened(name, "safetensors") as (handle, size):
-        length = _header_length(handle.read(_PREFIX_BYTES, 0), size, name)
-        raw = handle.read(length, _PREFIX_BYTES)
-    if len(raw) != length:
-        raise ReadError(f"{name}: the file shrank while its header was read; is another process writing it?")
-    entries, metadata = parse_header(raw, size, name, file_index)
+        try:
+            length = _header_length(handle.read(_PREFIX_BYTES, 0), size, name)
+            raw = handle.read(length, _PREFIX_BYTES)
+            if len(raw) != length:
+                raise ReadError(
+                    f"{name}: the file shrank while its header was read; is another process writing it?"
+                )
+            entries, metadata = parse_header(raw, size, name, file_index)
+        except CheckpointError as error:
+            if kind := named_kind(handle.read(HEAD_BYTES, 0)):
+                raise CheckpointError(f"{name}: no safetensors file: {kind}") from error
+            raise
     return entries, metadata, size
 
 
@@ -57,6 +67,7 @@ def parse_header(
     Raises CheckpointError, naming file and tensor, unless every field is right and the tensors cover
     the rest of the file exactly: no overlap, no hole, nothing behind.
     """
+    _check_work(raw, path)
     header = load_json(raw, path, "header")
     metadata = _metadata(header.pop(_METADATA, {}), path)
     data_start = _PREFIX_BYTES + len(raw)
@@ -64,6 +75,16 @@ def parse_header(
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes, entry.name))
     _check_cover(entries, data_start, file_size, path)
     return entries, metadata
+
+
+def _check_work(raw: bytes, path: str) -> None:
+    """Refuse by its punctuation, which no escape hides, what would take long to read, and be of no model."""
+    tensors, numbers = raw.count(b"{"), raw.count(b",")
+    if tensors > MAX_TENSORS or numbers > MAX_NUMBERS:
+        raise CheckpointError(
+            f"{path}: a header of {tensors} tensors and {numbers} numbers is beyond the limit of "
+            f"{MAX_TENSORS} and {MAX_NUMBERS} for one file: {DAMAGED}, or write the checkpoint in shards"
+        )
 
 
 def _header_length(prefix: bytes, file_size: int, path: str) -> int:

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from zerostart.checkpoint.catalog import DTYPE_BITS, TORCH_NAMES, TensorEntry, contiguous_strides
 from zerostart.checkpoint.formats.weights_pickle import VERSIONS, StoredTensor, read_weights_pickle
 from zerostart.checkpoint.formats.zip_index import ZipIndex, read_zip_index
+from zerostart.checkpoint.recognising import named_kind
 from zerostart.checkpoint.storage.base import HeaderBytes, Opener
 from zerostart.checkpoint.storage.files import open_regular
 from zerostart.checkpoint.strict_json import DAMAGED, shown
@@ -134,17 +135,14 @@ def _check_format(head: bytes, path: str) -> None:
     """Refuse what is no zip file, by the name of what it is."""
     if head[:4] == b"PK\3\4":
         return
-    if head.startswith(b"version https://git-lfs"):
-        raise CheckpointError(
-            f"{path}: a git-lfs pointer and not the file itself; fetch it with git lfs pull"
-        )
     if head[:1] == b"\x80" or head[257:262] == b"ustar":
         kind = "a bare pickle" if head[:1] == b"\x80" else "a tar archive"
         raise CheckpointError(
             f"{path}: in the format of torch.save before version 1.6 ({kind}), whose tensors cannot be read "
             f"without running what it holds; {_CONVERT}"
         )
-    raise CheckpointError(f"{path}: not a file of torch.save (no zip archive): {DAMAGED}")
+    what = named_kind(head) or DAMAGED
+    raise CheckpointError(f"{path}: not a file of torch.save (no zip archive): {what}")
 
 
 def _archive(index: ZipIndex) -> str:

@@ -40,6 +40,7 @@ def read_universal(directory: Path, files: PartFiles) -> Found:
             if type(tensor) is not StoredTensor:
                 raise CheckpointError(f"{path}: holds no tensor: {DAMAGED}")
             key = name if kind == MASTERS else f"{kind}{STATE}{name}"
+            files.record = key
             entry = place(f"stored {key}", tensor)
             if entry.shape == () and kind != MASTERS:
                 found.numbers.setdefault(kind, {})[name] = files.number(entry)

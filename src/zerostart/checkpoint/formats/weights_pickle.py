@@ -3,8 +3,9 @@
 A pickle is a program for a small stack machine. This one runs it with inert stand-ins: a global is its name,
 calling one of a dozen known globals makes a record of the arguments, and everything else is refused. The
 instructions are those that ``torch.save`` writes (protocol 2), as in torch's own ``weights_only`` reader.
-Memory is bounded by the number of instructions, the stack of the interpreter is not used for nesting, and no
-value is compared, hashed or printed unless it is of a primitive type.
+Memory and time are bounded by the number of instructions, and by the length of the pickle what they copy and
+how many members, each as often as it occurs, what is given on has. The stack of the interpreter is not used
+for nesting, and no value is compared, hashed or printed unless it is of a primitive type.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from zerostart.checkpoint.formats.pickle_records import (
     StoredTensor,
     plain_versions,
 )
+from zerostart.checkpoint.formats.unfolding import CONTAINERS, check_unfolded
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
@@ -44,6 +46,10 @@ __all__ = [
 MAX_INSTRUCTIONS = 8_000_000
 _MAX_COUNT = 2**63 - 1
 _KEY_TYPES = (str, int, float, bool, bytes, type(None))
+#: Most dimensions of a tensor, and members of a tuple that is a key. torch's own operators stop at 64.
+MAX_DIMENSIONS = 64
+#: Members that may be copied, or occur again, whatever the length of the pickle.
+_FREE = 1 << 20
 
 
 def read_weights_pickle(raw: bytes, path: str) -> Any:
@@ -68,11 +74,16 @@ class Machine:
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
+        self._copied = 0
+        self._shares = False
 
     def read(self) -> Any:
         """The object in the pickle; raises CheckpointError where it is damaged, or refused."""
         try:
-            return self._run()
+            value = self._run()
+            if self._shares:
+                check_unfolded(value, _FREE + 8 * len(self._raw), self.inside, self.refuse)
+            return value
         except (IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
             raise CheckpointError(
                 f"{self._path}: the pickle in it is damaged at byte {self.at} ({type(error).__name__}): "
@@ -97,6 +108,16 @@ class Machine:
                     f"holds instruction {shown(chr(code))}, which torch.save by default does not write"
                 )
             step(self)
+
+    def spend(self, members: int) -> None:
+        """Count members that an instruction copies; raises CheckpointError for more than a pickle needs."""
+        self._copied += members
+        if self._copied > _FREE + len(self._raw):
+            self.refuse("copies the same containers over and over")
+
+    def inside(self, item: Any) -> tuple[Any, ...]:
+        """What something that is no container holds, which is looked at by itself."""
+        return ()
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise CheckpointError with the way out."""
@@ -157,14 +178,16 @@ class Machine:
 
     def get(self, index: int) -> None:
         """Put a remembered value on the stack."""
-        self._stack.append(self._memo[index])
+        value = self._memo[index]
+        self._shares = self._shares or type(value) in CONTAINERS
+        self._stack.append(value)
 
     def extend(self, items: list[Any]) -> None:
         """Append to the list on the stack."""
         target = self._stack[-1]
         if type(target) is not list:
             self.refuse(f"appends to a {type(target).__name__}")
-        target.extend(items)
+        target.extend(items)  # which were on the stack, each by an instruction of its own
 
     def set_items(self, items: list[Any]) -> None:
         """Fill the dictionary on the stack."""
@@ -215,6 +238,7 @@ class Machine:
             self.refuse(f"sets the state of a {type(target).__name__}")
         noted = state.get("_metadata") if type(state) is dict else None
         if type(noted) is dict:
+            self.spend(sum(1 + len(entry) for entry in noted.values() if type(entry) is dict))
             target[VERSIONS] = plain_versions(noted)
 
     def persistent(self) -> None:
@@ -231,7 +255,9 @@ class Machine:
 def _ordered(machine: Machine, arguments: tuple[Any, ...]) -> dict[Any, Any]:
     """OrderedDict, empty or of a list of pairs as Python 2 wrote it."""
     made: dict[Any, Any] = {}
-    for pair in arguments[0] if len(arguments) == 1 and type(arguments[0]) is list else arguments:
+    pairs = arguments[0] if len(arguments) == 1 and type(arguments[0]) is list else arguments
+    machine.spend(len(pairs))  # one list may be the argument of any number of calls
+    for pair in pairs:
         if type(pair) not in (list, tuple) or len(pair) != 2:
             machine.refuse("makes an OrderedDict of something other than pairs")
         machine.fill(made, list(pair))
@@ -245,7 +271,11 @@ def _size(machine: Machine, arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _counts(values: Any) -> bool:
-    return type(values) is tuple and all(type(v) is int and 0 <= v <= _MAX_COUNT for v in values)
+    return (
+        type(values) is tuple
+        and len(values) <= MAX_DIMENSIONS
+        and all(type(v) is int and 0 <= v <= _MAX_COUNT for v in values)
+    )
 
 
 def _tensor(machine: Machine, arguments: tuple[Any, ...]) -> StoredTensor:

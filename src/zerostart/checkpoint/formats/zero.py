@@ -69,6 +69,11 @@ def read_zero(directory: Path, files: PartFiles) -> Found:
                 f"{rank.path} is of step {step:g} and {first.path} of step {other:g}: files of two moments "
                 "are mixed; take a checkpoint that is whole"
             )
+        if first.partitioned and rank.lengths != first.lengths:
+            raise CheckpointError(
+                f"{rank.path}: its parts have {rank.lengths} elements, and those of {first.path} "
+                f"{first.lengths}, where ranks have equal ones: one is cut off, or two jobs are mixed"
+            )
         for buffers in rank.buffers.values():
             found.add(buffers)
     runs = _partitioned(states, ranks) if first.partitioned else _flat(states, ranks)
@@ -76,6 +81,7 @@ def read_zero(directory: Path, files: PartFiles) -> Found:
         for kind in first.buffers:
             parts = [(ranks[r].buffers[kind][buffer], at, count) for r, buffer, at, count in places]
             key = name if kind == MASTERS else f"{kind}{STATE}{name}"
+            files.reading, files.record = str(first.path), key
             found.assembled[key] = from_runs(key, shape, first.buffers[kind][0].dtype, parts)
     first.base.describe(found, states, files)
     found.engine |= {"stage": first.stage, "scale": dict(first.scale)}
@@ -159,6 +165,11 @@ class _Rank:
         """What there is of each parameter, and in how many buffers."""
         return {kind: len(buffers) for kind, buffers in sorted(self.buffers.items())}
 
+    @property
+    def lengths(self) -> list[int]:
+        """Elements of each of its buffers of masters."""
+        return [buffer.numel for buffer in self.buffers[MASTERS]]
+
     @classmethod
     def read(cls, path: Path, number: int, files: PartFiles) -> _Rank:
         value, place = files.torch_file(path)
@@ -187,10 +198,17 @@ class _Rank:
             partitioned=_PARTITIONED in states,
             partitions=_number(partitions),
             buffers=buffers,
-            paddings=states.get("param_alignment_paddings"),
+            paddings=_paddings(states.get("param_alignment_paddings")),
             base=base,
             scale=_scale(states.get("loss_scaler")),
         )
+
+
+def _paddings(value: Any) -> Sequence[Sequence[int]] | None:
+    groups = value if type(value) is list else []
+    if any(type(n) is not int or n < 0 for group in groups for n in group):
+        raise CheckpointError(f"the padding behind parameters is no number: {DAMAGED}")
+    return groups or None
 
 
 def _scale(scaler: Any) -> dict[str, Any]:
@@ -240,5 +258,5 @@ def _number(value: Any) -> int:
     if type(value) is Made and len(value.arguments) == 1:
         value = value.arguments[0]
     if type(value) is not int:
-        raise CheckpointError(f"{value!r} stands where a number is expected: {DAMAGED}")
+        raise CheckpointError(f"a {type(value).__name__} stands where a number is expected: {DAMAGED}")
     return value

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TensorEntry
-from zerostart.checkpoint.formats.found import Found
+from zerostart.checkpoint.formats.found import Found, is_shape
 from zerostart.checkpoint.formats.parts import PartFiles, Placing
 from zerostart.checkpoint.formats.shares import from_boxes, from_runs
 from zerostart.checkpoint.formats.weights_pickle import StoredTensor
@@ -105,8 +105,11 @@ def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
         raise CheckpointError(f"{path}: does not say which parameters it has (param_shapes); {INSTEAD}")
     groups = tuple(_shapes(group) for group in shapes)
     frozen = _shapes(value.get("frozen_param_shapes") or {})
-    tied = {str(name): str(other) for name, other in _pairs(value.get("shared_params") or {})}
-    plain = set(value.get("buffer_names") or ())
+    tied = dict(_pairs(value.get("shared_params") or {}))
+    buffers = value.get("buffer_names") or ()
+    if any(type(name) is not str for name in (*tied, *tied.values(), *buffers)):
+        raise CheckpointError(f"{path}: a tied parameter or a buffer is called by no name: {DAMAGED}")
+    plain = set(buffers)
     if path.name.startswith("mp_rank"):
         # Whole parameters: one that nothing else names is frozen, at stage 1. At stage 3 they are empty here.
         plain |= {str(name) for name in module} - {*frozen, *tied, *(n for group in groups for n in group)}
@@ -151,9 +154,12 @@ def _refuse_experts(value: Mapping[str, Any], path: Path) -> None:
 
 def _shapes(group: Any) -> dict[str, tuple[int, ...]]:
     pairs = list(_pairs(group))
-    if any(type(shape) is not tuple for _, shape in pairs):
-        raise CheckpointError(f"the shapes of parameters are no shapes: {DAMAGED}")
-    return {str(name): shape for name, shape in pairs}
+    for name, shape in pairs:
+        if type(name) is not str:
+            raise CheckpointError(f"a parameter is called by a {type(name).__name__}: {DAMAGED}")
+        if not is_shape(shape):
+            raise CheckpointError(f"the shape of parameter {shown(name)} is none: {DAMAGED}")
+    return dict(pairs)
 
 
 def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -20,6 +20,7 @@ __all__ = ["Record", "ZipIndex", "read_zip_index"]
 
 #: A record takes about 100 bytes of the directory: enough for half a million tensors in one file.
 MAX_DIRECTORY_BYTES = 1 << 26
+MAX_RECORDS = 600_000
 _END = struct.Struct("<4s4H2LH")
 _LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -89,6 +90,8 @@ def read_zip_index(handle: HeaderBytes, size: int, path: str) -> ZipIndex:
         raise CheckpointError(
             f"{path}: a directory of {length} bytes is beyond the limit of {MAX_DIRECTORY_BYTES}: {DAMAGED}"
         )
+    if count > MAX_RECORDS:
+        raise CheckpointError(f"{path}: {count} records are beyond the limit of {MAX_RECORDS}: {DAMAGED}")
     raw = handle.read(length, start)
     entries: dict[str, tuple[int, int]] = {}
     at = 0
@@ -97,7 +100,7 @@ def read_zip_index(handle: HeaderBytes, size: int, path: str) -> ZipIndex:
         if name in entries:
             _refuse(path, name, "is there twice")
         entries[name] = (header, nbytes)
-    if at != length or len(entries) != count:
+    if at != length or len(entries) != count or not entries:
         raise CheckpointError(f"{path}: the archive's directory contradicts its end record: {DAMAGED}")
     order = sorted(header for header, _ in entries.values())
     if len(set(order)) < len(order):

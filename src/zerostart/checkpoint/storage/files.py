@@ -12,7 +12,7 @@ from pathlib import Path
 from zerostart.checkpoint.storage.base import HeaderBytes
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
-__all__ = ["FileState", "open_regular"]
+__all__ = ["FileState", "open_regular", "read_small"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,23 @@ def open_regular(path: str, kind: str) -> Iterator[tuple[HeaderBytes, int]]:
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path}: not a regular file, so it cannot be a {kind} checkpoint")
+            raise CheckpointError(f"{path}: not a regular file, so it is no {kind} file")
         yield _Opened(handle, path), status.st_size
     finally:
         os.close(handle)
+
+
+def read_small(path: str, most: int = 4096, kind: str = "training") -> bytes:
+    """What a file of at most ``most`` bytes holds, of the ``kind`` that messages name.
+
+    Raises as ``open_regular``, and CheckpointError for a longer file.
+    """
+    with open_regular(path, kind) as (handle, size):
+        if size > most:
+            raise CheckpointError(
+                f"{path}: {size} bytes are beyond the limit of {most}, so it is none of these"
+            )
+        return handle.read(most, 0)
 
 
 class _Opened:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +14,8 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.errors import BuildError
+from zerostart.checkpoint.source import read_config
+from zerostart.errors import BuildError, CheckpointError
 from zerostart.models.libraries import transformers_conversions as conversions
 from zerostart.models.library import Attention, Built, Construction, ModelLibrary, OwnLoading, Stored
 from zerostart.models.tensors import state_names
@@ -23,11 +23,17 @@ from zerostart.recipe import Coverage, Recipes, Target, assembled, symbols_of
 from zerostart.upstream import transformers as upstream
 from zerostart.upstream import transformers_attention as attention_parts
 from zerostart.upstream import transformers_fresh as fresh
+from zerostart.upstream.transformers_code import class_beside, unasked
 from zerostart.upstream.transformers_quantizers import dequantizer, method_of, prepare
 
 __all__ = ["Transformers"]
 
 logger = logging.getLogger("zerostart")
+_CODE = (
+    "the model's class is code that lies beside the checkpoint (auto_map), of which nothing was run. If you "
+    "trust where it comes from, pass trust_remote_code=True (--trust-remote-code); or pass model= with the "
+    "class or a callable that builds it"
+)
 
 
 class Transformers(ModelLibrary):
@@ -47,7 +53,10 @@ class Transformers(ModelLibrary):
         """Import transformers and the class. Raises BuildError for a configuration that names none."""
         import transformers
 
-        named = _read_config(root).get("architectures") if kind is None else None
+        raw = _read_config(root) if kind is None else {}
+        if "auto_map" in raw:
+            return  # of code beside the weights, which is the caller's to trust: see ``construction``
+        named = raw.get("architectures")
         names = named if isinstance(named, list) else ()
         found = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
         if kind is None and not any(isinstance(one, type) for one in found):
@@ -58,7 +67,7 @@ class Transformers(ModelLibrary):
 
         Raises BuildError for a configuration that names no class.
         """
-        made, config = _configured(stored.root, kind)
+        made, config = _configured(stored.root, kind, stored.trusted)
         dtype = stored.asked or _named_dtype(getattr(config, "dtype", None)) or stored.first
         chosen = dtype or torch.get_default_dtype()
         return Construction(made.__name__, lambda: made(_with_dtype(config, chosen)), chosen, chosen)
@@ -215,24 +224,47 @@ class Transformers(ModelLibrary):
 
     def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
         """``from_pretrained`` of the class as the library defines it: FSDP2 puts one of its own in front."""
-        plain: Any = next(k for k in kind.__mro__ if k.__module__.startswith("transformers."))
+        own = ("transformers.", "transformers_modules.")  # the second: from beside a checkpoint
+        plain: Any = next(k for k in kind.__mro__ if k.__module__.startswith(own))
         return lambda root, dtype: plain.from_pretrained(root, dtype=dtype or "auto")
 
 
-def _configured(root: str | None, kind: type[nn.Module] | None) -> tuple[type[nn.Module], Any]:
-    """The transformers class and configuration of a checkpoint directory."""
+def _configured(
+    root: str | None, kind: type[nn.Module] | None, trusted: bool = False
+) -> tuple[type[nn.Module], Any]:
+    """The transformers class and configuration of a checkpoint directory; code of its own if ``trusted``."""
     import transformers
 
-    _read_config(root)
+    coded = "auto_map" in _read_config(root)
     # A class takes its own configuration, which may be a part of the checkpoint's, as from_pretrained does.
-    reader = getattr(kind, "config_class", None) or transformers.AutoConfig
+    reader = getattr(kind, "config_class", None)
     try:
-        config = reader.from_pretrained(root)
-    except (ValueError, KeyError, OSError) as error:
+        with unasked():
+            if reader is not None:
+                config = reader.from_pretrained(root)
+            else:
+                config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=trusted)
+            beside = class_beside(config, str(root)) if trusted and coded and kind is None else None
+    except Exception as error:
+        if coded and not trusted:
+            raise BuildError(f"{root}/config.json: {_CODE}") from error
+        if not coded and not isinstance(error, (ValueError, KeyError, OSError)):
+            raise
+        if coded:
+            raise BuildError(
+                f"{root}: the model's code there fails: {type(error).__name__}: {error}"
+            ) from error
         raise BuildError(f"{root}/config.json names no model that transformers knows: {error}") from error
     # The model is built as if it were not quantised, since it is dequantised on the way.
     config.__dict__.pop("quantization_config", None)
-    return (_class_of(config, f"{root}/config.json") if kind is None else kind), config
+    if beside is not None:
+        return beside, config
+    try:
+        return (_class_of(config, f"{root}/config.json") if kind is None else kind), config
+    except BuildError as error:
+        if coded and not trusted:
+            raise BuildError(f"{root}/config.json: {_CODE}") from error
+        raise
 
 
 def _class_of(config: Any, called: str = "the configuration") -> type[nn.Module]:
@@ -261,12 +293,9 @@ def _read_config(root: str | None) -> dict[str, Any]:
             f"there is no config.json in {root}; pass model= with the class or a callable that builds it"
         )
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BuildError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise BuildError(f"{path} does not hold an object")
-    return raw
+        return read_config(path.parent) or {}
+    except CheckpointError as error:
+        raise BuildError(str(error)) from error
 
 
 def _named_dtype(value: Any) -> torch.dtype | None:
