@@ -65,7 +65,9 @@ def page_locked(path: Path, folder: Path, engine: str, config: Any, background: 
         zerostart.save_state(folder, model, optimizer=optimizer, wait=False).wait()
         asked = sum(f.stat().st_size for f in folder.rglob("*.safetensors")) // dist.get_world_size()
     else:
-        own = {share.data_ptr(): share.nbytes for share in shares(model) if share.is_pinned()}  # some are tied
+        own = {
+            share.data_ptr(): share.nbytes for share in shares(model) if share.is_pinned()
+        }  # some are tied
         asked = sum(own.values())
         assert all(
             at.type == "cpu" for name, at in places(model) if "norm" not in name and "rotary" not in name
