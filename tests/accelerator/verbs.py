@@ -38,7 +38,6 @@ def all_verbs(
     chosen: bool = False,
 ) -> list[float]:
     """Load, compare, digest, change, save, train, save and load the state, also beside a step; the losses."""
-    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     device = join(backend, chosen)
@@ -62,9 +61,8 @@ def all_verbs(
     zerostart.save(model, folder / "saved")
     saved = zerostart.digest(model)
     whole_tensors = dict(zerostart.full_tensors(model, rank=None))
-    files = load_file(folder / "saved" / "model.safetensors")
+    files = AutoModelForCausalLM.from_pretrained(folder / "saved").state_dict()
     wrong = [name for name, tensor in files.items() if not torch.equal(tensor, whole_tensors[name])]
-    assert files, "something was saved"
     assert not wrong, f"saved otherwise than it is: {wrong}"
 
     own = {} if engine == "deepspeed" else {"optimizer": optimizer}
