@@ -76,6 +76,11 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", _QWEN3_MOE),
     # torch's grouped matrix product wants rows of a multiple of 16 bytes: this one can be trained.
     "qwen3_moe_aligned": ("qwen3_moe", {**_QWEN3_MOE, "hidden_size": 24, "moe_intermediate_size": 8}),
+    # DeepSpeed gathers parameters into one buffer, one after the other: after each the next is aligned, too.
+    "qwen3_moe_even": (
+        "qwen3_moe",
+        {**_QWEN3_MOE, "hidden_size": 24, "moe_intermediate_size": 8, "head_dim": 8},
+    ),
     "mixtral": (
         "mixtral",
         {

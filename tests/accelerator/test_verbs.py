@@ -86,4 +86,4 @@ def test_deepspeed_parameters_offloaded(checkpoints: TinyCheckpoints, tmp_path: 
 @pytest.mark.slow
 def test_deepspeed_experts(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     config = deepspeed_config(3)
-    run("qwen3_moe_aligned", checkpoints, tmp_path, "deepspeed", 3, {"expert_parallel": 2}, config)
+    run("qwen3_moe_even", checkpoints, tmp_path, "deepspeed", 3, {"expert_parallel": 2}, config)

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from npu_ranks import npu_environment
 
 SIMULATED = Path(__file__).parents[1] / "simulated"
 SCRIPT = SIMULATED / "another_accelerator.py"
 
 
 def test_a_rank_joins_on_an_accelerator_of_another_kind() -> None:
-    """Its device by the local rank, its backend beside gloo; figures that nobody has are left out."""
+    """Its device by the local rank, its backend beside gloo, figures of its memory."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks["ZEROSTART_TEST_NPU_DEVICES"] = "2"
     done = subprocess.run(
         [sys.executable, str(SCRIPT)],
-        env={**os.environ, **ranks},
+        env={**npu_environment(), **ranks},
         capture_output=True,
         text=True,
         timeout=120,
@@ -29,19 +31,18 @@ def test_a_rank_joins_on_an_accelerator_of_another_kind() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["device"] == "npu:1"  # the fourth rank of a machine, on which two devices are seen
-    assert found["chosen"] == [1]
+    assert found["current"] == 1
     assert found["backend"] == "cpu:gloo,npu:hccl"
     assert "torch knows no backend of torch.distributed for npu" in found["unknown"]
-    assert (found["allocated"], found["peak"], found["free"]) == (0, None, None)
-    assert found["held"] > 1 << 20  # the host's
+    assert (found["allocated"], found["peak"], found["free"]) == (0, 0, 16 << 30)
+    assert found["streams"]
 
 
 def test_random_states_autocast_and_checkpointing_on_an_accelerator_of_another_kind() -> None:
     """Its generator is in the states of a rank, beside the host's; computed anew, dropout is the same."""
-    paths = [str(SIMULATED / "npu"), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, str(SIMULATED / "on_npu.py")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env=npu_environment(),
         capture_output=True,
         text=True,
         timeout=120,

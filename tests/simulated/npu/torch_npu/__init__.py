@@ -110,6 +110,7 @@ class Event(torch.Event):
 def begin_device() -> None:
     """Initialise; everything that needs a device does."""
     device.begin()
+    sys.modules[f"torch.{KIND}"]._initialized = True  # type: ignore[attr-defined]  # torch's checkpointing looks
 
 
 def current_stream(given: Any = None) -> Any:

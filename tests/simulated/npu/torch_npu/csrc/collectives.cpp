@@ -109,6 +109,8 @@ struct Pretend final : c10d::Backend {
   void give(const Tensor& to, const Tensor& from) {
     auto stream = collective_stream(to.device().index());
     used_on(to.storage().data(), stream);
+    auto current = current_stream(to.device().index());
+    wait_in_stream(stream, current, last_task(current)); // whoever had this memory before has done with it
     Tensor view = host_view(to);
     enqueue(stream, [view, from]() mutable { view.copy_(from.view(view.sizes())); });
     results_.push_back(to);

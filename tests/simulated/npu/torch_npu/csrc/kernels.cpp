@@ -294,6 +294,14 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
         given[i].isNone() ? std::nullopt : std::optional<at::Generator>(given[i].toGenerator()), call.device);
   }
 
+  // A device has it for integers, too.
+  const bool counts = op.schema().name() == "aten::histc" && own[0].isTensor() && !own[0].toTensor().is_floating_point();
+  const auto counted = counts ? own[0].toTensor().scalar_type() : at::kFloat;
+  if (counts) {
+    finish(stream);
+    own[0] = own[0].toTensor().to(at::kFloat);
+  }
+
   bool later = all_written(schema) && !random && !takes_generator;
   std::vector<IValue> results;
   if (later) {
@@ -347,6 +355,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
         ours.resize_(view.sizes());
         host_view(ours).copy_(view);
       }
+    if (counts) arguments[0] = arguments[0].toTensor().to(counted);
     for (IValue& value : arguments) {
       if (value.isTensor()) {
         results.emplace_back(call.back(value.toTensor()));

@@ -1,6 +1,7 @@
 #include "runtime.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -636,7 +637,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   c10::SetAllocator(kKind, &device_memory());
   at::setHostAllocator(kKind, &pinned_memory());
   at::RegisterPrivateUse1HooksInterface(new Hooks());
-  m.def("begin", [] { begin(); });
+  m.def("begin", [] { at::globalContext().lazyInitDevice(kKind); }); // as torch.cuda's, which torch notes
   m.def("is_begun", [] { return world().begun.load(); });
   m.def("stop", [] { py::gil_scoped_release free; stop(); });
   m.def("device_count", &device_count);
