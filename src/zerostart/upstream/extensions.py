@@ -141,8 +141,8 @@ def _folder(name: str) -> Path:
     return Path(cpp_extension._get_build_directory(name, False))
 
 
-def built(folder: Path, build: Callable[[], Any], name: str, told: bool) -> None:
-    """Run ``build``, which compiles in ``folder`` under torch's lock, as the only one that zerostart lets.
+def built(folder: Path, build: Callable[[], Any], name: str, told: bool) -> Any:
+    """What ``build`` gives, which compiles in ``folder`` under torch's lock, alone of those that zerostart lets.
 
     What an earlier build left that was killed does not stand in the way. An interrupt ends the compilers, and
     leaves nothing either.
@@ -153,15 +153,15 @@ def built(folder: Path, build: Callable[[], Any], name: str, told: bool) -> None
             fcntl.flock(mark, fcntl.LOCK_EX)
         except OSError:  # A folder that cannot be written, or a file system without locks.
             _await_others(folder, False)
-            build()
-            return
+            return build()
         mark.seek(0)
         _await_others(folder, bool(mark.read()))
         mark.write(b"building")
         mark.flush()
         with _ending_children():
-            build()
+            made = build()
         mark.truncate(0)
+        return made
 
 
 def _await_others(folder: Path, killed: bool) -> None:
