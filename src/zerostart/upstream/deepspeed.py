@@ -164,10 +164,7 @@ def join_group() -> None:
 
 
 def join_hierarchical_groups(size: int) -> None:
-    """Make the groups of ``size`` ranks of hierarchical partitions, unless they are. Collective.
-
-    They are made once in a process, and found again by a second load.
-    """
+    """Make the groups of ``size`` ranks of hierarchical partitions, once in a process. Collective."""
     from deepspeed.utils import groups
 
     demand((_HIERARCHICAL,), "Leave out zero_hpz_partition_size")
@@ -188,8 +185,7 @@ def partitioner(
     module = _partition_parameters()
     import deepspeed
 
-    groups: Any = deepspeed.utils.groups
-    hierarchical = groups._get_zero_param_intra_parallel_group() if secondary > 1 else None
+    hierarchical = deepspeed.utils.groups._get_zero_param_intra_parallel_group() if secondary > 1 else None
     with _refusals():
         init = module.Init(
             config_dict_or_path=_init_config(world_size, dtype, config),

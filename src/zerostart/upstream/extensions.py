@@ -142,7 +142,7 @@ def _folder(name: str) -> Path:
 
 
 def built(folder: Path, build: Callable[[], Any], name: str, told: bool) -> Any:
-    """What ``build`` gives, which compiles in ``folder`` under torch's lock, alone of all that zerostart lets.
+    """What ``build`` gives, which compiles in ``folder`` under torch's lock, alone of zerostart's.
 
     What an earlier build left that was killed does not stand in the way. An interrupt ends the compilers, and
     leaves nothing either.
