@@ -4,6 +4,7 @@
 #   make demo-diffusion  train a small diffusion model on two local ranks, and look at what it draws
 #   make test            the tests (SHUFFLE=7: in another order)
 #   make conformance     the long ones, and a search at random for cases that fail: nightly
+#   make next            identity, adoption, state and upstream with the newest releases, in .venv-next
 #   make check           ruff, mypy, import-linter
 #   make docs            the documentation site, in build/site
 #   make bench           the load benchmark beside other routes
@@ -24,7 +25,7 @@ STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream conformance clean
+.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream conformance next clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -76,6 +77,15 @@ build/diffsynth: constraints.txt
 	    imageio-ffmpeg pandas python-dateutil six wcwidth cryptography cffi pycparser
 	@touch $@
 
+# Without constraints.txt: whatever the index has today. TESTS: fewer files, or other ones.
+NEXT := .venv-next/bin/python
+TESTS ?= tests/identity tests/adoption tests/state tests/upstream
+next:
+	test -x $(NEXT) || $(PYTHON) -m venv .venv-next
+	$(NEXT) -m pip install --quiet --upgrade $(PIP_ARGS) -e '.[deepspeed,dev]'
+	-.venv-next/bin/zerostart env --check
+	$(NEXT) -m pytest -m "not slow" $(TESTS)
+
 gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py
 
@@ -90,5 +100,5 @@ upstream: $(STAMP) $(if $(DIFFSYNTH),build/diffsynth)
 	    tests/adoption/test_upstream_suites.py tests/diffusion/test_scripts_of_diffsynth.py
 
 clean:
-	rm -rf out build runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv-next out build runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

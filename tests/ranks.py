@@ -311,4 +311,4 @@ def has_deepspeed_op() -> bool:
 
 def build_deepspeed_op() -> None:
     """Compile that operation; what an earlier build that was killed has left does not stand in the way."""
-    importlib.import_module("zerostart.upstream.extensions").load_operations(("ShareMemCommBuilder",), False)
+    importlib.import_module("zerostart.upstream.extensions").load_operations(("ShareMemCommBuilder",))

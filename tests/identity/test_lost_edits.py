@@ -1,11 +1,11 @@
 """ZeRO-3 parameters that are changed in place where the change would be lost: an error that names them.
 
-On partitions of a load as on those of DeepSpeed's own ``zero.Init``.
+Of models that zerostart loaded; those of others are none of its business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -43,12 +43,12 @@ def values(parameter: nn.Parameter) -> torch.Tensor:
         return parameter.detach().clone()
 
 
-def change_inside(model: nn.Module, called: Callable[[str], str]) -> None:
+def change_inside(model: nn.Module) -> None:
     """Each way to lose a change inside, and those that count."""
     import deepspeed
 
     weight, rank = model[1].weight, dist.get_rank()
-    name, before = called("1.weight"), values(weight)
+    name, before = "1.weight", values(weight)
     assert torch.equal(before, made()[1].weight)
     for change in (
         lambda: weight.data.mul_(2),
@@ -82,7 +82,7 @@ def change_ours() -> None:
     import deepspeed
 
     model = zerostart.load(None, model=made(), progress=False)
-    change_inside(model, lambda name: name)
+    change_inside(model)
     # A placeholder has no elements to change, and torch does not mind.
     with torch.no_grad():
         model[0].weight.mul_(2)
@@ -96,8 +96,7 @@ def change_ours() -> None:
         engine.backward(engine(torch.ones(2, 5)).sum())
         if turn == 1:
             with torch.no_grad():
-                if dist.get_rank() == 1:
-                    model[1].bias.fill_(0)
+                model[1].bias.fill_(0)
             with refused("1.bias was changed in place while partitioned"):
                 engine.step()
         engine.step()
@@ -106,22 +105,57 @@ def change_ours() -> None:
 
 
 def change_deepspeeds_own() -> None:
+    """Parameters that zerostart did not load, while one lives that it did, are as DeepSpeed has them."""
     import deepspeed
 
+    ours = zerostart.load(None, model=made(), progress=False)
     with deepspeed.zero.Init(config_dict_or_path=CONFIG):
         model = made()
-    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
-        for own, other in zip(model.parameters(), made().parameters(), strict=True):
-            own.data.copy_(other)
     with zerostart.enabled():
-        change_inside(model, lambda name: f"of shape {list(made().get_parameter(name).shape)}")
         with torch.no_grad():
             model[0].weight.mul_(2)
-        with refused("of shape [7, 5] was changed in place while partitioned"):
-            values(model[0].weight)
-    # As DeepSpeed has it, where nothing of zerostart is in force.
-    with deepspeed.zero.GatheredParameters(model[1].weight):
-        model[1].weight.data.zero_()
+        before = values(model[0].weight)
+        calls = []
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_reduce", "all_gather_object"):
+                patch.setattr(dist, name, lambda *_, name=name, **__: calls.append(name))
+            with deepspeed.zero.GatheredParameters([model[0].weight, model[1].weight]):
+                model[0].weight.data.zero_()
+        assert calls == []
+    assert torch.equal(values(model[0].weight), before)
+    del ours
+
+
+def change_on_one_rank() -> None:
+    """With ``enable_sanity_checks`` all ranks say what one of them has changed before a step."""
+    import deepspeed
+
+    config = {**CONFIG, "zero_optimization": {"stage": 3, "enable_sanity_checks": True}}
+    model = zerostart.load(None, model=made(), engine_config=config, progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.backward(engine(torch.ones(2, 5)).sum())
+    with torch.no_grad():
+        if dist.get_rank() == 1:
+            model[1].bias.fill_(0)
+    with refused("1.bias was changed in place while partitioned"):
+        engine.step()
+    engine.step()
+
+
+def large_ones_in_blocks() -> None:
+    """What is summed of a large parameter is all over it, and where its memory begins does not matter."""
+    import deepspeed
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1 << 12, 1 << 10))
+
+    model = zerostart.load(None, model=Large(), progress=False)
+    for rows in (slice(None), slice(1 << 11), slice(1 << 11, None)):
+        with refused("weight", "without modifier_rank"), deepspeed.zero.GatheredParameters(model.weight):
+            model.weight.data[rows].add_(1)
 
 
 def merge_for_a_while() -> None:
@@ -147,6 +181,8 @@ def merge_for_a_while() -> None:
 def change_both() -> None:
     change_deepspeeds_own()
     change_ours()
+    change_on_one_rank()
+    large_ones_in_blocks()
     merge_for_a_while()
 
 

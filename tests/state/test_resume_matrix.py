@@ -97,7 +97,7 @@ CHANGES = {
 def test_losses_go_on_elsewhere(name: str, paths: dict[str, Path], tmp_path: Path) -> None:
     one, ranks, other, others = CHANGES[name]
     if one.cpu_adam or other.cpu_adam:
-        load_operations(("CPUAdamBuilder",), told=True)  # compiled once, before ranks would each
+        load_operations(("CPUAdamBuilder",))  # compiled once, before ranks would each
     wanted = run_ranks(uninterrupted, ranks, paths[one.kind], one, tmp_path / "state")[0]
     found = run_ranks(resumed, others, paths[one.kind], other, tmp_path / "state")[0]
     assert found == pytest.approx(wanted, rel=1e-5)

@@ -30,10 +30,13 @@ same, with what is installed; `zerostart env --check` imports the libraries and 
   tensor or a module as it would have left them itself.
 - What is *used*, private functions that are called and private attributes that are read, stays as it is.
 
-Before something is used for the first time, the version of its library is compared with the known ones, and
-the library's code with what the declaration counts on: names, arguments, and lines that a function must
-have, compared as syntax trees, so that cosmetic changes do not matter. Where that fails, zerostart raises
-`UnsupportedVersionError` ("{refused}"), or warns once and leaves the work to the library ("{stock}").
+Before something is used for the first time, the library's code is compared with what the declaration
+counts on: names, arguments, and lines that a function must have, compared as syntax trees, so that cosmetic
+changes do not matter. That decides, and not the version: a release newer than the known ones whose code fits
+is served, with one warning on rank 0. What does not fit refuses the feature that needs it and nothing else,
+with `UnsupportedVersionError` ("{refused}"; a call that may never come is refused when it does, on loaded
+models), or zerostart warns once and leaves the work to the library ("{stock}"). Releases older than the known
+ones are refused.
 
 | library | known versions |
 |---|---|

@@ -186,3 +186,43 @@ def load_with_extensions(path: Path, extensions_folder: Path) -> None:
     os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_folder)
     extensions.QUIET = 0.0  # the objects have their times, which a linker compares
     zerostart.load(path, engine="deepspeed", progress=False)
+
+
+def compile_operator(name: str, folder: Path, killed: bool) -> None:
+    """An optimizer's operation, as ``deepspeed.initialize`` loads it, with a compiler that does nothing."""
+    from torch.utils import cpp_extension
+
+    from zerostart.upstream.deepspeed import import_deepspeed
+
+    import_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    def compiler(name: str, **_: object) -> str:
+        place = Path(cpp_extension._get_build_directory(name, False))
+        (folder / "place").write_text(str(place))
+        if killed:
+            FileBaton(str(place / "lock")).try_acquire()
+            os.kill(os.getpid(), signal.SIGKILL)
+        with baton(place):
+            return "compiled"
+
+    cpp_extension.load = compiler
+    os.environ.pop("TORCH_EXTENSIONS_DIR", None)
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    extensions.compiling.open()
+    assert get_accelerator().create_op_builder(name).load() == "compiled"
+    assert "TORCH_EXTENSIONS_DIR" not in os.environ, os.environ["TORCH_EXTENSIONS_DIR"]
+
+
+def test_a_killed_compile_of_any_operator(tmp_path: Path) -> None:
+    for name in ("FusedAdamBuilder", "CPUAdamBuilder", "CPUAdagradBuilder", "CPULionBuilder"):
+        (first,) = rank_outcomes(compile_operator, 1, name, tmp_path, True, process_group=False)
+        assert first.exit_code == -signal.SIGKILL, first.describe()
+        assert (Path((tmp_path / "place").read_text()) / "lock").exists()
+        (second,) = rank_outcomes(compile_operator, 1, name, tmp_path, False, process_group=False, timeout=30)
+        assert second.ok, second.describe()
+        assert "which a build that was killed has left" in second.log
+        assert (
+            (tmp_path / "place").read_text().startswith(str(tmp_path))
+        )  # and in this environment's own folder
+        assert "zerostart_" in (tmp_path / "place").read_text()

@@ -182,7 +182,7 @@ def test_nothing_is_left_of_a_model_and_its_engine(stage: int, checkpoints: Tiny
     saving = {"save_pretrained", "push_to_hub", "get_peft_model_state_dict", "_setup_prompt_encoder"}
     saving |= {"inject_adapter", "enable_adapters", "check_deepspeed_zero3_enabled", "_collect_token_weights"}
     saving |= {"_maybe_expand_transformer_param_shape_or_error_", "_maybe_expand_lora_state_dict"}
-    saving |= {"_get_in_out_features"}
+    saving |= {"_get_in_out_features", "jit_load"}
     if stage == 3:
         # The second and third of GatheredParameters.
         assert loaded == saving | {

@@ -86,7 +86,7 @@ def main() -> int:
         make_hub_model(Path(scratch, "hub"))
         os.environ |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS)}
         # Not by the tests: each would wait without end for the lock of a build that was killed.
-        load_operations(("ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder"), told=True)
+        load_operations(("ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder"))
         for suite in arguments.suites:
             expression = arguments.k or SUITES.get(suite, "")
             stock, _ = outcomes(Path(scratch), suite, expression, ours=False)

@@ -40,7 +40,6 @@ from zerostart.upstream import diffusers_loading as diffusers_parts
 from zerostart.upstream import transformers_loading as loading_parts
 from zerostart.upstream.accelerate import join_ranks
 from zerostart.upstream.deepspeed_saving import Consolidation
-from zerostart.upstream.deepspeed_stage3 import watch
 from zerostart.upstream.saving_calls import SavingCalls
 from zerostart.upstream.stepped import watch_steps
 from zerostart.upstream.transformers_distributed import Noting
@@ -277,4 +276,4 @@ _saving = SavingCalls(
         "BasePipeline.load_lora": diffsynth_resuming.load_lora,
     }
 )
-_overrides = (_transformers, Noting(), _diffusers, _diffsynth, _accelerate, _saving, watch)
+_overrides = (_transformers, Noting(), _diffusers, _diffsynth, _accelerate, _saving)

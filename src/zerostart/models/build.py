@@ -14,7 +14,7 @@ from zerostart.errors import BuildError, ConfigError
 from zerostart.models.library import Built, Stored
 from zerostart.models.operator_log import OperatorLog
 from zerostart.models.registry import library_in, library_of
-from zerostart.upstream.transformers import without_weights
+from zerostart.upstream.transformers import check_built, without_weights
 
 __all__ = ["ModelLike", "build", "explained", "from_config", "require"]
 
@@ -69,6 +69,7 @@ def _configured(kind: type[nn.Module] | None, stored: Stored) -> Built:
     how, log = library.construction(kind, stored), OperatorLog()
     with without_weights(how.building), log, explained(how.name):
         made = how.make()
+    check_built(made)
     return Built(made, log, how.dtype, True, library)
 
 
@@ -80,6 +81,7 @@ def _called(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> 
         made = loader()
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model={name} gave a {type(made).__name__}, and not a torch.nn.Module")
+    check_built(made)
     library = library_of(made)
     return Built(made, log, library.whole_dtype(made, stored, False), True, library)
 

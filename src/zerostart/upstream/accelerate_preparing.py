@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.accelerate import SHARDED, is_set, remember, remember_parallelism, require
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.refusals import fits
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit
 from zerostart.upstream.shapes import found
 from zerostart.upstream.versions import ACCELERATE, TRANSFORMERS
 
@@ -95,6 +96,7 @@ _BACKEND = PatchPoint(
     names=("_prepare_backend",),
     why="ranks of DeepSpeed or FSDP2 on hosts without an accelerator get a backend, gloo",
     lasts=Lasts.MODEL,
+    otherwise=Otherwise.STOCK,
     shapes=(
         Shape("accelerate.state:PartialState.__init__", has=("self._prepare_backend(...)",)),
         Shape("accelerate.state:PartialState._prepare_backend", has=("(backend, distributed_type)",)),
@@ -107,6 +109,7 @@ _STATE = PatchPoint(
     writes=("distributed_type", "fsdp_plugin"),
     why="there the state says FSDP, which was asked for, and not DDP on CPUs",
     lasts=Lasts.MODEL,
+    otherwise=Otherwise.STOCK,
     shapes=(
         Shape(
             f"{_ACCELERATOR_STATE}.__init__",
@@ -121,6 +124,7 @@ _ARGUMENTS = PatchPoint(
     names=("_process_fsdp_args",),
     why="arguments are remembered while they live, since a Trainer makes its Accelerator after the model",
     lasts=Lasts.MODEL,
+    otherwise=Otherwise.STOCK,
     shapes=(
         Shape(
             "transformers.training_args:TrainingArguments.__post_init__",
@@ -139,6 +143,9 @@ TOUCHED = (
     _STATE,
     _ARGUMENTS,
 )
+
+
+_REMEDY = "accelerate cannot prepare models in shards so: use deepspeed.initialize or a plain FSDP2 loop"
 
 
 class Override(Held):
@@ -163,7 +170,6 @@ class Override(Held):
 
     def _enter(self, stack: ExitStack) -> None:
         require()
-        demand(TOUCHED)
         functions = {
             _PREPARE_FSDP2: self._fsdp2_prepare_model,
             _OPTIMIZERS: _keeps_parameters,
@@ -176,6 +182,11 @@ class Override(Held):
             _ARGUMENTS: _remembers_fsdp,
         }
         for point, make in functions.items():
+            if point.otherwise is Otherwise.STOCK and (wrong := misfit((point,))):
+                logger.warning("%s. It stays as it is", wrong)
+                continue
+            if not fits(stack, self, (point,), _REMEDY):
+                continue
             (name,) = point.names
             owner = found(point.owner)
             original = vars(owner)[name]

@@ -45,6 +45,18 @@ __all__ = [
 ]
 
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
+_CONTEXTS = Use(
+    library=DEEPSPEED,
+    owner="deepspeed.runtime.zero.partition_parameters",
+    names=("shutdown_init_context", "restore_init_context", "top_level_context"),
+    why="an open zero.Init is suspended while a model is built, by DeepSpeed's own functions for that",
+)
+_HIERARCHICAL = Use(
+    library=DEEPSPEED,
+    owner="deepspeed.utils.groups",
+    names=("_create_zero_param_parallel_group", "_get_zero_param_intra_parallel_group"),
+    why="the groups of hierarchical partitions, which a process makes once",
+)
 TOUCHED = (
     Use(
         library=DEEPSPEED,
@@ -106,18 +118,8 @@ TOUCHED = (
         names=("free_param", "PartitionedParamStatus"),
         why="the placeholder of a parameter is freed, its partition said to be available",
     ),
-    Use(
-        library=DEEPSPEED,
-        owner="deepspeed.runtime.zero.partition_parameters",
-        names=("shutdown_init_context", "restore_init_context", "top_level_context"),
-        why="an open zero.Init is suspended while a model is built, by DeepSpeed's own functions for that",
-    ),
-    Use(
-        library=DEEPSPEED,
-        owner="deepspeed.utils.groups",
-        names=("_create_zero_param_parallel_group", "_get_zero_param_intra_parallel_group"),
-        why="the groups of hierarchical partitions, which a process makes once",
-    ),
+    _CONTEXTS,
+    _HIERARCHICAL,
 )
 
 
@@ -140,7 +142,7 @@ def import_deepspeed() -> Any:
 def _partition_parameters() -> Any:
     """The module ``deepspeed.runtime.zero.partition_parameters``, checked for what is used of it."""
     import_deepspeed()
-    demand(TOUCHED)
+    demand(point for point in TOUCHED if point not in (_CONTEXTS, _HIERARCHICAL))
     from deepspeed.runtime.zero import partition_parameters
 
     return partition_parameters
@@ -161,12 +163,10 @@ def join_group() -> None:
 
 
 def join_hierarchical_groups(size: int) -> None:
-    """Make the groups of ``size`` ranks of hierarchical partitions, unless they are. Collective.
-
-    They are made once in a process, and found again by a second load.
-    """
+    """Make the groups of ``size`` ranks of hierarchical partitions, once in a process. Collective."""
     from deepspeed.utils import groups
 
+    demand((_HIERARCHICAL,), "Leave out zero_hpz_partition_size")
     private: Any = groups
     if private._get_zero_param_intra_parallel_group() is None:
         private._create_zero_param_parallel_group(size)
@@ -184,11 +184,11 @@ def partitioner(
     module = _partition_parameters()
     import deepspeed
 
-    hierarchical = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
+    hierarchical = deepspeed.utils.groups._get_zero_param_intra_parallel_group() if secondary > 1 else None
     with _refusals():
         init = module.Init(
             config_dict_or_path=_init_config(world_size, dtype, config),
-            zero_param_parallel_group=hierarchical if secondary > 1 else None,
+            zero_param_parallel_group=hierarchical,
             data_parallel_group=owners,
             enabled=True,
         )
@@ -382,6 +382,7 @@ def contexts_aside() -> Iterator[None]:
     if module is None or context is None or not context.patched:
         yield
         return
+    demand((_CONTEXTS,), "Build the model outside of deepspeed.zero.Init")
     module.shutdown_init_context()
     try:
         yield

@@ -5,9 +5,11 @@ goes nowhere. Inside, a change counts on ``modifier_rank`` alone; without one, a
 dropped when the parameter is partitioned again. DeepSpeed looks for the second kind if
 ``enable_sanity_checks`` is set, by version counters, which a change through ``.data`` leaves alone.
 
-While it is watched, a parameter is looked at when it has been gathered and before it is partitioned again:
-its version counter, its memory and the sum of its words. The version counter of a placeholder tells of
-changes outside; DeepSpeed itself puts other memory into a parameter, and never counts it up.
+Of models that zerostart loaded, parameters are looked at when they have been gathered and before they are
+partitioned again: the version counter, the memory, and the sum of the words, of large ones in blocks all over
+them. On an accelerator, where the host would wait for that, only with ``enable_sanity_checks``; so are all
+words summed, and the ranks agree before a step. A placeholder's version counter tells of changes outside;
+DeepSpeed itself puts other memory into a parameter, and never counts it up.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ TOUCHED = (_WATCH, _NOTED)
 _ATTRIBUTE, _INSIDE = "_zerostart_version", "_zerostart_gathered"
 #: Integers as wide as an element.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+#: Words of a large parameter that are summed, of each of so many blocks: a few milliseconds.
+_BLOCK, _BLOCKS = 1 << 10, 1 << 9
 _REMEDY = (
     "Change it on one rank inside zerostart.gathered(model, name, modifier_rank=...) or "
     "deepspeed.zero.GatheredParameters(parameter, modifier_rank=...)"
@@ -99,23 +103,29 @@ def check_outside(parameters: Iterable[Any], call: Callable[[Any], str]) -> None
 
 
 def check_step(parameters: Iterable[Any], group: Any, call: Callable[[Any], str]) -> None:
-    """``check_outside`` before a step, the same on all ranks of a process group; collective.
+    """``check_outside`` before a step, of what this rank has changed.
 
-    Raises ConfigError.
+    With ``enable_sanity_checks`` collective, and the same on all ranks. Raises ConfigError.
     """
+    parameters = list(parameters)
     changed = _lost(parameters)
     note(changed)
     names = [call(parameter) for parameter in changed]
-    if (size := dist.get_world_size(group)) > 1:
-        device = None if "gloo" in str(dist.get_backend(group)) else torch.accelerator.current_accelerator()
-        found = torch.tensor(len(names), device=device or "cpu")
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-        if not found:
-            return
+    if (size := dist.get_world_size(group)) > 1 and any(map(_is_strict, parameters)):
         told: list[list[str]] = [[] for _ in range(size)]
         dist.all_gather_object(told, names, group=group)
         names = list(dict.fromkeys(name for theirs in told for name in theirs))
     _raise_outside(names)
+
+
+def _is_strict(parameter: Any) -> bool:
+    return bool(getattr(parameter, "ds_enable_sanity_checks", False))
+
+
+def _is_watched(parameter: Any) -> bool:
+    """Whether zerostart loaded it, and looking at it costs little or is asked for."""
+    on_host = parameter.data.device.type == "cpu"
+    return hasattr(parameter, _ATTRIBUTE) and (on_host or _is_strict(parameter))
 
 
 def _raise_outside(names: Sequence[str]) -> None:
@@ -127,7 +137,7 @@ def _raise_outside(names: Sequence[str]) -> None:
 
 
 def watching(call: Callable[[Any], str]) -> Held:
-    """What watches ``GatheredParameters`` while it is held, of whoever's parameters.
+    """What watches ``GatheredParameters`` while it is held, of parameters that were noted.
 
     ``call`` says what a parameter is called.
     """
@@ -151,8 +161,9 @@ def _imported(stack: ExitStack, call: Callable[[Any], str], module: ModuleType) 
         result = enter(self)
         if self.enabled:
             _count(self.params, 1)
-            outside = {id(p) for p in _lost(self.params)}
-            self._zerostart_before = [(_print(p), id(p) in outside) for p in self.params]
+            watched = [p for p in self.params if _is_watched(p)]
+            outside = {id(p) for p in _lost(watched)}
+            self._zerostart_before = [(p, _print(p), id(p) in outside) for p in watched]
         return result
 
     @functools.wraps(leave)
@@ -160,11 +171,11 @@ def _imported(stack: ExitStack, call: Callable[[Any], str], module: ModuleType) 
         before = getattr(self, "_zerostart_before", None)
         if before is not None:
             _count(self.params, -1)
-        if before is None or (exc and exc[0] is not None):
+        if not before or (exc and exc[0] is not None):
             return leave(self, *exc)
         wrong = _judged(self, before)
         result = leave(self, *exc)
-        note(self.params)
+        note(parameter for parameter, _, _ in before)
         for parameters, why in wrong:
             if parameters:
                 names = [call(parameter) for parameter in parameters]
@@ -180,11 +191,13 @@ def _count(parameters: Iterable[Any], more: int) -> None:
         setattr(parameter, _INSIDE, getattr(parameter, _INSIDE, 0) + more)
 
 
-def _judged(context: Any, before: Sequence[tuple[Any, bool]]) -> list[tuple[list[Any], str]]:
+def _judged(
+    context: Any, before: Sequence[tuple[Any, tuple[int, int, int], bool]]
+) -> list[tuple[list[Any], str]]:
     """Parameters whose change is lost, by how it came about, the same on all ranks; collective."""
     rank = dist.get_rank()
     rows = []
-    for parameter, (was, outside) in zip(context.params, before, strict=True):
+    for parameter, was, outside in before:
         source = context.src_rank_by_group.get(id(parameter.ds_process_group))
         now = _print(parameter)
         changed = now != was
@@ -192,11 +205,12 @@ def _judged(context: Any, before: Sequence[tuple[Any, bool]]) -> list[tuple[list
         lost = changed if parameter.requires_grad else now[1] != was[1]
         rows.append([lost and source is None, changed and source not in (None, rank), False, outside])
         rows[-1][2] = changed and source == rank
-    flags = torch.tensor(rows, dtype=torch.int32, device=context.params[0].data.device)
-    if dist.get_world_size(context.params[0].ds_process_group) > 1:
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=context.params[0].ds_process_group)
+    first = before[0][0]
+    flags = torch.tensor(rows, dtype=torch.int32, device=first.data.device)
+    if dist.get_world_size(first.ds_process_group) > 1:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=first.ds_process_group)
     inside, other, outside_ = list[Any](), list[Any](), list[Any]()
-    for parameter, (nobody, elsewhere, here, before_) in zip(context.params, flags.tolist(), strict=True):
+    for (parameter, *_), (nobody, elsewhere, here, before_) in zip(before, flags.tolist(), strict=True):
         if nobody:
             inside.append(parameter)
         # Where the modifier has changed it too, its values count: ranks may well have done the same.
@@ -215,6 +229,9 @@ def _print(parameter: Any) -> tuple[int, int, int]:
     """What tells that a gathered parameter has other contents."""
     data = parameter.data
     words = data.reshape(-1).view(_WORDS.get(data.itemsize, torch.int64))
+    step = words.numel() // _BLOCKS
+    if step > _BLOCK and not _is_strict(parameter):
+        words = words.as_strided((_BLOCKS, _BLOCK), (step, 1))
     return data.data_ptr(), parameter._version, int(words.sum(dtype=torch.int64))
 
 

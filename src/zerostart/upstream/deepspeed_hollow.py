@@ -19,7 +19,8 @@ from torch import nn
 
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.patches import Held, note, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.refusals import fits
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, misfit
 from zerostart.upstream.versions import DEEPSPEED, TORCH
 
 __all__ = ["TOUCHED", "Hollow", "check_called", "keep_from_loss"]
@@ -108,7 +109,7 @@ def keep_from_loss(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None
 
 def check_called(module: nn.Module) -> None:
     """Raise EngineError for a call of a module whose partitions nothing gathers."""
-    if hasattr(module, "ds_id"):
+    if hasattr(module, "ds_id") or not _are_registered():
         return
     for name, inner in module.named_modules():
         own = (leaf for leaf, parameter in inner._parameters.items() if _is_hollow(parameter))
@@ -121,6 +122,12 @@ def check_called(module: nn.Module) -> None:
                 "what is not trained by zerostart.load_pipeline, or gather it with "
                 "deepspeed.zero.GatheredParameters"
             )
+
+
+@functools.cache
+def _are_registered() -> bool:
+    """Whether modules that DeepSpeed gathers can be told."""
+    return not misfit((_REGISTERED,))
 
 
 def _mark(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -149,7 +156,8 @@ def _reduced(parameter: nn.Parameter, protocol: Any) -> Any:
 
 
 def _enter(stack: ExitStack) -> None:
-    demand((_OWN, _REGISTERED))
+    if not fits(stack, _own, (_OWN,), "Use zerostart.save and save_state"):
+        return
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     (name,) = _OWN.names

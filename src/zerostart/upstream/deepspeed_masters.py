@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerostart.upstream.deepspeed import partition_available
-from zerostart.upstream.registry import Use
+from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.versions import DEEPSPEED
 
 __all__ = ["TOUCHED", "follow", "follow_partition", "tell_changed"]
@@ -61,6 +61,7 @@ def follow_partition(master: torch.Tensor, parameter: Any) -> bool:
     """``follow`` for the partition of ``parameter``, which may be on NVMe."""
     swapped = not partition_available(parameter.ds_tensor)
     if swapped:
+        demand(TOUCHED, "Leave the parameters in memory: offload_param to cpu")
         parameter.nvme_swapper.swap_in([parameter], async_op=False)
     found = follow(master, parameter.ds_tensor.data)
     if swapped:

@@ -32,7 +32,6 @@ from zerostart.upstream import deepspeed_start as starting
 from zerostart.upstream.deepspeed import require
 from zerostart.upstream.deepspeed_edits import check_step, watching
 from zerostart.upstream.deepspeed_edits import note as note_edits
-from zerostart.upstream.deepspeed_masters import TOUCHED as MASTERS
 from zerostart.upstream.deepspeed_masters import follow_partition, tell_changed
 from zerostart.upstream.patches import Held, Ticket, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
@@ -149,7 +148,7 @@ class Mark:
 def require_stage3() -> Any:
     """The class of the ZeRO-3 optimizer; raises UnsupportedVersionError if it is not as we know it."""
     require()
-    demand((*TOUCHED, *MASTERS))
+    demand(TOUCHED)
     from deepspeed.runtime.zero import stage3
 
     return stage3.DeepSpeedZeroOptimizer_Stage3

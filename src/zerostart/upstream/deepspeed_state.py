@@ -12,7 +12,7 @@ from zerostart.errors import ConfigError
 from zerostart.upstream.deepspeed_editing import optimizer_of
 from zerostart.upstream.deepspeed_steps import TOUCHED as STEPS
 from zerostart.upstream.deepspeed_steps import base_optimizer, optimizer_of_engine
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Touched, Use, demand
 from zerostart.upstream.versions import DEEPSPEED
 
 __all__ = [
@@ -114,10 +114,18 @@ def engine_of(model: Any) -> Any:
     runtime = sys.modules.get("deepspeed.runtime.engine")
     while model is not None and runtime is not None:
         if isinstance(model, runtime.DeepSpeedEngine):
-            demand((*TOUCHED, *STEPS))
+            demand(_concerning(model))
             return model
         model = getattr(model, "_orig_mod", None)
     return None
+
+
+def _concerning(engine: Any) -> tuple[Touched, ...]:
+    """What is touched of an engine of this stage: of its class, its optimizer's and its loss scaler's."""
+    parts = (engine, optimizer_of_engine(engine), _scaler(engine))
+    kinds = {f"{kind.__module__}:{kind.__qualname__}" for part in parts for kind in type(part).__mro__}
+    partitioned = engine_stage(engine) == 3
+    return tuple(p for p in (*TOUCHED, *STEPS) if p.owner in kinds or (partitioned and ":" not in p.owner))
 
 
 def check_engine_given(parameters: Iterable[torch.Tensor]) -> None:

@@ -1,20 +1,27 @@
 """Private parts of torch and DeepSpeed: operations that are compiled at first use, and the lock of that.
 
 torch keeps other processes off a build by a file ``lock`` in its folder (torch.utils.file_baton), which
-outlives a builder that is killed: every later process then waits for it without end.
+outlives a builder that is killed: every later process then waits for it without end. So while a loaded model
+lives, every operation of DeepSpeed's is compiled with the following care, be it in ``deepspeed.initialize``.
 
-A build here takes a lock of its own first, which the system gives back when its holder ends. Who has that one
-and finds torch's lock knows whose it is: a build's that was killed, if such a build left its mark; else some
-other program's, which is waited for as long as it can be seen at work.
+A build takes a lock of its own first, which the system gives back when its holder ends. Who has that one and
+finds torch's lock knows whose it is: a build's that was killed, if such a build left its mark; else another
+program's, which is waited for as long as it can be seen at work.
+
+torch has one folder for all environments of a Python version, and ninja compiles anew where the paths of
+headers differ. So each environment has a folder of its own there, unless ``TORCH_EXTENSIONS_DIR`` is set.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import hashlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,27 +30,36 @@ from types import FrameType
 from typing import Any
 
 from zerostart.errors import EngineError
-from zerostart.upstream.registry import Use, demand
+from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, Use, is_first_rank, misfit
 from zerostart.upstream.versions import DEEPSPEED, TORCH
 
-__all__ = ["TOUCHED", "built", "load_operations"]
+__all__ = ["TOUCHED", "built", "compiling", "load_operations"]
 
 logger = logging.getLogger("zerostart")
 
+_BUILDER = "deepspeed.ops.op_builder.builder:OpBuilder"
+_COMPILED = PatchPoint(
+    library=DEEPSPEED,
+    owner=_BUILDER,
+    names=("jit_load",),
+    attributes=("name",),
+    why="operations are compiled by one process at a time, whatever a killed one left, and with a word of it",
+    lasts=Lasts.MODEL,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(f"{_BUILDER}.load", has=("return self.jit_load(verbose)",)),
+        Shape(f"{_BUILDER}.jit_load", leads=("verbose",), has=("op_module = load(...)",)),
+    ),
+)
 TOUCHED = (
     Use(
         library=TORCH,
         owner="torch.utils.cpp_extension",
-        names=("_get_build_directory",),
+        names=("_get_build_directory", "get_default_build_root"),
         why="the folder in which an operation is compiled, with the lock of whoever does",
     ),
-    Use(
-        library=DEEPSPEED,
-        owner="deepspeed.ops.op_builder.builder:OpBuilder",
-        names=("load", "_loaded_ops"),
-        attributes=("name",),
-        why="operations are compiled before ranks meet in the engine, and with a word of it",
-    ),
+    _COMPILED,
 )
 
 #: Seconds after which a person is told what is waited for.
@@ -55,30 +71,68 @@ _POLL = 0.2
 _MARK = "zerostart.building"
 
 
-def load_operations(names: tuple[str, ...], told: bool) -> None:
+def load_operations(names: tuple[str, ...]) -> None:
     """Load DeepSpeed's operations of the builders ``names``, compiling what is not compiled yet.
 
-    Those that this accelerator has not or cannot have are left out. With ``told`` a person is told if it
-    takes long. Raises EngineError, naming the operation, if it cannot be compiled.
+    Those that this accelerator has not or cannot have are left out. Raises EngineError, naming the operation,
+    if it cannot be compiled.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.git_version_info import installed_ops
 
-    demand(TOUCHED)
-    for name in names:
-        builder: Any = get_accelerator().create_op_builder(name)
-        if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
-            continue
-        if builder.name in builder._loaded_ops or installed_ops.get(builder.name, False):
-            continue
-        try:
-            built(_folder(builder.name), builder.load, builder.name, told)
-        except (RuntimeError, OSError, ImportError) as error:
-            raise EngineError(
-                f"DeepSpeed's operation {builder.name} cannot be compiled on this machine ({error}); it "
-                "needs a C++ compiler and ninja"
-            ) from error
+    compiling.open()
+    try:
+        for name in names:
+            builder: Any = get_accelerator().create_op_builder(name)
+            if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
+                continue
+            try:
+                builder.load()
+            except (RuntimeError, OSError, ImportError) as error:
+                raise EngineError(
+                    f"DeepSpeed's operation {builder.name} cannot be compiled on this machine ({error}); it "
+                    "needs a C++ compiler and ninja"
+                ) from error
+    finally:
+        compiling.close()
+
+
+def _enter(stack: contextlib.ExitStack) -> None:
+    if wrong := misfit(TOUCHED):
+        logger.warning("%s. What a killed compiler of an operation leaves may stop the next start", wrong)
+        return
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    original = OpBuilder.jit_load
+
+    @functools.wraps(original)
+    def jit_load(builder: Any, verbose: bool = True) -> Any:
+        with _folder_of_environment():
+            folder = _folder(builder.name)
+            return built(folder, lambda: original(builder, verbose), builder.name, is_first_rank())
+
+    stack.enter_context(replaced(_COMPILED, OpBuilder, "jit_load", jit_load))
+
+
+#: Operations are compiled with care while it is open: for as long as a loaded model lives.
+compiling = Held(_enter)
+
+
+@contextlib.contextmanager
+def _folder_of_environment() -> Iterator[None]:
+    """Inside, torch's folder for what is compiled is this environment's own, unless the user has set it."""
+    from torch.utils import cpp_extension
+
+    if "TORCH_EXTENSIONS_DIR" in os.environ:
+        yield
+        return
+    versions = [library.running() for library in (TORCH, DEEPSPEED)]
+    key = hashlib.sha256(repr((sys.prefix, sys.version, *versions)).encode()).hexdigest()[:12]
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(cpp_extension.get_default_build_root(), f"zerostart_{key}"))
+    try:
+        yield
+    finally:
+        del os.environ["TORCH_EXTENSIONS_DIR"]
 
 
 def _folder(name: str) -> Path:
@@ -87,8 +141,8 @@ def _folder(name: str) -> Path:
     return Path(cpp_extension._get_build_directory(name, False))
 
 
-def built(folder: Path, build: Callable[[], Any], name: str, told: bool) -> None:
-    """Run ``build``, which compiles in ``folder`` under torch's lock, as the only one that zerostart lets.
+def built(folder: Path, build: Callable[[], Any], name: str, told: bool) -> Any:
+    """What ``build`` gives, which compiles in ``folder`` under torch's lock, alone of zerostart's.
 
     What an earlier build left that was killed does not stand in the way. An interrupt ends the compilers, and
     leaves nothing either.
@@ -99,15 +153,15 @@ def built(folder: Path, build: Callable[[], Any], name: str, told: bool) -> None
             fcntl.flock(mark, fcntl.LOCK_EX)
         except OSError:  # A folder that cannot be written, or a file system without locks.
             _await_others(folder, False)
-            build()
-            return
+            return build()
         mark.seek(0)
         _await_others(folder, bool(mark.read()))
         mark.write(b"building")
         mark.flush()
         with _ending_children():
-            build()
+            made = build()
         mark.truncate(0)
+        return made
 
 
 def _await_others(folder: Path, killed: bool) -> None:

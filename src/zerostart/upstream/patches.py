@@ -123,6 +123,8 @@ class Held:
         self._stack: ExitStack | None = None
         self._count = 0
         self._ticket: weakref.ref[Ticket] | None = None
+        #: What has asked for them by ``hold``, and lives.
+        self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def is_open(self) -> bool:
@@ -154,6 +156,7 @@ class Held:
     def hold(self, holder: object) -> None:
         """Keep them in place while ``holder`` lives."""
         self.open()
+        self.holders.add(holder)
         weakref.finalize(holder, self.close).atexit = False
 
     def ticket(self) -> Ticket:

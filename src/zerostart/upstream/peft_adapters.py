@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.on_import import when_imported
 from zerostart.upstream.patches import Held, replaced, replaced_wherever_imported
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.refusals import fits
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape
 from zerostart.upstream.versions import PEFT
 
 __all__ = ["TOUCHED", "AdapterCalls"]
@@ -146,13 +147,14 @@ class AdapterCalls(Held):
         stack.callback(when_imported(_LAYERS, functools.partial(self._layers_imported, later)))
         stack.callback(when_imported(_GATHERED.owner, functools.partial(self._gathers, later)))
         tokens = _TOKENS.owner.partition(":")[0]
-        stack.callback(when_imported(tokens, functools.partial(_collects, later)))
+        stack.callback(when_imported(tokens, functools.partial(self._collects, later)))
         stack.callback(when_imported(_FILES, functools.partial(self._files_imported, later)))
         prompts = _PROMPTS.owner.partition(":")[0]
         stack.callback(when_imported(prompts, functools.partial(self._prompts, later)))
 
     def _layers_imported(self, stack: ExitStack, module: ModuleType) -> None:
-        demand((_INJECTED, _SIZES, _MERGED, _SWITCHED), _REMEDY)
+        if not fits(stack, self, (_INJECTED, _SIZES, _MERGED, _SWITCHED), _REMEDY, (_INJECTED,)):
+            return
         (name,) = _SIZES.names
         measured = getattr(module, name)
         stack.enter_context(replaced_wherever_imported(_SIZES, name, measured, _measures(measured)))
@@ -201,7 +203,8 @@ class AdapterCalls(Held):
         return call
 
     def _gathers(self, stack: ExitStack, module: ModuleType) -> None:
-        demand((_GATHERED,), _REMEDY)
+        if not fits(stack, self, (_GATHERED,), _REMEDY):
+            return
         (name,) = _GATHERED.names
         original = getattr(module, name)
 
@@ -213,7 +216,8 @@ class AdapterCalls(Held):
         stack.enter_context(replaced_wherever_imported(_GATHERED, name, original, enabled))
 
     def _prompts(self, stack: ExitStack, module: ModuleType) -> None:
-        demand((_PROMPTS,), _REMEDY)
+        if not fits(stack, self, (_PROMPTS,), _REMEDY):
+            return
         (name,) = _PROMPTS.names
         original = getattr(module.PeftModel, name)
 
@@ -224,7 +228,8 @@ class AdapterCalls(Held):
         stack.enter_context(replaced(_PROMPTS, module.PeftModel, name, set_up))
 
     def _files_imported(self, stack: ExitStack, module: ModuleType) -> None:
-        demand((_READ,), _REMEDY)
+        if not fits(stack, self, (_READ,), _REMEDY):
+            return
         (name,) = _READ.names
         original = getattr(module, name)
 
@@ -233,6 +238,20 @@ class AdapterCalls(Held):
             return self._reading(original, model, *args, **kwargs)
 
         stack.enter_context(replaced_wherever_imported(_READ, name, original, read))
+
+    def _collects(self, stack: ExitStack, module: ModuleType) -> None:
+        if not fits(stack, self, (_TOKENS,), _REMEDY):
+            return
+        (name,) = _TOKENS.names
+        original = getattr(module.TrainableTokensLayer, name)
+
+        @functools.wraps(original)
+        def collect(layer: Any, weight: Any, rows: Any, embed_dim: int) -> Any:
+            return (
+                original(layer, weight, rows, embed_dim) if hasattr(weight, "ds_id") else layer.weight[rows]
+            )
+
+        stack.enter_context(replaced(_TOKENS, module.TrainableTokensLayer, name, collect))
 
 
 def _measures(original: Any) -> Any:
@@ -244,15 +263,3 @@ def _measures(original: Any) -> Any:
         return original(module)
 
     return sizes
-
-
-def _collects(stack: ExitStack, module: ModuleType) -> None:
-    demand((_TOKENS,), _REMEDY)
-    (name,) = _TOKENS.names
-    original = getattr(module.TrainableTokensLayer, name)
-
-    @functools.wraps(original)
-    def collect(layer: Any, weight: Any, rows: Any, embed_dim: int) -> Any:
-        return original(layer, weight, rows, embed_dim) if hasattr(weight, "ds_id") else layer.weight[rows]
-
-    stack.enter_context(replaced(_TOKENS, module.TrainableTokensLayer, name, collect))

@@ -11,6 +11,9 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import logging
+import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +23,7 @@ from typing import Any
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import versions
 from zerostart.upstream.shapes import Shape, assigns, found
-from zerostart.upstream.versions import Library
+from zerostart.upstream.versions import LIBRARIES, Library
 
 __all__ = [
     "Lasts",
@@ -30,9 +33,13 @@ __all__ = [
     "Touched",
     "Use",
     "demand",
+    "is_first_rank",
     "misfit",
+    "need",
     "touched",
 ]
+
+logger = logging.getLogger("zerostart")
 
 
 class Lasts(StrEnum):
@@ -102,26 +109,64 @@ class PatchPoint(Touched):
 
 
 def misfit(points: Iterable[Touched]) -> str:
-    """What is wrong with the installed libraries, for ``points``, in words; empty if nothing is."""
-    wrong: list[str] = []
-    told: list[str] = []
-    for library in {point.library: None for point in points}:
-        # A library that is being imported may not have come to its version yet.
-        version = getattr(importlib.import_module(library.name), "__version__", None) or library.installed()
-        if version is None or not library.knows(version):
-            wrong.append(f"{library.name} {version} is installed; zerostart knows versions {library.range}")
-        told.append(f"{library.name} {version}")
-    otherwise = [text for point in points if (text := point.misfit())]
-    if otherwise and not wrong:
-        wrong = [f"{' and '.join(told)} differs from what zerostart knows"]
-    return "; ".join(wrong + otherwise)
+    """What the installed libraries have otherwise, for ``points``, in words; empty if nothing.
+
+    The code's shape decides, not its version: of a release that is newer than known, and fits, a person is
+    told once. An older one than the first that is known counts as misfit.
+    """
+    points = tuple(points)
+    libraries = tuple({point.library: None for point in points})
+    for library in libraries:
+        importlib.import_module(library.name)
+    wrong = [f"{library.name} {library.running()} is installed" for library in libraries if library.is_old()]
+    wrong += [f"{text} ({point.why})" for point in points if (text := point.misfit())]
+    if not wrong:
+        _tell_unknown()
+        return ""
+    known = " and ".join(f"{library.name} {library.range}" for library in libraries)
+    asked = " ".join(f"'{library.name}{library.specifier}'" for library in libraries)
+    here = " and ".join(f"{library.name} {library.running()}" for library in libraries)
+    return f"{'; '.join(wrong)}. This is {here}; zerostart knows {known}: pip install {asked}"
 
 
 def demand(points: Iterable[Touched], remedy: str = "") -> None:
-    """Raise UnsupportedVersionError, with the ``remedy``, unless the installed libraries fit ``points``."""
+    """Raise UnsupportedVersionError, with the ``remedy``, unless the installed libraries fit ``points``.
+
+    Ask for no more than the feature at hand needs: what is refused is that one, and nothing else.
+    """
     wrong = misfit(points)
     if wrong:
         raise UnsupportedVersionError(f"{wrong}. {remedy}" if remedy else wrong)
+
+
+@functools.cache
+def need(*points: Touched) -> None:
+    """``demand``, once in a process as long as they fit."""
+    demand(points)
+
+
+#: Names of libraries of which a person was told that they are newer than known.
+_told: set[str] = set()
+
+
+def _tell_unknown() -> None:
+    """Warn once, on rank 0, of all libraries that are newer than known."""
+    news = [library for library in LIBRARIES if library.name not in _told and library.is_new()]
+    _told.update(library.name for library in news)
+    if news and is_first_rank():
+        logger.warning(
+            "newer than what zerostart was tried with: %s. What it builds on is compared with the code, each "
+            "part when it is needed, and so far fits; `zerostart env --check` lists what does not",
+            ", ".join(f"{library.name} {library.running()} (known: {library.range})" for library in news),
+        )
+
+
+def is_first_rank() -> bool:
+    """Whether a person is told by this process: it is rank 0, or alone."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return bool(dist.get_rank() == 0)
+    return os.environ.get("RANK", "0") == "0"
 
 
 @functools.cache

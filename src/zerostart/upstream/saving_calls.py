@@ -15,7 +15,8 @@ from typing import Any
 
 from zerostart.upstream.on_import import when_imported
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.refusals import fits
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape
 from zerostart.upstream.shapes import found
 from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, DIFFSYNTH, DIFFUSERS, PEFT, TRANSFORMERS
 
@@ -314,6 +315,8 @@ TOUCHED = (
     _LOAD_LORA,
 )
 
+_REMEDY = "zerostart cannot take over this call; use zerostart.save and save_state"
+
 #: ``replacement(original, **arguments)``: the call's arguments by name, those of ``**kwargs`` among them, and
 #: ``self`` where it is a method.
 Replacement = Callable[..., Any]
@@ -337,8 +340,9 @@ class SavingCalls(Held):
             stack.callback(when_imported(module, functools.partial(self._imported, later, points)))
 
     def _imported(self, stack: ExitStack, points: list[PatchPoint], module: ModuleType) -> None:
-        demand(points, "zerostart cannot take over this call; use zerostart.save and save_state")
         for point in points:
+            if not fits(stack, self, (point,), _REMEDY):
+                continue
             owner = found(point.owner)
             for name, called in zip(point.names, _called(point), strict=True):
                 new = _sent(vars(owner)[name], self._replacements[called])

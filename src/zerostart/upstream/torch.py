@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
+from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand, misfit
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, misfit, need
 from zerostart.upstream.versions import TORCH
 
 if TYPE_CHECKING:
@@ -29,7 +31,6 @@ __all__ = [
     "hide_padding",
     "over",
     "product_of_bytes",
-    "require",
     "storage_users",
     "truncated_normal_goes_to",
 ]
@@ -55,60 +56,45 @@ _BYTE_PRODUCTS = Use(
     names=("_int_mm",),
     why="digests: matrices of signed bytes are multiplied exactly, into 32 bits",
 )
-TOUCHED = (
-    _TRUNCATED_NORMAL,
-    _BYTE_PRODUCTS,
-    PatchPoint(
-        library=TORCH,
-        owner="torch.distributed.tensor:DTensor",
-        writes=("_local_tensor",),
-        why="a parameter's local tensor is narrowed to its rows without the padding, as FSDP2 does",
-        lasts=Lasts.MODEL,
-    ),
-    Use(
-        library=TORCH,
-        owner="torch.distributed.tensor:DTensor",
-        names=("_spec",),
-        why="a DTensor with the sharding of another, over a local tensor that lies on the host",
-        shapes=(
-            Shape(
-                "torch.distributed.fsdp._fully_shard._fsdp_common:_from_local_no_grad",
-                has=("DTensor(T, S, requires_grad=R)",),
-            ),
+_PADDING = PatchPoint(
+    library=TORCH,
+    owner="torch.distributed.tensor:DTensor",
+    writes=("_local_tensor",),
+    why="a parameter's local tensor is narrowed to its rows without the padding, as FSDP2 does",
+    lasts=Lasts.MODEL,
+)
+_SPEC = Use(
+    library=TORCH,
+    owner="torch.distributed.tensor:DTensor",
+    names=("_spec",),
+    why="a DTensor with the sharding of another, over a local tensor that lies on the host",
+    shapes=(
+        Shape(
+            "torch.distributed.fsdp._fully_shard._fsdp_common:_from_local_no_grad",
+            has=("DTensor(T, S, requires_grad=R)",),
         ),
     ),
-    Use(
-        library=TORCH,
-        owner="torch.distributed.fsdp:FSDPModule",
-        names=("_apply",),
-        why="FSDP2's parameter groups look again at what the modules hold, as after any Module.to",
-        shapes=(Shape("torch.distributed.fsdp:FSDPModule._apply", has=("P.reset_sharded_param()",)),),
-    ),
-    Use(
-        library=TORCH,
-        owner="torch._C",
-        names=("_storage_Use_Count",),
-        why="whether somebody keeps a view of a buffer that is about to be rearranged",
-    ),
-    Use(
-        library=TORCH,
-        owner="torch.nn:Module",
-        attributes=("_parameters", "_buffers", "_non_persistent_buffers_set"),
-        why="a module's tensors are looked up and put back in its own tables",
-    ),
 )
-
-
-@functools.cache
-def require() -> None:
-    """Raise UnsupportedVersionError unless everything that this file uses is there."""
-    demand(TOUCHED)
-
-
-@functools.cache
-def _require_truncated_normal() -> None:
-    """The same for the initialiser alone: what is of FSDP2 is imported for FSDP2."""
-    demand((_TRUNCATED_NORMAL,))
+_GROUPS = Use(
+    library=TORCH,
+    owner="torch.distributed.fsdp:FSDPModule",
+    names=("_apply",),
+    why="FSDP2's parameter groups look again at what the modules hold, as after any Module.to",
+    shapes=(Shape("torch.distributed.fsdp:FSDPModule._apply", has=("P.reset_sharded_param()",)),),
+)
+_USERS = Use(
+    library=TORCH,
+    owner="torch._C",
+    names=("_storage_Use_Count",),
+    why="whether somebody keeps a view of a buffer that is about to be rearranged",
+)
+_TABLES = Use(
+    library=TORCH,
+    owner="torch.nn:Module",
+    attributes=("_parameters", "_buffers", "_non_persistent_buffers_set"),
+    why="a module's tensors are looked up and put back in its own tables",
+)
+TOUCHED = (_TRUNCATED_NORMAL, _BYTE_PRODUCTS, _PADDING, _SPEC, _GROUPS, _USERS, _TABLES)
 
 
 @functools.cache
@@ -129,10 +115,16 @@ def product_of_bytes(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors share ``storage``, and this handle of it."""
-    require()
+    """How many tensors share ``storage``, and this handle of it; where torch does not say, very many."""
+    if not _counts_users():
+        return sys.maxsize
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
+
+
+@functools.cache
+def _counts_users() -> bool:
+    return not misfit((_USERS,))
 
 
 def asks_for_memory(error: Exception) -> bool:
@@ -148,7 +140,7 @@ def asks_for_memory(error: Exception) -> bool:
 
 def adopt_local_tensors(model: nn.Module) -> None:
     """Make FSDP2's parameter groups look at the parameters that the modules now hold."""
-    require()
+    need(_GROUPS)
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
@@ -158,7 +150,7 @@ def over(sharded: DTensor, local: torch.Tensor) -> DTensor:
     ``DTensor.from_local`` moves it to the mesh's device, and with offloading it has to stay on the host.
     ``FSDPParam.to_sharded_dtensor`` does the same.
     """
-    require()
+    need(_SPEC)
     from torch.distributed.tensor import DTensor
 
     make: Any = DTensor
@@ -185,9 +177,16 @@ def hide_padding(parameter: nn.Parameter, owned: int) -> None:
 @contextlib.contextmanager
 def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Inside, ``trunc_normal_`` calls ``handler(original, tensor, ...)``, however it was imported."""
-    _require_truncated_normal()
     module: Any = nn.init
-    original = module._no_grad_trunc_normal_
-    new = functools.partial(handler, original)
+    original = getattr(module, "_no_grad_trunc_normal_", None)
+    if original is None:
+        yield  # and whoever calls it fails by itself
+        return
+    wrong = misfit((_TRUNCATED_NORMAL,))
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedVersionError(f"{wrong}. Initialise without trunc_normal_")
+
+    new = refuse if wrong else functools.partial(handler, original)
     with replaced(_TRUNCATED_NORMAL, module, "_no_grad_trunc_normal_", new):
         yield

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, need
 from zerostart.upstream.torch import over
 from zerostart.upstream.versions import TORCH
 
@@ -23,102 +23,100 @@ __all__ = [
     "has_run",
     "has_unreduced",
     "in_backward",
-    "require",
     "whole_for_a_while",
     "whole_tensor",
 ]
 
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
-TOUCHED = (
-    Use(
-        library=TORCH,
-        owner="torch.distributed.fsdp:FSDPModule",
-        names=("_get_fsdp_state",),
-        why="the parameter groups of a unit",
+_UNITS = Use(
+    library=TORCH,
+    owner="torch.distributed.fsdp:FSDPModule",
+    names=("_get_fsdp_state",),
+    why="the parameter groups of a unit",
+)
+_STATES = Use(
+    library=TORCH,
+    owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+    names=("_lazy_init",),
+    attributes=("_fsdp_param_group", "_is_root"),
+    why="whether a forward has been through a unit, which settles its parameters, and which is the root",
+)
+_BACKWARD = Use(
+    library=TORCH,
+    owner="torch._C",
+    names=("_current_graph_task_id",),
+    why="whether a unit is called in a backward, which runs checkpointed layers again",
+)
+_GROUPS = PatchPoint(
+    library=TORCH,
+    owner="torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+    attributes=("modules", "offload_policy"),
+    writes=("fsdp_params",),
+    why="parameters of embeddings that are resized leave their unit, and new ones join it",
+    lasts=Lasts.MODEL,
+)
+_SHARDS = Use(
+    library=TORCH,
+    owner=_PARAMETER,
+    names=("_init_sharded_param", "_setattr_on_modules"),
+    attributes=(
+        "_module_info",
+        "_post_load_hook_handle",
+        "device",
+        "fsdp_placement",
+        "mesh_info",
+        "mp_policy",
+        "post_forward_mesh_info",
+        "sharded_param",
     ),
-    Use(
-        library=TORCH,
-        owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
-        names=("_lazy_init",),
-        attributes=("_fsdp_param_group", "_is_root"),
-        why="whether a forward has been through a unit, which settles its parameters, and which is the root",
-    ),
-    Use(
-        library=TORCH,
-        owner="torch._C",
-        names=("_current_graph_task_id",),
-        why="whether a unit is called in a backward, which runs checkpointed layers again",
-    ),
-    PatchPoint(
-        library=TORCH,
-        owner="torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
-        attributes=("modules", "mp_policy", "offload_policy"),
-        writes=("fsdp_params",),
-        why="parameters of embeddings that are resized leave their unit, and new ones join it",
-        lasts=Lasts.MODEL,
-    ),
-    Use(
-        library=TORCH,
-        owner=_PARAMETER,
-        names=("_init_sharded_param", "_setattr_on_modules"),
-        attributes=(
-            "_module_info",
-            "_post_load_hook_handle",
-            "device",
-            "fsdp_placement",
-            "mesh_info",
-            "post_forward_mesh_info",
-            "sharded_param",
-            "unsharded_accumulated_grad",
+    why="a shard is made of a whole parameter, with the settings of the one in whose place it is",
+    shapes=(
+        Shape(
+            f"{_PARAMETER}.__init__",
+            leads=(
+                "param",
+                "module_info",
+                "mesh_info",
+                "post_forward_mesh_info",
+                "device",
+                "shard_placement_fn",
+                "mp_policy",
+                "offload_policy",
+            ),
         ),
-        why="a shard is made of a whole parameter, with the settings of the one in whose place it is",
-        shapes=(
-            Shape(
-                f"{_PARAMETER}.__init__",
-                leads=(
-                    "param",
-                    "module_info",
-                    "mesh_info",
-                    "post_forward_mesh_info",
-                    "device",
-                    "shard_placement_fn",
-                    "mp_policy",
-                    "offload_policy",
-                ),
-            ),
-            Shape(
-                "torch.distributed.fsdp._fully_shard._fsdp_param_group:_get_param_module_infos",
-                leads=("params", "modules"),
-            ),
+        Shape(
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group:_get_param_module_infos",
+            leads=("params", "modules"),
         ),
     ),
 )
-
-
-@functools.cache
-def require() -> None:
-    """Raise UnsupportedVersionError unless everything that this file uses is there."""
-    demand(TOUCHED)
+_ACCUMULATED = Use(
+    library=TORCH,
+    owner=_PARAMETER,
+    attributes=("unsharded_accumulated_grad",),
+    why="whether gradients have been accumulated that were not reduced",
+)
+TOUCHED = (_UNITS, _STATES, _BACKWARD, _GROUPS, _SHARDS, _ACCUMULATED)
 
 
 def has_run(model: nn.Module) -> bool:
     """Whether a forward has been through ``model``, whose units have settled on their parameters then."""
-    require()
+    need(_UNITS, _STATES)
     states = (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
     return any(state._is_root is not None for state in states)
 
 
 def begin_at(model: nn.Module) -> None:
     """Settle that ``model`` is the root of its units, whichever of them runs first; once is enough."""
-    require()
+    need(_UNITS, _STATES)
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()
 
 
 def in_backward() -> bool:
     """Whether this thread is in a backward."""
-    require()
+    need(_BACKWARD)
     return torch._C._current_graph_task_id() >= 0
 
 
@@ -126,7 +124,7 @@ def has_unreduced(model: nn.Module) -> bool:
     """Whether units of ``model`` hold gradients that have been accumulated without being reduced."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if units:
-        require()
+        need(_UNITS, _STATES, _ACCUMULATED)
     groups = (group for unit in units for group in _groups(unit._get_fsdp_state()))
     return any(p.unsharded_accumulated_grad is not None for group in groups for p in group.fsdp_params)
 
@@ -140,7 +138,7 @@ def whole_for_a_while(model: nn.Module, modules: Sequence[nn.Module]) -> Iterato
     be so on every rank, they have their old values. ``model`` must not have run, its parameters be sharded
     over all ranks, and over nothing else.
     """
-    require()
+    need(_UNITS, _STATES, _GROUPS, _SHARDS)
     kept = _kept(model, modules)
     whole = []
     for group, parameter in {id(one): (group, one) for group, one in kept.values()}.values():
@@ -223,7 +221,7 @@ def _shard(modules: Sequence[nn.Module], kept: dict[tuple[int, str], tuple[Any, 
                 old.post_forward_mesh_info,
                 old.device,
                 functools.partial(_placement, old),
-                group.mp_policy,
+                old.mp_policy,  # torch 2.15 has one for each parameter, and none for a group
                 group.offload_policy,
             )
         )

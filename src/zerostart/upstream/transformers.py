@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, misfit, need
 from zerostart.upstream.transformers_table import table_of_conversions
 from zerostart.upstream.versions import TRANSFORMERS
 
 __all__ = [
     "TOUCHED",
+    "check_built",
     "dtype_plan",
     "ignorable",
     "ignorable_on_save",
@@ -37,107 +38,100 @@ __all__ = [
 ]
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
-TOUCHED = (
-    Use(
-        library=TRANSFORMERS,
-        owner="transformers.core_model_loading",
-        names=("rename_source_key", "dot_natural_key", "WeightConverter", "WeightRenaming"),
-        why="the conversions registered for a model, which are traced",
-        shapes=(
-            Shape(
-                "transformers.core_model_loading:revert_weight_conversion",
-                leads=("model", "state_dict"),
-            ),
+_CONVERSIONS = Use(
+    library=TRANSFORMERS,
+    owner="transformers.core_model_loading",
+    names=("rename_source_key", "dot_natural_key", "WeightConverter", "WeightRenaming"),
+    why="the conversions registered for a model, which are traced",
+    shapes=(
+        Shape(
+            "transformers.core_model_loading:revert_weight_conversion",
+            leads=("model", "state_dict"),
         ),
-    ),
-    Use(
-        library=TRANSFORMERS,
-        owner="transformers.conversion_mapping",
-        names=("get_model_conversion_mapping",),
-        why="which of them a model has",
-        shapes=(
-            Shape(
-                "transformers.conversion_mapping:get_model_conversion_mapping",
-                leads=("model", "key_mapping", "hf_quantizer"),
-            ),
-        ),
-    ),
-    Use(
-        library=TRANSFORMERS,
-        owner="transformers.initialization",
-        names=("no_tie_weights", "meta_device_safe_creation_ops"),
-        why="the library's own contexts for a model that is built on meta",
-    ),
-    Use(
-        library=TRANSFORMERS,
-        owner="transformers.modeling_utils",
-        names=("set_zero3_state", "_is_ds_init_called"),
-        why="models inside a model are built in no zero.Init of their own",
-        shapes=(
-            Shape(
-                f"{_MODEL}._from_config",
-                has=("is_deepspeed_zero3_enabled() and not Q and not _is_ds_init_called",),
-            ),
-            Shape("transformers.modeling_utils:set_zero3_state", has=("_is_ds_init_called = True",)),
-        ),
-    ),
-    Use(
-        library=TRANSFORMERS,
-        owner=_MODEL,
-        names=(
-            "_ep_plan",
-            "_tp_plan",
-            "_keys_to_ignore_on_load_missing",
-            "_keys_to_ignore_on_load_unexpected",
-            "_keys_to_ignore_on_save",
-            "get_expanded_tied_weights_keys",
-            "initialize_weights",
-        ),
-        attributes=("all_tied_weights_keys",),
-        why="what a model declares of its tensors, and its own initialiser",
-        shapes=(
-            Shape(f"{_MODEL}._get_dtype_plan", leads=("dtype",)),
-            Shape(
-                f"{_MODEL}.tie_weights",
-                takes=("missing_keys", "recompute_mapping"),
-            ),
-        ),
-    ),
-    PatchPoint(
-        library=TRANSFORMERS,
-        owner=_MODEL,
-        writes=("_is_hf_initialized", "_weight_conversions"),
-        why="which tensors are loaded, for the initialiser; what save_pretrained has to reverse",
-        lasts=Lasts.MODEL,
-        shapes=(
-            Shape(
-                "transformers.core_model_loading:revert_weight_conversion",
-                has=("getattr(model, '_weight_conversions', None)",),
-            ),
-        ),
-    ),
-    PatchPoint(
-        library=TRANSFORMERS,
-        owner="transformers.modeling_utils",
-        writes=("_CAN_RECORD_REGISTRY",),
-        why="FSDP2 puts a class of its own before a model's, under whose name hidden states are not found",
-        lasts=Lasts.MODEL,
-    ),
-    PatchPoint(
-        library=TRANSFORMERS,
-        owner="transformers.modeling_utils",
-        writes=("logger.level",),
-        why="its warning of a corrupt checkpoint while weights are tied: what is missing is told in full",
-        lasts=Lasts.CALL,
-        shapes=(Shape(f"{_MODEL}.tie_weights", has=("logger.warning(...)",)),),
     ),
 )
-
-
-@functools.cache
-def _check() -> None:
-    """Raise UnsupportedVersionError unless everything that this file uses is there."""
-    demand(TOUCHED)
+_MAPPING = Use(
+    library=TRANSFORMERS,
+    owner="transformers.conversion_mapping",
+    names=("get_model_conversion_mapping",),
+    why="which of them a model has",
+    shapes=(
+        Shape(
+            "transformers.conversion_mapping:get_model_conversion_mapping",
+            leads=("model", "key_mapping", "hf_quantizer"),
+        ),
+    ),
+)
+_CONTEXTS = Use(
+    library=TRANSFORMERS,
+    owner="transformers.initialization",
+    names=("no_tie_weights", "meta_device_safe_creation_ops"),
+    why="the library's own contexts for a model that is built on meta",
+)
+_NESTED = Use(
+    library=TRANSFORMERS,
+    owner="transformers.modeling_utils",
+    names=("set_zero3_state", "_is_ds_init_called"),
+    why="models inside a model are built in no zero.Init of their own",
+    shapes=(
+        Shape(
+            f"{_MODEL}._from_config",
+            has=("is_deepspeed_zero3_enabled() and not Q and not _is_ds_init_called",),
+        ),
+        Shape("transformers.modeling_utils:set_zero3_state", has=("_is_ds_init_called = True",)),
+    ),
+)
+_DECLARED = Use(
+    library=TRANSFORMERS,
+    owner=_MODEL,
+    names=(
+        "_ep_plan",
+        "_tp_plan",
+        "_keys_to_ignore_on_load_missing",
+        "_keys_to_ignore_on_load_unexpected",
+        "_keys_to_ignore_on_save",
+        "get_expanded_tied_weights_keys",
+        "initialize_weights",
+    ),
+    attributes=("all_tied_weights_keys",),
+    why="what a model declares of its tensors, and its own initialiser",
+    shapes=(
+        Shape(f"{_MODEL}._get_dtype_plan", leads=("dtype",)),
+        Shape(
+            f"{_MODEL}.tie_weights",
+            takes=("missing_keys", "recompute_mapping"),
+        ),
+    ),
+)
+_MARKS = PatchPoint(
+    library=TRANSFORMERS,
+    owner=_MODEL,
+    writes=("_is_hf_initialized", "_weight_conversions"),
+    why="which tensors are loaded, for the initialiser; what save_pretrained has to reverse",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "transformers.core_model_loading:revert_weight_conversion",
+            has=("getattr(model, '_weight_conversions', None)",),
+        ),
+    ),
+)
+_RECORDED = PatchPoint(
+    library=TRANSFORMERS,
+    owner="transformers.modeling_utils",
+    writes=("_CAN_RECORD_REGISTRY",),
+    why="FSDP2 puts a class of its own before a model's, under whose name hidden states are not found",
+    lasts=Lasts.MODEL,
+)
+_QUIET = PatchPoint(
+    library=TRANSFORMERS,
+    owner="transformers.modeling_utils",
+    writes=("logger.level",),
+    why="its warning of a corrupt checkpoint while weights are tied: what is missing is told in full",
+    lasts=Lasts.CALL,
+    shapes=(Shape(f"{_MODEL}.tie_weights", has=("logger.warning(...)",)),),
+)
+TOUCHED = (_CONVERSIONS, _MAPPING, _CONTEXTS, _NESTED, _DECLARED, _MARKS, _RECORDED, _QUIET)
 
 
 def is_pretrained(model: object) -> bool:
@@ -151,7 +145,7 @@ def is_pretrained(model: object) -> bool:
 
 def loading_core() -> Any:
     """The module ``transformers.core_model_loading``."""
-    _check()
+    need(_CONVERSIONS)
     from transformers import core_model_loading
 
     return core_model_loading
@@ -159,7 +153,7 @@ def loading_core() -> Any:
 
 def registered_conversions(model: Any, quantizer: Any = None) -> list[Any]:
     """The ordered renamings and converters registered for ``model``, with a quantizer's operations if any."""
-    _check()
+    need(_CONVERSIONS, _MAPPING)
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     with table_of_conversions():
@@ -184,25 +178,38 @@ def without_zero_init() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def without_weights(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, a transformers model is built on the meta device in ``dtype``, with nothing tied yet.
+    """Inside, a model is built on the meta device in ``dtype``, and what is of transformers is not tied yet.
 
-    Unlike the library's own context this does not look at any global DeepSpeed configuration.
+    Unlike the library's own context this does not look at any global DeepSpeed configuration. Models of other
+    kinds ask nothing of transformers: ``check_built`` does, of what was built.
     """
-    _check()
     from transformers import initialization
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with (
-            initialization.no_tie_weights(),
-            without_zero_init(),
-            torch.device("meta"),
-            initialization.meta_device_safe_creation_ops(),
-        ):
+        with contextlib.ExitStack() as stack:
+            fits = _builds()
+            if fits:
+                stack.enter_context(initialization.no_tie_weights())
+                stack.enter_context(without_zero_init())
+            stack.enter_context(torch.device("meta"))
+            if fits:
+                stack.enter_context(initialization.meta_device_safe_creation_ops())
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+@functools.cache
+def _builds() -> bool:
+    return not misfit((_CONTEXTS, _NESTED))
+
+
+def check_built(model: torch.nn.Module) -> None:
+    """Raise UnsupportedVersionError if ``model`` has parts of a transformers that is not as it has to be."""
+    if any(map(is_pretrained, model.modules())):
+        need(_CONTEXTS, _NESTED, _DECLARED, _MARKS)
 
 
 def dtype_plan(model: Any, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
@@ -239,7 +246,7 @@ def parallel_rules(model: Any, axis: str) -> dict[str, str]:
 
     Declared by its configuration and its class, and put together when it was built.
     """
-    _check()
+    need(_DECLARED)
     return dict(getattr(model, f"_{axis}_plan", None) or {})
 
 
@@ -258,7 +265,7 @@ def keep_outputs(model: Any) -> None:
     """Have models in ``model`` find what they can record beside their output, whatever class they are."""
     from transformers import modeling_utils
 
-    _check()
+    need(_RECORDED)
     for module in model.modules():
         if is_pretrained(module):
             # Not by its item: the registry would make the keys, which are the names of the classes, itself.

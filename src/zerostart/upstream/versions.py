@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from dataclasses import dataclass
 
 from packaging.version import Version
@@ -49,9 +50,24 @@ class Library:
         except importlib.metadata.PackageNotFoundError:
             return None
 
+    def running(self) -> str | None:
+        """The version of the module that is imported, or else the installed one; imports nothing."""
+        # A library that is being imported may not have come to its version yet.
+        return getattr(sys.modules.get(self.name), "__version__", None) or self.installed()
+
     def knows(self, version: str) -> bool:
         """Whether ``version`` is a known one; a pre-release of a known version is."""
         return self.first <= Version(version).release < self.before
+
+    def is_old(self) -> bool:
+        """Whether what runs is older than the first known version."""
+        version = self.running()
+        return version is not None and Version(version).release < self.first
+
+    def is_new(self) -> bool:
+        """Whether what runs is newer than the last known version."""
+        version = self.running()
+        return version is not None and Version(version).release >= self.before
 
 
 TORCH = Library("torch", (2, 11), (2, 14))

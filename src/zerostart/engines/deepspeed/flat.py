@@ -27,7 +27,7 @@ from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream import deepspeed_stage12 as upstream
 from zerostart.upstream.deepspeed import import_deepspeed
 from zerostart.upstream.deepspeed_tensor_engine import restore_hooks
-from zerostart.upstream.extensions import load_operations
+from zerostart.upstream.extensions import compiling, load_operations
 from zerostart.upstream.torch import storage_users
 
 __all__ = ["FlatKeeper", "FlatShards", "offer_runs"]
@@ -180,7 +180,7 @@ class FlatShards(FlatBufferShards):
         cut: Callable[[nn.Module], None] | None = None,
     ) -> None:
         import_deepspeed()
-        load_operations(("ShareMemCommBuilder",), world.rank == 0)
+        load_operations(("ShareMemCommBuilder",))
         super().__init__(world, zero_stage, rules, exchange, parallelism)
         self._keeper = FlatKeeper(self.device)
         self._cut = cut
@@ -195,6 +195,7 @@ class FlatShards(FlatBufferShards):
 
     def finish(self, model: nn.Module) -> int:
         """As it is everywhere; gradients that are partial on each rank are summed by the new parameters."""
+        compiling.hold(model)
         received = super().finish(model)
         restore_hooks(model)
         return received

@@ -30,7 +30,7 @@ from zerostart.upstream.deepspeed_edits import check_outside, note_loaded
 from zerostart.upstream.deepspeed_leaves import mark_leaves
 from zerostart.upstream.deepspeed_stage3 import called
 from zerostart.upstream.deepspeed_tensor_engine import restore_hooks
-from zerostart.upstream.extensions import load_operations
+from zerostart.upstream.extensions import compiling, load_operations
 
 __all__ = ["PartitionMaker", "current_shards"]
 
@@ -66,7 +66,7 @@ class PartitionMaker:
         self._placements = placements
         self._cut = cut
         dtype = dtype or settings.dtype
-        load_operations(OPERATIONS if settings.offload == "nvme" else OPERATIONS[:1], world.rank == 0)
+        load_operations(OPERATIONS if settings.offload == "nvme" else OPERATIONS[:1])
         with world.collectives("starting DeepSpeed"):
             upstream.join_group()
         if settings.secondary > 1:
@@ -121,6 +121,7 @@ class PartitionMaker:
 
         Gradients that are partial on each rank are summed by the new parameters.
         """
+        compiling.hold(model)
         if self._swapped:
             upstream.write_through(self._init, self._swapped)
         restore_hooks(model)

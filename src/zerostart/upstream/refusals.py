@@ -1,0 +1,87 @@
+"""Where code is not as a replacement needs it: calls of it on loaded models are refused, and no others.
+
+A load puts replacements in place for calls that may come later, or never. So what does not fit is an error
+when it is called, not when it is put.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from zerostart.errors import UnsupportedVersionError
+from zerostart.upstream.patches import Held, replaced, replaced_wherever_imported
+from zerostart.upstream.registry import PatchPoint, Touched, misfit
+from zerostart.upstream.shapes import found
+
+__all__ = ["fits"]
+
+
+def fits(
+    stack: ExitStack,
+    held: Held,
+    points: Sequence[Touched],
+    remedy: str,
+    calls: Iterable[PatchPoint] | None = None,
+) -> bool:
+    """Whether the installed libraries fit ``points``.
+
+    Where they do not, ``calls`` (the patches among the points) are refused until ``stack`` ends, for models
+    that ``held`` is open for: UnsupportedVersionError, with the ``remedy``. Other models' are let through.
+    """
+    wrong = misfit(points)
+    if not wrong:
+        return True
+    for point in calls if calls is not None else points:
+        if isinstance(point, PatchPoint):
+            _refuse(stack, held, point, f"{wrong}. {remedy}")
+    return False
+
+
+def _refuse(stack: ExitStack, held: Held, point: PatchPoint, text: str) -> None:
+    try:
+        owner = found(point.owner)
+    except (ImportError, AttributeError):
+        return  # and nobody calls it
+    for name in point.names:
+        original = vars(owner).get(name)
+        inner = getattr(original, "__func__", original)
+        if not callable(inner):
+            continue
+        new: Any = _refusing(inner, held, text)
+        if inspect.ismodule(owner):
+            stack.enter_context(replaced_wherever_imported(point, name, original, new))
+        else:
+            bound = isinstance(original, classmethod | staticmethod)
+            stack.enter_context(replaced(point, owner, name, type(original)(new) if bound else new))
+
+
+def _refusing(original: Any, held: Held, text: str) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _concerns((*args, *kwargs.values()), held):
+            raise UnsupportedVersionError(text)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _concerns(arguments: Iterable[Any], held: Held) -> bool:
+    """Whether a model of a call is one that ``held`` is open for, or part of one; or no model is seen."""
+    models = [model for argument in arguments for model in _models(argument)]
+    ours = {id(part) for holder in held.holders if isinstance(holder, nn.Module) for part in holder.modules()}
+    return not models or any(id(part) in ours for model in models for part in model.modules())
+
+
+def _models(argument: Any) -> Iterator[nn.Module]:
+    """The model that an argument of a call is, or that a trainer or an accelerator has."""
+    if isinstance(argument, nn.Module):
+        yield argument
+    else:
+        candidates = (getattr(argument, "model", None), *(getattr(argument, "_models", None) or ()))
+        yield from (model for model in candidates if isinstance(model, nn.Module))

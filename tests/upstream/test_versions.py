@@ -1,0 +1,223 @@
+"""Versions that are not known, set by hand: what fits is served, what does not refuses its feature.
+
+Each case is a process of its own: what fitted once is not looked at again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import zerostart
+from ranks import run_ranks
+from tiny import TinyCheckpoints
+from zerostart.errors import UnsupportedVersionError
+from zerostart.upstream import registry
+
+NEWER = [
+    {"torch": "2.14.0", "transformers": "5.24.0"},
+    {"torch": "2.16.1", "transformers": "6.0.0", "deepspeed": "0.21.0"},
+]
+
+
+class Plain(nn.Module):
+    """No model of any library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(self.first(x).relu())
+        return made
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain")
+    torch.manual_seed(0)
+    save_file(Plain().state_dict(), path / "model.safetensors")
+    return path
+
+
+def engine_of(model: nn.Module, stage: int) -> tuple[Any, Any]:
+    import deepspeed
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0], None
+
+
+def through(source: Path, kind: type[nn.Module] | None, engine: str, stage: int, out: Path) -> None:
+    """Load, train a step, save, and save and load a training state."""
+    loaded = zerostart.load(source, kind, engine=engine, zero_stage=stage, progress=False)
+    trained, optimizer = loaded, torch.optim.SGD(loaded.parameters(), lr=0.1)
+    if engine == "deepspeed":
+        trained, optimizer = engine_of(loaded, stage)
+    if kind is None:
+        loss = trained(input_ids=torch.ones(2, 4, dtype=torch.int64)).logits.sum()
+    else:
+        loss = trained(torch.ones(2, 8)).sum()
+    if engine == "deepspeed":
+        trained.backward(loss)
+        trained.step()
+    else:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zerostart.save(trained, out / "model")
+    zerostart.save_state(out / "state", trained, optimizer)
+    zerostart.load_state(out / "state", trained, optimizer)
+
+
+def set_versions(versions: Mapping[str, str]) -> None:
+    for name, version in versions.items():
+        importlib.import_module(name).__version__ = version
+
+
+class Told(logging.Handler):
+    """What is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logging.getLogger("zerostart").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def serve(versions: Mapping[str, str], plain: Path, pretrained: Path, out: Path) -> None:
+    set_versions(versions)
+    told = Told()
+    through(plain, Plain, "fsdp2", 3, out / "fsdp2")
+    through(plain, Plain, "deepspeed", 3, out / "zero3")
+    through(plain, Plain, "deepspeed", 1, out / "zero1")
+    through(pretrained, None, "fsdp2", 3, out / "pretrained")
+    before, after = load_file(plain / "model.safetensors"), load_file(out / "fsdp2/model/model.safetensors")
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    first = torch.distributed.get_rank() == 0
+    (text,) = [text for text in told.texts if "newer than" in text] or [""]
+    assert bool(text) == first
+    assert all(f"{name} {version} (known: from " in text for name, version in versions.items()) or not first
+
+
+@pytest.mark.parametrize("versions", NEWER, ids=lambda versions: versions["torch"])
+def test_newer_releases_that_fit_are_served_with_one_warning(
+    versions: Mapping[str, str], plain: Path, checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    run_ranks(serve, 2, versions, plain, checkpoints("qwen3"), tmp_path)
+
+
+def refuse(source: Path) -> None:
+    set_versions({"torch": "2.10.0"})
+    with pytest.raises(
+        UnsupportedVersionError, match=r"torch 2\.10\.0 is installed.* pip install 'torch>=2\.11,<"
+    ):
+        zerostart.load(source, Plain, engine="fsdp2", progress=False)
+
+
+def test_an_older_release_is_refused(plain: Path) -> None:
+    run_ranks(refuse, 1, plain)
+
+
+@dataclass
+class Broken:
+    """What of ``file`` is otherwise (the owner ends so), and what is refused for that, if anything."""
+
+    file: str
+    owner: str
+    refused: str | None = None
+
+
+BROKEN = [
+    Broken("saving_calls", ":PreTrainedModel", "save_pretrained"),
+    Broken("peft_adapters", ":BaseTuner", "get_peft_model"),
+    Broken("torch_fsdp2", ":FSDPParamGroup", "resize_token_embeddings"),
+    Broken("torch", "torch._C"),
+    Broken("extensions", ":OpBuilder"),
+    Broken("deepspeed", "deepspeed.utils.groups", "hierarchical"),
+    Broken("deepspeed_hollow", ":DeepSpeedEngine", "module_state_dict"),
+    Broken("deepspeed_state", ":DynamicLossScaler"),
+    Broken("deepspeed_stage12_optimizers", ":DeepSpeedZeroOptimizer"),
+    Broken("deepspeed_start", ":DeepSpeedZeroOptimizer_Stage3"),
+    Broken("transformers", "transformers.initialization", "transformers"),
+]
+
+
+def break_one(case: Broken) -> None:
+    """The point is not as declared, in this process."""
+    (point, *_) = [p for p in registry.touched()[case.file] if p.owner.endswith(case.owner)]
+    original = registry.Touched.misfit
+    registry.Touched.misfit = lambda self: "X is otherwise" if self == point else original(self)  # type: ignore[method-assign]
+
+
+def refused_alone(case: Broken, plain: Path, pretrained: Path, out: Path) -> None:
+    break_one(case)
+    engines = [("fsdp2", 3), ("deepspeed", 3), ("deepspeed", 1)]
+    for engine, stage in engines:
+        through(plain, Plain, engine, stage, out / f"{engine}{stage}")
+    if case.refused == "transformers":
+        with pytest.raises(UnsupportedVersionError, match="X is otherwise"):
+            zerostart.load(pretrained, engine="fsdp2", progress=False)
+        return
+    for engine, stage in engines[:2]:
+        through(pretrained, None, engine, stage, out / f"pretrained-{engine}")
+    if case.refused is not None:
+        model: Any = zerostart.load(pretrained, engine="fsdp2", progress=False)
+        with pytest.raises(UnsupportedVersionError, match=r"X is otherwise .*pip install '\w+>="):
+            REFUSED[case.refused](model, pretrained)
+
+
+def adapt(model: Any, _: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+
+
+def hierarchical(_: Any, path: Path) -> None:
+    settings = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+    zerostart.load(path, engine="deepspeed", engine_config=settings, progress=False)
+
+
+def own_state_dict(_: Any, path: Path) -> None:
+    loaded = zerostart.load(path, engine="deepspeed", progress=False)
+    engine_of(loaded, 3)[0].module_state_dict()
+
+
+REFUSED = {
+    "save_pretrained": lambda model, path: model.save_pretrained(path / "again"),
+    "get_peft_model": adapt,
+    "resize_token_embeddings": lambda model, _: model.resize_token_embeddings(77),
+    "hierarchical": hierarchical,
+    "module_state_dict": own_state_dict,
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case.file not in ("saving_calls", "transformers")))
+        for case in BROKEN
+    ],
+    ids=lambda case: case.file,
+)
+def test_what_does_not_fit_refuses_its_feature_alone(
+    case: Broken, plain: Path, checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    run_ranks(refused_alone, 2, case, plain, checkpoints("qwen3"), tmp_path)
