@@ -15,6 +15,8 @@ from ranks import run_ranks
 
 #: Of every kind one is fast: a transformer whose inputs are lists, and the residual autoencoder.
 QUICK = ("z-image", "wan2.2 vae")
+#: What the last bits of fp32 come to, after some layers.
+ROUNDED = 2e-6
 
 
 def checked(key: str, folder: str) -> list[str]:
@@ -34,9 +36,11 @@ def checked(key: str, folder: str) -> list[str]:
         found += [f"buffers: {line}" for line in differing(*buffers)]
         model, made = started(engine, model, component.trained)
         with torch.inference_mode():
-            found += [f"inference: {line}" for line in differing(kept(component.call(model)), wanted)]
+            found += [
+                f"inference: {line}" for line in differing(kept(component.call(model)), wanted, ROUNDED)
+            ]
         with torch.no_grad():
-            found += [f"forward: {line}" for line in differing(kept(component.call(model)), wanted)]
+            found += [f"forward: {line}" for line in differing(kept(component.call(model)), wanted, ROUNDED)]
         if component.trained:
             found += off(gradients_of(model, component.call(model), made), expected)
         lines += [f"{engine}: {line}" for line in found]
