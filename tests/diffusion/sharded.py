@@ -124,7 +124,7 @@ def kept(value: Any) -> Any:
 
 
 def differing(found: Any, wanted: Any, within: float = 0.0) -> list[str]:
-    """Where two nests of lists, dicts and tensors are not equal to the bit, or ``within`` this of the largest.
+    """Where two nests of lists, dicts and tensors differ by a bit, or by more than ``within`` of the largest.
 
     What is computed from the same bits may differ in the last one: on some processors a product takes another
     path where memory begins elsewhere.
