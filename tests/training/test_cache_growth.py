@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import logging
 import os
@@ -17,7 +18,7 @@ from tests.training.encoded import picture
 
 from ranks import rank_outcomes, run_ranks
 from zerostart.distributed.world import current_world
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, WriteError
 from zerostart.training.cache import ensure_cache
 from zerostart.training.cached import CachedItems
 from zerostart.training.configuring import parse_config
@@ -205,3 +206,74 @@ def test_a_cache_is_enough_where_the_media_are_gone(
     with caplog.at_level(logging.WARNING, "zerostart"):
         assert cached(own) == digest
     assert "is not there any more: its items are those of the cache" in caplog.text
+
+
+def test_a_part_of_the_media_takes_nothing_from_the_cache(own: dict[str, Any]) -> None:
+    """``media.items``, say for a trial, and one of these rows is new: the others stay as they are."""
+    place = own["cache"]["directory"]
+    before = tensors(place)
+    header, *rows = table(own)
+    rows[0][header.index("prompt")] = "a cat sleeps"
+    rewrite(own, [header, *rows])
+    part = {**own, "media": {**own["media"], "items": 2, "repeats": 2}}
+    first, second, third, fourth = ensure_cache(parse_config(part), current_world())
+    assert same(first, third)
+    assert not same(first, before[0])
+    assert same(second, before[1])
+    assert same(fourth, before[1])
+    assert encoded_rows(part) == 0
+    assert len(ensure_cache(parse_config(part), current_world())) == 4
+    assert encoded_rows(own) == 0
+    assert all(map(same, tensors(place)[1:], before[1:]))
+
+
+def test_a_cache_that_another_process_changes_meanwhile_is_not_undone(
+    own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zerostart.training.encoding import filling
+
+    header, *rows = table(own)
+    picture(16, 16, 999).save(Path(own["media"]["source"]).parent / "new.png")
+    rewrite(own, [header, *rows, [{"prompt": "a", "image": "new.png"}[name] for name in header]])
+    embedded = filling.embedded
+
+    def meanwhile(*arguments: Any) -> Any:
+        monkeypatch.setattr(filling, "embedded", embedded)
+        cached(own)
+        return embedded(*arguments)
+
+    monkeypatch.setattr(filling, "embedded", meanwhile)
+    with pytest.raises(WriteError, match=r"has changed the cache .* start again"):
+        cached(own)
+    assert len(tensors(own["cache"]["directory"])) == len(SIZES) + 1
+    assert encoded_rows(own) == 0
+
+
+@pytest.mark.parametrize("name", ["planned", "switch", "finish"])
+def test_a_first_cache_goes_on_from_any_kill(name: str, made: dict[str, Any], tmp_path: Path) -> None:
+    from zerostart.checkpoint import publishing
+
+    values = {**made, "output": {"directory": str(tmp_path)}}
+    child = os.fork()
+    if child == 0:
+        setattr(publishing, name, lambda *_: os._exit(9))
+        with contextlib.suppress(BaseException):
+            cached(values)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert cached(values) == CachedItems(Path(made["output"]["directory"]) / "cache").digest()
+
+
+def test_what_is_known_of_a_cache_that_failed_is_not_in_its_way(
+    own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zerostart.training.encoding import z_image
+
+    shutil.rmtree(own["cache"]["directory"])
+    Path(own["cache"]["directory"]).mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(z_image.ZImage, "encode", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cached(own)
+    assert [file.name for file in Path(own["cache"]["directory"]).glob("*")]
+    assert encoded_rows(own) == len(SIZES) + 1

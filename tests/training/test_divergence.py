@@ -91,6 +91,44 @@ def test_a_run_that_ends_before_its_patience_saves_no_nan(engine, checkpoints, v
         assert exported == ["step-2", "step-4"]
 
 
+def run_with_nan_gradients(given, first):
+    """A run whose gradients, and not its loss, are no numbers on rank 1 from a step on."""
+    from zerostart.training.tasks.language import CausalLanguage
+
+    kept, forwards = CausalLanguage.loss, []
+
+    def loss(self, model, batch):
+        found = kept(self, model, batch)
+        if torch.is_grad_enabled():
+            forwards.append(1)
+            if torch.distributed.get_rank() == 1 and len(forwards) >= first:
+                found.register_hook(lambda gradient: gradient * float("nan"))
+        return found
+
+    CausalLanguage.loss = loss
+    try:
+        return run(given)
+    finally:
+        CausalLanguage.loss = kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "stage"), [("fsdp2", 3), ("fsdp2", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
+)
+def test_a_run_whose_gradients_alone_are_nan_fails(engine, stage, checkpoints, values):
+    """DeepSpeed passes over such steps, one after the other, and has trained nothing in the end."""
+    given = values(checkpoints("qwen3"), engine, steps=9, warmup_steps=0, schedule="constant")
+    given["engine"] |= {"zero_stage": stage}
+    given |= {"checkpoint": {"every": 1, "keep": 2}}
+    outcomes = rank_outcomes(run_with_nan_gradients, 2, given, 4)
+    assert {outcome.error for outcome in outcomes} == {"zerostart.errors.DivergedError"}
+    assert outcomes[0].message == outcomes[1].message
+    assert "step 4 is not finite" in outcomes[0].message
+    for file in Path(given["output"]["directory"]).glob("checkpoints/*/*/*.safetensors"):
+        assert all(bool(tensor.isfinite().all()) for tensor in load_file(file).values())
+
+
 def run_with_overflows(given):
     """A run in fp16 whose loss scale begins far too high; which steps were passed over."""
     from zerostart.training.session import Session

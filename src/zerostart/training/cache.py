@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from zerostart.checkpoint.durable import write_whole
+from zerostart.checkpoint.manifest import HIDDEN
 from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.training.cache_config import CacheConfig
 from zerostart.training.cache_facts import Facts, differences, facts_of_media
 from zerostart.training.cached import FOLDER, CachedItems, read_manifest
-from zerostart.training.encoder_files import encoder_files
+from zerostart.training.encoder_files import KNOWN_FILES, encoder_files
 from zerostart.training.growth import Growth
 from zerostart.training.terminal import say
 
@@ -31,6 +32,8 @@ __all__ = ["ensure_cache"]
 logger = logging.getLogger("zerostart")
 #: In a cache: what is known of the rows of its media as they were found. No part of what it is.
 _KNOWN = ".media.known"
+#: What the names begin with of what lies where a cache was to be, and its making was killed or failed.
+_LEFT = (_KNOWN, KNOWN_FILES, HIDDEN)
 
 
 def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
@@ -59,7 +62,7 @@ def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
         facts = Facts(described, None if files is None else files.facts(), settings)
         chosen = growth = None
         if document is not None:
-            growth = None if media is None else _growth(place, media)
+            growth = None if media is None else _growth(place, media, config)
             _check_fits(place, document["cache"], facts, growth)
         try:
             if document is None:
@@ -140,7 +143,7 @@ def _check_place(place: Path, media: MediaItems | None) -> None:
             f"there is no cache at {place}, and no section media that says of what to make one: name the "
             "cache in cache.directory, or the data in media"
         )
-    if place.is_dir() and any(place.iterdir()):
+    if place.is_dir() and not all(entry.name.startswith(_LEFT) for entry in place.iterdir()):
         raise ConfigError(
             f"{place} has files in it and is no complete cache: remove it, or name another cache.directory"
         )
@@ -158,11 +161,13 @@ def _check_fits(place: Path, made: dict[str, Any], now: Facts, growth: Growth | 
         )
 
 
-def _growth(place: Path, media: MediaItems) -> Growth | None:
+def _growth(place: Path, media: MediaItems, config: TrainConfig) -> Growth | None:
     """What the cache has of the media; None where it does not say, or has nothing: it is another's."""
+    assert config.media is not None, "it was read"
     cached = CachedItems(place)
-    growth = None if cached.rows is None else Growth.of(media.keys, cached)
-    return growth if growth is not None and any(item is not None for item in growth.kept) else None
+    growth = None if cached.rows is None else Growth.of(media.keys, cached, bool(config.media.items))
+    known = () if growth is None else growth.kept[: growth.asked]
+    return growth if any(item is not None for item in known) else None
 
 
 def _make(
@@ -187,22 +192,22 @@ def _grow(
 ) -> list[int] | None:
     """Have the cache hold the rows of ``media``, and no others; collective.
 
-    Of the first rows of a table alone (``media.items``), all of which it has, nothing is dropped: their
-    numbers in the cache are what is given.
+    Where these are the first rows of a table alone (``media.items``), nothing is dropped: their numbers in
+    the cache are what is given.
     """
     from zerostart.training.cache_files import publish
 
     assert growth.cached is not None, "there is a cache"
-    kept = [item for item in growth.kept if item is not None]
+    assert config.media is not None, "it was read"
+    kept = [item for item in growth.kept[: growth.asked] if item is not None]
     if growth.new:
         if world.rank == 0:
             say(
                 Console(),
-                f"the cache {place} has {len(kept)} of {len(growth.kept)} rows: encoding the others",
+                f"the cache {place} has {len(kept)} of {growth.asked} rows: encoding the others",
             )
         _make(place, growth, media, facts, source, texts, world)
-        return None
-    assert config.media is not None, "it was read"
+        return list(range(growth.asked)) if config.media.items else None
     if config.media.items:
         return kept
     if world.rank == 0:

@@ -27,7 +27,7 @@ from zerostart.checkpoint.publishing import told
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World
-from zerostart.errors import ZerostartError
+from zerostart.errors import WriteError, ZerostartError
 from zerostart.state.publishing import Publication, publishing
 from zerostart.training.cached import (
     INDEX_FILE,
@@ -182,20 +182,24 @@ def _write(handle: Any, data: memoryview) -> None:
 
 @contextlib.contextmanager
 def drafted(
-    place: Path, plan: Mapping[str, Any], numbers: Sequence[int], world: World
+    place: Path, plan: Mapping[str, Any], growth: Growth, world: World
 ) -> Iterator[tuple[Draft, bool]]:
     """The draft of items of the cache at ``place``, and whether a killed run has left some; collective.
 
-    ``plan`` has all that its bytes follow from, with ``per_file`` and ``first``; what was made by another
-    one is removed. Inside no other process may have the draft. Raises WriteError, where one has it, too.
+    ``plan``, with the new rows of ``growth``, has all that its bytes follow from, with ``per_file`` and
+    ``first``; what was made by another one is removed. Inside no other process may have the draft. Raises
+    WriteError, where one has it, too, or has made another cache of it since this one looked.
     """
-    directory = _beside(place, "encoding")
+    directory, numbers = _beside(place, "encoding"), growth.numbers
+    rows = repr([(growth.keys[row], number) for row, number in zip(growth.new, numbers, strict=True)])
+    plan = {**plan, "rows": hashlib.blake2b(rows.encode(), digest_size=16).hexdigest()}
     stack = contextlib.ExitStack()
 
     def begin() -> bool:
         with told(place, "nothing was encoded"):
             place.parent.mkdir(parents=True, exist_ok=True)
             _lock(stack, place)
+            _check_unchanged(place, growth)
             with contextlib.suppress(ZerostartError):
                 if directory.is_dir() and read_json(directory / _PLAN, "plan of a cache") == plan:
                     return True
@@ -229,6 +233,19 @@ def _lock(stack: contextlib.ExitStack, place: Path, wait: bool = False) -> None:
     hold(stack, _beside(place, "lock"), refusal, wait)
 
 
+def _check_unchanged(place: Path, growth: Growth) -> None:
+    """Raise WriteError where the cache is not the one any more of which ``growth`` says what stays.
+
+    Whoever calls this has its lock: nobody changes it from now on.
+    """
+    document, before = read_manifest(place), growth.cached
+    same = document is None if before is None else before.is_of(document)
+    if not same:
+        raise WriteError(
+            f"another process has changed the cache {place} since this one looked at it: start again"
+        )
+
+
 def publish(
     place: Path,
     growth: Growth,
@@ -246,6 +263,7 @@ def publish(
         if world.rank == 0:
             if draft is None:
                 _lock(stack, place, wait=True)
+                _check_unchanged(place, growth)
             _fill(publication, growth, draft, facts, prompts)
     if world.rank == 0 and draft is not None:
         draft.drop()

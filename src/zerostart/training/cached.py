@@ -141,9 +141,29 @@ class CachedItems:
         Raises CheckpointNotFoundError where no cache is, ReadError for a file that is not as written.
         """
         self.directory = Path(directory)
-        document = read_manifest(self.directory)
-        if document is None:
-            raise CheckpointNotFoundError(f"{self.directory}: there is no cache; zerostart cache makes one")
+        self._repeats = repeats
+        while True:
+            document = read_manifest(self.directory)
+            if document is None:
+                raise CheckpointNotFoundError(
+                    f"{self.directory}: there is no cache; zerostart cache makes one"
+                )
+            try:
+                self._open(document)
+                break
+            except ReadError:
+                if self.is_of(read_manifest(self.directory)):
+                    raise
+                # Another process has put another one there meanwhile.
+        if chosen is not None:
+            self._index, self._count = self._index.of(chosen), len(chosen)
+
+    def is_of(self, document: Mapping[str, Any] | None) -> bool:
+        """Whether this is the cache that ``document`` describes: nobody has changed it since."""
+        return document is not None and self._document == document
+
+    def _open(self, document: dict[str, Any]) -> None:
+        self._document = document
         self._save = {"save": document.get("save")}
         found = document["cache"]
         if found.get("version") not in (VERSION, _OLDER):
@@ -153,7 +173,6 @@ class CachedItems:
             )
         self.facts: Mapping[str, Any] = found["facts"]
         self.texts: tuple[str, ...] = tuple(found["prompts"])
-        self._repeats = repeats
         self._count, self._per_file = int(found["items"]), int(found["per_file"])
         self._kinds: list[Kind] = [
             tuple((name, dtype, tuple(shape)) for name, dtype, shape in kind) for kind in found["kinds"]
@@ -161,8 +180,6 @@ class CachedItems:
         self._sizes = {name: int(described["bytes"]) for name, described in document["files"].items()}
         self._check_sizes()
         self._index = self._read_index()
-        if chosen is not None:
-            self._index, self._count = self._index.of(chosen), len(chosen)
 
     @property
     def rows(self) -> list[bytes] | None:

@@ -18,7 +18,7 @@ from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointNotFoundError, ZerostartError
 
-__all__ = ["TRAINED", "EncoderFiles", "encoder_files"]
+__all__ = ["KNOWN_FILES", "TRAINED", "EncoderFiles", "encoder_files"]
 
 #: What the names of models begin with that are trained and not asked for what is cached; schedulers neither.
 TRAINED = "transformer"
@@ -26,7 +26,7 @@ _NOT_ENCODERS = (TRAINED, "scheduler")
 #: Of a pipeline's own settings, what is said of the transformers.
 _NOT_OF_ENCODERS = "boundary_ratio"
 #: In a cache: the digests of the encoders' files as they were found on this machine. No part of what it is.
-_KNOWN = ".encoders.json"
+KNOWN_FILES = ".encoders.json"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class EncoderFiles:
         known = {name: [state, self.digests[name]] for name, state in self.states.items()}
         data = json.dumps({self.root: known}).encode()
         with contextlib.suppress(OSError):
-            write_whole(cache / _KNOWN, data, cache / f"{_KNOWN}.{os.getpid()}.part", durable=False)
+            write_whole(cache / KNOWN_FILES, data, cache / f"{KNOWN_FILES}.{os.getpid()}.part", durable=False)
 
 
 def encoder_files(source: str, cache: Path, world: World) -> EncoderFiles | None:
@@ -103,7 +103,7 @@ def _known(cache: Path, place: str, states: Mapping[str, list[int]]) -> dict[str
     """The digests of files that are in the states in which ``cache`` knows them."""
     found: Any = None
     with contextlib.suppress(ZerostartError):  # none, or damaged: what is not known is read
-        found = read_json(cache / _KNOWN, "digests of encoders").get(place)
+        found = read_json(cache / KNOWN_FILES, "digests of encoders").get(place)
     entries = found if isinstance(found, dict) else {}
     return {
         name: entry[1]

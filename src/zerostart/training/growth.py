@@ -14,19 +14,29 @@ __all__ = ["Growth"]
 
 @dataclass(frozen=True)
 class Growth:
-    """The rows that are wanted, by ``keys``, and for each the item of ``cached`` that it is; None: new."""
+    """The rows that are wanted, by ``keys``, and for each the item of ``cached`` that it is; None: new.
+
+    Where a part of the media is asked for alone, the other items of ``cached`` stay, after those ``asked``.
+    """
 
     keys: Sequence[bytes]
     cached: CachedItems | None
     kept: tuple[int | None, ...]
+    asked: int
 
     @classmethod
-    def of(cls, keys: Sequence[bytes], cached: CachedItems | None) -> Growth:
-        """``cached`` says which rows its items are of. Of rows that are equal each has an item of its own."""
+    def of(cls, keys: Sequence[bytes], cached: CachedItems | None, part: bool = False) -> Growth:
+        """``cached`` says which rows its items are of. Of rows that are equal each has an item of its own.
+
+        ``part``: the rows are not all that there are, so that nothing can be said to have gone.
+        """
         there: dict[bytes, list[int]] = {}
-        for item, key in reversed(list(enumerate((cached.rows if cached else None) or ()))):
+        rows = (cached.rows if cached else None) or ()
+        for item, key in reversed(list(enumerate(rows))):
             there.setdefault(key, []).append(item)
-        return cls(keys, cached, tuple(there[key].pop() if there.get(key) else None for key in keys))
+        kept = [there[key].pop() if there.get(key) else None for key in keys]
+        others = sorted(item for items in there.values() for item in items) if part else []
+        return cls([*keys, *(rows[item] for item in others)], cached, (*kept, *others), len(keys))
 
     @cached_property
     def new(self) -> list[int]:
@@ -36,7 +46,8 @@ class Growth:
     @property
     def is_none(self) -> bool:
         """Whether the cache has these rows, in this order, and no others."""
-        return self.cached is not None and self.kept == tuple(range(len(self.cached)))
+        there = tuple(range(len(self.cached))) if self.cached is not None else None
+        return self.kept == there and self.asked == len(self.kept)
 
     @property
     def numbers(self) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostart.checkpoint.manifest import current, lies_at
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.strict_json import load_json, read_json
 from zerostart.distributed.world import World
@@ -87,7 +88,10 @@ def _state_of(path: Path) -> Path | None:
 
 def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The adapters in a checkpoint of a run, and the alpha that its document says."""
-    extra = read_json(state / MARKER, "training state").get("extra")
+    document = current(state, MARKER)
+    if document is None:
+        raise CheckpointNotFoundError(f"lora.start_from {state} is not there any more")
+    extra = document.get("extra")
     course = extra.get("course") if isinstance(extra, dict) else None
     alpha = decoded(course, {}).get("lora.alpha") if isinstance(course, dict) else None
     if not isinstance(alpha, int | float):
@@ -98,8 +102,9 @@ def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             "and name that"
         )
     tensors: dict[str, torch.Tensor] = {}
-    for file in sorted((state / MODEL).glob("*.safetensors")):
-        tensors |= _read(file)[0]
+    for name in sorted(document["files"]):  # and no others: beside them may lie what a killed save has left
+        if name.startswith(f"{MODEL}/") and name.endswith(".safetensors"):
+            tensors |= _read(lies_at(state, document, name))[0]
     return tensors, {"lora_alpha": alpha}
 
 

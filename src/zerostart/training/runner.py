@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -243,7 +244,9 @@ class _Run:
 
     def _finite(self) -> bool:
         """Whether what is trained is finite on all ranks; collective."""
-        finite = is_finite(self._session.model, self._session.optimizer)
+        finite = True
+        with self._failures.kept():
+            finite = is_finite(self._session.model, self._session.optimizer)
         return self._failures.sum_over_ranks(float(not finite)) == [0.0]
 
     def check_finite(self) -> None:
@@ -282,6 +285,8 @@ class _Run:
             session.average(step)
         # Whether anyone has been asked to stop, or is not finite, all have to know.
         searching = not stepped and self._config.mixed_precision == "fp16"
+        if not (stepped or searching):
+            norm = math.nan  # DeepSpeed has passed over gradients that are not finite; it tells an older norm
         own, bad = loss, Divergence.is_in(loss, norm, searching)
         loss, wishes, diverging = summed(loss, float(self._stop.requested), float(bad))
         self._stopped = wishes > 0

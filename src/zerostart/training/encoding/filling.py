@@ -60,11 +60,11 @@ def fill(
     plan = {"version": VERSION, "items": len(growth.new), "per_file": per_file, "facts": facts.document()}
     plan["computed"] = {"device": encoder.device.type, **{name: version(name) for name in _LIBRARIES}}
     plan["first"] = 0 if growth.cached is None else growth.cached.next_file
-    with drafted(place, plan, growth.numbers, world) as (draft, goes_on):
+    with drafted(place, plan, growth, world) as (draft, goes_on):
         _fill_draft(draft, goes_on, growth, media, encoder, first, world)
         failed = world.broadcast_object(draft.failures, "looking for what could not be encoded")
         document, count = facts.document(), len(growth.kept) - len(failed)
-        if failed and count:
+        if count and (failed or growth.asked < len(growth.keys)):
             bad = {growth.new[at] for at in failed}
             keys = [key for row, key in enumerate(growth.keys) if row not in bad]
             document["data"] = facts_of_rows(keys)
