@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
+from ranks import rank_outcomes, run_ranks
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -188,3 +188,27 @@ def change_both() -> None:
 
 def test_changes_that_would_be_lost_are_errors() -> None:
     run_ranks(change_both, 2)
+
+
+def change_alone() -> None:
+    """One rank has changed a placeholder; no rank asks the others before a step."""
+    import deepspeed
+
+    model = zerostart.load(None, model=made(), progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    engine.backward(engine(torch.ones(2, 5)).sum())
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model[1].bias.fill_(0)
+    engine.step()
+    engine.step()
+
+
+@pytest.mark.slow
+def test_a_change_on_one_rank_ends_all_of_them() -> None:
+    """The one that has made it says so, and what waits for it fails as it ends, not after a time-out."""
+    first, second = rank_outcomes(change_alone, 2, grace=20.0)
+    assert "1.bias was changed in place while partitioned" in second.message
+    assert first.error
+    assert first.exit_code is not None

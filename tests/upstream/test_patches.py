@@ -17,7 +17,9 @@ import torch
 import zerostart
 from ranks import run_ranks
 from tiny import TinyCheckpoints
+from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.patches import Held, active, note, replaced
+from zerostart.upstream.refusals import fits
 from zerostart.upstream.registry import Lasts, PatchPoint, touched
 from zerostart.upstream.versions import TORCH
 
@@ -26,6 +28,9 @@ POINT = PatchPoint(library=TORCH, owner="somewhere", names=("name",), why="a tes
 
 class Something:
     name = "class"
+
+    def call(self, *_: Any) -> str:
+        return "called"
 
 
 def listed() -> tuple[PatchPoint, ...]:
@@ -114,6 +119,33 @@ def test_what_cannot_be_put_leaves_nothing() -> None:
         with pytest.raises(OSError, match="no room"):
             held.open()
         assert (Something.name, listed()) == ("class", ())
+
+
+def test_calls_that_do_not_fit_are_refused_for_loaded_models_alone() -> None:
+    point = PatchPoint(
+        library=TORCH,
+        owner=f"{__name__}:Something",
+        names=("call",),
+        attributes=("absent",),
+        why="a test",
+        lasts=Lasts.CALL,
+    )
+
+    def put(stack: ExitStack) -> None:
+        assert not fits(stack, held, (point,), "Do otherwise")
+
+    held = Held(put)
+    ours, others = torch.nn.Sequential(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1)
+    held.hold(ours)
+    pipeline, tokenizer = Something(), Something()
+    vars(pipeline)["transformer"] = ours[0]
+    for owner, given in ((pipeline, others), (tokenizer, ours), (tokenizer, ours[0])):
+        with pytest.raises(UnsupportedVersionError, match=r"misses absent .*Do otherwise"):
+            owner.call(given)
+    assert tokenizer.call() == tokenizer.call(others) == "called"
+    vars(pipeline).clear()
+    del ours, given
+    assert pipeline.call() == "called"
 
 
 def test_an_object_that_is_changed_for_good_is_listed_while_it_lives() -> None:

@@ -21,7 +21,7 @@ import zerostart
 from ranks import run_ranks
 from tiny import TinyCheckpoints
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream import registry
+from zerostart.upstream import patches, registry
 
 NEWER = [
     {"torch": "2.14.0", "transformers": "5.24.0"},
@@ -153,6 +153,7 @@ BROKEN = [
     Broken("extensions", ":OpBuilder"),
     Broken("deepspeed", "deepspeed.utils.groups", "hierarchical"),
     Broken("deepspeed_hollow", ":DeepSpeedEngine", "module_state_dict"),
+    Broken("deepspeed_stages", ":DeepSpeedEngine"),
     Broken("deepspeed_state", ":DynamicLossScaler"),
     Broken("deepspeed_stage12_optimizers", ":DeepSpeedZeroOptimizer"),
     Broken("deepspeed_start", ":DeepSpeedZeroOptimizer_Stage3"),
@@ -160,15 +161,16 @@ BROKEN = [
 ]
 
 
-def break_one(case: Broken) -> None:
-    """The point is not as declared, in this process."""
+def break_one(case: Broken) -> registry.Touched:
+    """The point, which is not as declared, in this process."""
     (point, *_) = [p for p in registry.touched()[case.file] if p.owner.endswith(case.owner)]
     original = registry.Touched.misfit
     registry.Touched.misfit = lambda self: "X is otherwise" if self == point else original(self)  # type: ignore[method-assign]
+    return point
 
 
 def refused_alone(case: Broken, plain: Path, pretrained: Path, out: Path) -> None:
-    break_one(case)
+    point = break_one(case)
     engines = [("fsdp2", 3), ("deepspeed", 3), ("deepspeed", 1)]
     for engine, stage in engines:
         through(plain, Plain, engine, stage, out / f"{engine}{stage}")
@@ -178,6 +180,9 @@ def refused_alone(case: Broken, plain: Path, pretrained: Path, out: Path) -> Non
         return
     for engine, stage in engines[:2]:
         through(pretrained, None, engine, stage, out / f"pretrained-{engine}")
+    loaded = zerostart.load(plain, Plain, engine="deepspeed", progress=False)
+    assert case.refused is not None or point not in patches.active()
+    del loaded
     if case.refused is not None:
         model: Any = zerostart.load(pretrained, engine="fsdp2", progress=False)
         with pytest.raises(UnsupportedVersionError, match=r"X is otherwise .*pip install '\w+>="):

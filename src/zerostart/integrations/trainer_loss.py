@@ -22,8 +22,10 @@ __all__ = ["shared_loss"]
 logger = logging.getLogger("zerostart")
 _IGNORED = -100
 _told: set[str] = set()
-#: Of this process, how many tokens a micro-batch has had that are predicted.
-_counts: set[int] = set()
+#: Of this process, how many tokens each of the first micro-batches has had that are predicted.
+_counts: list[int] = []
+#: So many are looked at, by one small collective each, and no more: rows that differ do so soon.
+_LOOKED = 16
 
 
 def shared_loss(original: Callable[[], Any], **call: Any) -> Any:
@@ -45,16 +47,20 @@ def _tell(part: torch.nn.Module, accelerator: Any, inputs: Any) -> None:
         )
     batches = engine.mesh.world_size // max(size, 1) * accelerator.gradient_accumulation_steps
     labels = inputs.get("shift_labels")
-    if size > 1 and batches > 1 and isinstance(labels, torch.Tensor) and len(_counts) < 2:
+    if size > 1 and batches > 1 and isinstance(labels, torch.Tensor) and _looks():
         count = (labels != _IGNORED).sum()
         dist.all_reduce(count, group=sequence_group())
-        _counts.add(int(count))
-        if len(_counts) > 1:
+        _counts.append(int(count))
+        if len(set(_counts)) > 1:
             _once(
                 "rows differ in how many tokens are predicted, and transformers' Trainer takes the mean of "
                 f"the means of {batches} micro-batches where ranks share sequences: tokens of short rows "
                 "count more than in one process. Use rows of one length (packing), or zerostart train"
             )
+
+
+def _looks() -> bool:
+    return len(_counts) < _LOOKED and len(set(_counts)) < 2
 
 
 def _once(text: str) -> None:

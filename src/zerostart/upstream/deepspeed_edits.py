@@ -105,7 +105,8 @@ def check_outside(parameters: Iterable[Any], call: Callable[[Any], str]) -> None
 def check_step(parameters: Iterable[Any], group: Any, call: Callable[[Any], str]) -> None:
     """``check_outside`` before a step, of what this rank has changed.
 
-    With ``enable_sanity_checks`` collective, and the same on all ranks. Raises ConfigError.
+    With ``enable_sanity_checks`` collective, and the same on all ranks; else the step of the others, which
+    waits for this rank, fails as it ends. Raises ConfigError.
     """
     parameters = list(parameters)
     changed = _lost(parameters)

@@ -7,6 +7,7 @@ knows experts that ranks share. So the engine's constructor refuses, before anyt
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Collection
 from contextlib import ExitStack
@@ -16,10 +17,12 @@ from torch import nn
 
 from zerostart.errors import EngineError
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, Use
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, Use, misfit
 from zerostart.upstream.versions import DEEPSPEED
 
 __all__ = ["TOUCHED", "keep_stage"]
+
+logger = logging.getLogger("zerostart")
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _STAGE = PatchPoint(
@@ -55,6 +58,9 @@ def keep_stage(model: nn.Module, title: str, stages: Collection[int]) -> None:
 
 
 def _enter(stack: ExitStack) -> None:
+    if wrong := misfit(TOUCHED):
+        logger.warning("%s. An engine of another ZeRO stage than a model's load fails by itself", wrong)
+        return
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     name = _STAGE.names[0]

@@ -53,7 +53,7 @@ def _refuse(stack: ExitStack, held: Held, point: PatchPoint, text: str) -> None:
         inner = getattr(original, "__func__", original)
         if not callable(inner):
             continue
-        new: Any = _refusing(inner, held, text)
+        new: Any = _refusing(inner, held, text, of_object=not inspect.ismodule(owner))
         if inspect.ismodule(owner):
             stack.enter_context(replaced_wherever_imported(point, name, original, new))
         else:
@@ -61,27 +61,33 @@ def _refuse(stack: ExitStack, held: Held, point: PatchPoint, text: str) -> None:
             stack.enter_context(replaced(point, owner, name, type(original)(new) if bound else new))
 
 
-def _refusing(original: Any, held: Held, text: str) -> Any:
+def _refusing(original: Any, held: Held, text: str, of_object: bool) -> Any:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _concerns((*args, *kwargs.values()), held):
+        if _concerns((*args, *kwargs.values()), held, of_object):
             raise UnsupportedVersionError(text)
         return original(*args, **kwargs)
 
     return call
 
 
-def _concerns(arguments: Iterable[Any], held: Held) -> bool:
-    """Whether a model of a call is one that ``held`` is open for, or part of one; or no model is seen."""
+def _concerns(arguments: Iterable[Any], held: Held, of_object: bool) -> bool:
+    """Whether a model of a call is one that ``held`` is open for, or part of one.
+
+    Where no model is seen, a function may be about one, by a path; a method, of a tokenizer say, is not.
+    """
     models = [model for argument in arguments for model in _models(argument)]
     ours = {id(part) for holder in held.holders if isinstance(holder, nn.Module) for part in holder.modules()}
-    return not models or any(id(part) in ours for model in models for part in model.modules())
+    if not models:
+        return not of_object
+    return any(id(part) in ours for model in models for part in model.modules())
 
 
 def _models(argument: Any) -> Iterator[nn.Module]:
-    """The model that an argument of a call is, or that a trainer or an accelerator has."""
+    """The model that an argument of a call is, or those that a trainer, an accelerator or a pipeline has."""
     if isinstance(argument, nn.Module):
         yield argument
     else:
-        candidates = (getattr(argument, "model", None), *(getattr(argument, "_models", None) or ()))
+        own = getattr(argument, "__dict__", {}).values()
+        candidates = (getattr(argument, "model", None), *(getattr(argument, "_models", None) or ()), *own)
         yield from (model for model in candidates if isinstance(model, nn.Module))

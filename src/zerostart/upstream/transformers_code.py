@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["class_beside", "unasked"]
+from zerostart.upstream.patches import replaced
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, Use, misfit
+from zerostart.upstream.versions import TRANSFORMERS
+
+__all__ = ["TOUCHED", "class_beside", "unasked"]
 
 _MODULE = "transformers.dynamic_module_utils"
-_SECONDS = "TIME_OUT_REMOTE_CODE"
+_SECONDS = PatchPoint(
+    library=TRANSFORMERS,
+    owner=_MODULE,
+    names=("TIME_OUT_REMOTE_CODE",),
+    why="code of a checkpoint is refused where a question on the terminal would ask whether to run it",
+    lasts=Lasts.CALL,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(
+            f"{_MODULE}:resolve_trust_remote_code",
+            leads=("trust_remote_code",),
+            has=("has_remote_code and TIME_OUT_REMOTE_CODE > 0",),
+        ),
+    ),
+)
+TOUCHED = (
+    _SECONDS,
+    Use(
+        library=TRANSFORMERS,
+        owner=_MODULE,
+        names=("get_class_from_dynamic_module",),
+        why="the class of a model in the code beside its checkpoint, for a caller who trusts that",
+    ),
+)
 
 
 @contextlib.contextmanager
@@ -20,16 +47,13 @@ def unasked() -> Iterator[None]:
     That is what it does itself where the time to answer is set to nothing. A script that is fed from a pipe
     has no user to ask, and a ``y`` that is meant for something else is no consent.
     """
-    module: Any = sys.modules.get(_MODULE)
-    if module is None or not hasattr(module, _SECONDS):
+    if misfit((_SECONDS,)):
         yield
         return
-    before = getattr(module, _SECONDS)
-    setattr(module, _SECONDS, 0)
-    try:
+    # Imported here: else it would ask where nothing of transformers has been used before.
+    module = importlib.import_module(_MODULE)
+    with replaced(_SECONDS, module, _SECONDS.names[0], 0):
         yield
-    finally:
-        setattr(module, _SECONDS, before)
 
 
 def class_beside(config: Any, root: str) -> type | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import sys
 from dataclasses import dataclass
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 __all__ = [
     "ACCELERATE",
@@ -61,13 +62,20 @@ class Library:
 
     def is_old(self) -> bool:
         """Whether what runs is older than the first known version."""
-        version = self.running()
-        return version is not None and Version(version).release < self.first
+        release = self._release()
+        return release is not None and release < self.first
 
     def is_new(self) -> bool:
         """Whether what runs is newer than the last known version."""
-        version = self.running()
-        return version is not None and Version(version).release >= self.before
+        release = self._release()
+        return release is not None and release >= self.before
+
+    def _release(self) -> tuple[int, ...] | None:
+        """The numbers of what runs; None where nothing is there, or its version is no number (a build)."""
+        with contextlib.suppress(InvalidVersion):
+            version = self.running()
+            return None if version is None else Version(version).release
+        return None
 
 
 TORCH = Library("torch", (2, 11), (2, 14))
