@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.source import open_saved_state
 from zerostart.checkpoint.strict_json import load_json, read_json
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
@@ -87,7 +88,8 @@ def _state_of(path: Path) -> Path | None:
 
 def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The adapters in a checkpoint of a run, and the alpha that its document says."""
-    extra = read_json(state / MARKER, "training state").get("extra")
+    document, (weights,) = open_saved_state(state, [MODEL])
+    extra = document.get("extra")
     course = extra.get("course") if isinstance(extra, dict) else None
     alpha = decoded(course, {}).get("lora.alpha") if isinstance(course, dict) else None
     if not isinstance(alpha, int | float):
@@ -98,8 +100,8 @@ def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             "and name that"
         )
     tensors: dict[str, torch.Tensor] = {}
-    for file in sorted((state / MODEL).glob("*.safetensors")):
-        tensors |= _read(file)[0]
+    for file in weights.files:  # the state's own, of all that may lie there
+        tensors |= _read(Path(file))[0]
     return tensors, {"lora_alpha": alpha}
 
 
