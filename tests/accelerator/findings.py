@@ -19,8 +19,11 @@ def pretend() -> Any:
     return torch_npu.device
 
 
-def device_before_it_is_asked() -> tuple[bool, bool]:
-    """Whether the accelerator is initialised after asking for the rank's device, and once that is current."""
+def device_before_it_is_asked() -> tuple[bool, bool, int]:
+    """Whether the accelerator is initialised after asking for the rank's device, and once that is current.
+
+    And the device of a script that says it to its process group alone.
+    """
     from zerostart.distributed.world import default_device
 
     default_device()
@@ -28,10 +31,14 @@ def device_before_it_is_asked() -> tuple[bool, bool]:
     join(None, False)
     from zerostart.distributed.world import joined_world
 
+    group: Any = dist.group.WORLD
+    group.bound_device_id = torch.device("npu", 5)  # as init_process_group(device_id=...) leaves it
+    bound = default_device().index
+    group.bound_device_id = None
     joined_world()
     own = torch.accelerator.current_device_index() == dist.get_rank()
     dist.destroy_process_group()
-    return asked, own
+    return asked, own, bound
 
 
 def saved_beside_another_device(path: Path, folder: Path) -> bool:
@@ -73,6 +80,49 @@ def page_locked(path: Path, folder: Path, engine: str, config: Any, background: 
             at.type == "cpu" for name, at in places(model) if "norm" not in name and "rotary" not in name
         )
     return asked, pretend().pinned_bytes(), pretend().registered_bytes()
+
+
+def page_locked_goes(path: Path, folder: Path) -> tuple[set[int], int, int, int]:
+    """Devices that are waited for, what a peak counts, how a fork ends, and what is given back."""
+    import gc
+    import os
+    import signal
+
+    from zerostart.transfer import page_locked as locked
+    from zerostart.transfer.memory import anonymous_bytes
+
+    device = join("cpu:gloo,npu:hccl", True)
+    waited: set[int] = set()
+    synchronize = torch.accelerator.synchronize
+
+    def noted(given: Any = None) -> None:
+        index = given.index if isinstance(given, torch.device) else given
+        waited.add(torch.accelerator.current_device_index() if index is None else index)
+        synchronize(given)
+
+    torch.accelerator.synchronize = noted
+    try:
+        model = zerostart.load(path, engine="fsdp2", progress=False)
+        model, optimizer = prepared(model, "fsdp2", None)
+        step(model, optimizer, device)
+        zerostart.save_state(folder, model, optimizer=optimizer, wait=False).wait()
+        del model, optimizer
+        gc.collect()
+    finally:
+        torch.accelerator.synchronize = synchronize
+    before = anonymous_bytes()
+    pages = locked(64 << 20)
+    counted = anonymous_bytes() - before
+    child = os.fork()
+    if not child:
+        signal.alarm(30)  # which ends it, where it waits for a device that its parent alone has
+        registered = pretend().registered_bytes()
+        del pages
+        os._exit(0 if pretend().registered_bytes() == registered else 1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    registered = pretend().registered_bytes()
+    del pages
+    return waited, counted, status, registered - pretend().registered_bytes()
 
 
 def shares(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from tiny import TinyCheckpoints
 
 
 def test_the_device_is_current_and_nothing_is_initialised_by_asking() -> None:
-    assert run_npu_ranks(findings.device_before_it_is_asked, 2) == [(False, True)] * 2
+    assert run_npu_ranks(findings.device_before_it_is_asked, 2) == [(False, True, 5)] * 2
 
 
 def test_a_background_save_waits_for_the_device_of_its_copies(
@@ -52,6 +52,18 @@ def check_page_locked(engine: str, checkpoints: TinyCheckpoints, folder: Path, b
         assert asked > 20_000
         # In pages, and each tensor on a boundary of its own.
         assert allocated + registered <= 1.1 * asked + 3 * 4096
+
+
+def test_page_locked_memory_concerns_one_device_and_one_process(
+    checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    """To wait for the device of another rank, on CUDA, begins to use it, and takes memory there."""
+    done = run_npu_ranks(findings.page_locked_goes, 2, checkpoints("qwen3"), tmp_path / "state")
+    for rank, (waited, counted, status, freed) in enumerate(done):
+        assert waited == {rank}
+        assert counted >= 64 << 20
+        assert status == 0
+        assert freed == 64 << 20
 
 
 def test_the_users_own_peak_figures_stay(checkpoints: TinyCheckpoints) -> None:

@@ -150,6 +150,28 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path, name: str, ki
     soon(lambda: open_catalog(tmp_path), "not a regular file")
 
 
+def test_what_lies_beside_is_copied_where_it_is_a_file(tmp_path: Path) -> None:
+    """A save copies what is beside the weights that were loaded."""
+    from zerostart.state.settings import copy_beside
+
+    root, made = tmp_path / "root", tmp_path / "made"
+    templates = root / "additional_chat_templates"
+    templates.mkdir(parents=True)
+    made.mkdir()
+    for folder in (root, templates):
+        (folder / "own.jinja").write_text("x")
+        (folder / "linked.jinja").symlink_to(folder / "own.jinja")
+        os.mkfifo(folder / "fifo.jinja")
+        (folder / "nowhere.jinja").symlink_to("nowhere")
+        (folder / "zeros.jinja").symlink_to("/dev/zero")
+        (folder / "all.jinja").symlink_to(root)
+    (templates / "zeros.jinja").unlink()  # which would be copied for ever
+    copy_beside(root, made)
+    assert {str(path.relative_to(made)) for path in made.rglob("*") if path.is_file()} == {
+        f"{folder}{name}.jinja" for folder in ("", "additional_chat_templates/") for name in ("own", "linked")
+    }
+
+
 def sparse(path: Path, length: int = 1 << 32) -> None:
     with path.open("wb") as file:
         file.truncate(length)

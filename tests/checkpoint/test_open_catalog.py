@@ -305,6 +305,9 @@ def test_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": 1.5, "time_step_limit": [0.0, Infinity]}')
     assert config_path(tmp_path) == tmp_path / "config.json"
     assert read_config(tmp_path) == {"a": 1.5, "time_step_limit": [0.0, float("inf")]}
+    # As transformers and diffusers read what somebody has edited.
+    (tmp_path / "config.json").write_text('{"a": 1, "b": {"c": 2, "c": 3}, "a": 4}')
+    assert read_config(tmp_path) == {"a": 4, "b": {"c": 3}}
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="configuration"):
         read_config(tmp_path)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zerostart
+from zerostart.checkpoint import strict_json
 from zerostart.errors import CheckpointError, ConfigError, VerifyError
 from zerostart.state import document
 
@@ -69,6 +70,12 @@ def test_a_document_too_large_is_refused_before_it_is_written(
     monkeypatch.setattr(document, "MAX_DOCUMENT_BYTES", size)
     with pytest.raises(ConfigError, match="at most are read again"):
         saved(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(strict_json, "MAX_MEMBERS", 5000)  # with those of the files
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="at most are read again"):
+        zerostart.save_state(tmp_path / "other", model, extra={"a": [0] * 4000})
     assert not (tmp_path / "other").exists()
 
 

@@ -178,17 +178,18 @@ def test_a_checkpoint_of_a_run_is_gone_on_from(tmp_path: Path) -> None:
     tensors |= {f"{n}.lora_B.default.weight": factors[n][1] for n in names}
     (tmp_path / "model").mkdir()
     save_file(tensors, tmp_path / "model" / "model.safetensors")
-    save_file({n: t + 1 for n, t in tensors.items()}, tmp_path / "model" / "of-a-killed-save.safetensors")
-    document = {"format": 1, "files": {"model/model.safetensors": {"bytes": 1}}}
-    extra = {"course": {"lora.alpha": 8.0}}
-    (tmp_path / "state.json").write_text(json.dumps({**document, "extra": extra}))
+    # Beside it what a killed save left, or somebody else: the document does not name it.
+    save_file({n: t + 1 for n, t in tensors.items()}, tmp_path / "model" / "others.safetensors")
+    files = {"model/model.safetensors": {}}
+    written = {"extra": {"course": {"lora.alpha": 8.0}}, "files": files}
+    (tmp_path / "state.json").write_text(json.dumps(written))
     for place in (".", "model", "model/model.safetensors"):
         given = config.model_copy(update={"start_from": str(tmp_path / place)})
         start_from(model, names, given, current_world())
         for name in names:
             delta = model.get_submodule(name).get_delta_weight("default")
             torch.testing.assert_close(delta, factors[name][1] @ factors[name][0] * 4.0)
-    (tmp_path / "state.json").write_text(json.dumps({**document, "extra": {"mine": 1}}))
+    (tmp_path / "state.json").write_text(json.dumps({"extra": {"mine": 1}, "files": files}))
     with pytest.raises(ConfigError, match="is a training state that says nothing of alpha"):
         start_from(model, names, given, current_world())
 

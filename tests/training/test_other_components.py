@@ -1,9 +1,11 @@
 """The parts of a pipeline that a run does not train: copied beside what it trained, or left as they are."""
 
 import json
+import os
 
 import pytest
 
+from zerostart.errors import ConfigError
 from zerostart.training.tasks.flow_source import copy_others
 
 
@@ -48,3 +50,18 @@ def test_files_that_cannot_be_linked_are_copied(pipeline, tmp_path, monkeypatch)
     (tmp_path / "made").mkdir()
     copy_others(pipeline, "transformer", tmp_path / "made")
     assert (tmp_path / "made" / "vae" / "config.json").read_text() == "vae"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_what_has_no_end_is_not_copied(tmp_path, kind):
+    root = tmp_path / "root"
+    (tmp_path / "made").mkdir()
+    (root / "scheduler").mkdir(parents=True)
+    (root / "model_index.json").write_text(json.dumps({"scheduler": ["diffusers", "S"]}))
+    if kind == "fifo":
+        os.mkfifo(root / "scheduler" / "one")
+    else:
+        (root / "scheduler" / "one").symlink_to(root)
+    with pytest.raises(ConfigError, match=r"scheduler/one is (no regular file|a link to a directory)"):
+        copy_others(root, "transformer", tmp_path / "made")
+    assert not (tmp_path / "made" / "model_index.json").exists()

@@ -16,6 +16,8 @@ from math import prod
 from typing import Any
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TensorEntry
+from zerostart.checkpoint.formats.safetensors import MAX_TENSORS
+from zerostart.checkpoint.strict_json import MAX_JSON_BYTES
 from zerostart.errors import CheckpointError, ConfigError
 
 __all__ = ["DEFAULT_STEM", "SaveLayout", "ShardFile", "parse_size", "plan_shards"]
@@ -26,6 +28,8 @@ _UNITS = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
+#: Tensors of one file, and bytes of their description: half of what is read again.
+MOST_TENSORS, MOST_HEADER = MAX_TENSORS // 2, MAX_JSON_BYTES // 2
 #: `DTYPE_BITS` lists the types in the library's order, which never falls in width above a byte.
 _RANK = {dtype: position for position, dtype in enumerate(DTYPE_BITS)}
 
@@ -91,10 +95,11 @@ def plan_shards(
 ) -> SaveLayout:
     """Distribute (name, dtype in safetensors' spelling, shape) over files as save_pretrained does.
 
-    In the given order each file takes what fits into ``max_shard_size`` bytes of tensors; a larger
-    tensor gets a file of its own. One file is called ``model.safetensors``, several
-    ``model-00001-of-0000N.safetensors`` with an index (``stem`` replaces "model"). ``metadata`` goes
-    into each header, {"format": "pt"} by default; ``total_parameters`` into the index, if given.
+    In the given order each file takes what fits into ``max_shard_size`` bytes of tensors, and not more of
+    them than a header is read for; a larger tensor gets a file of its own. One file is called
+    ``model.safetensors``, several ``model-00001-of-0000N.safetensors`` with an index (``stem`` replaces
+    "model"). ``metadata`` goes into each header, {"format": "pt"} by default; ``total_parameters`` into the
+    index, if given.
     ``before`` has the number of the file that each tensor was read from: where files of that size could have
     been filled so in some order, which tensors do not tell, they are divided so again.
     Raises CheckpointError on a name that occurs twice, and on a dtype or a shape that cannot be stored.
@@ -129,19 +134,26 @@ def _unplaced(name: str, dtype: str, shape: Sequence[int]) -> TensorEntry:
 def _filled(entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntry]]:
     groups: list[list[TensorEntry]] = []
     current: list[TensorEntry] = []
-    filled = 0
+    filled = described = 0
     for entry in entries:
         if entry.nbytes > limit:
             groups.append([entry])
             continue
-        if filled + entry.nbytes > limit:
+        full = len(current) >= MOST_TENSORS or described + _described(entry) > MOST_HEADER
+        if filled + entry.nbytes > limit or (full and current):
             groups.append(current)
-            current, filled = [], 0
+            current, filled, described = [], 0, 0
         current.append(entry)
         filled += entry.nbytes
+        described += _described(entry)
     if current or not groups:
         groups.append(current)
     return groups
+
+
+def _described(entry: TensorEntry) -> int:
+    """About the bytes that a tensor takes in a header."""
+    return len(entry.name.encode()) + 80 + 12 * len(entry.shape)
 
 
 def _as_before(
@@ -159,7 +171,7 @@ def _as_before(
         sizes = [entry.nbytes for entry in group]
         if len(group) == 1 and sizes[0] > limit:  # has a file of its own, and ends no other
             continue
-        if sum(sizes) > limit or 0 < filled <= limit - max(sizes):
+        if sum(sizes) > limit or 0 < filled <= limit - max(sizes) or len(group) > MOST_TENSORS:
             return None
         filled = sum(sizes)
     return found

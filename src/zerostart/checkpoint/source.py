@@ -186,10 +186,11 @@ def config_path(root: str | os.PathLike[str]) -> Path | None:
 def read_config(root: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Content of the ``config.json`` in directory ``root``, or None without one.
 
-    Raises CheckpointError if it is not a JSON object.
+    A name that is there twice counts as the last says: so transformers and diffusers, which build the model,
+    read the files that people have edited by hand. Raises CheckpointError if it is not a JSON object.
     """
     path = config_path(root)
-    return None if path is None else read_json(path, "configuration", MAX_CONFIG_BYTES)
+    return None if path is None else read_json(path, "configuration", MAX_CONFIG_BYTES, repeated=True)
 
 
 def _may_be_hub_id(name: str) -> bool:

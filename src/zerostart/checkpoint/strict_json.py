@@ -11,7 +11,16 @@ from zerostart.checkpoint.recognising import HEAD_BYTES, named_kind
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
-__all__ = ["DAMAGED", "MAX_DOCUMENT_BYTES", "MAX_JSON_BYTES", "dump_json", "load_json", "read_json", "shown"]
+__all__ = [
+    "DAMAGED",
+    "MAX_DOCUMENT_BYTES",
+    "MAX_JSON_BYTES",
+    "dump_json",
+    "is_too_much",
+    "load_json",
+    "read_json",
+    "shown",
+]
 
 #: The safetensors library's limit on a header, here for indices and configurations as well.
 MAX_JSON_BYTES = 100_000_000
@@ -28,21 +37,24 @@ MAX_CONFIG_BYTES = 8_000_000
 DAMAGED = "the file is damaged, or is not what its name says; download it again"
 
 
-def load_json(raw: bytes, path: str, what: str, any_number: bool = False) -> dict[str, Any]:
+def load_json(
+    raw: bytes, path: str, what: str, any_number: bool = False, repeated: bool = False
+) -> dict[str, Any]:
     """Parse a JSON object more strictly than Python does: no duplicate names, no lone surrogates.
 
     Numbers have to be integers that a Rust reader would take for one too, unless ``any_number``: then
-    fractions, NaN and infinities pass, which Python's own writer puts into configurations.
+    fractions, NaN and infinities pass, which Python's own writer puts into configurations. Where names may be
+    ``repeated``, the last one counts, as for Python's reader.
     Raises CheckpointError; ``path`` and ``what`` say in its message which file and which part of it.
     """
-    if raw.count(b"{") > MAX_OBJECTS or raw.count(b",") > MAX_MEMBERS:
+    if is_too_much(raw.count(b"{"), raw.count(b",")):
         raise CheckpointError(
             f"{path}: the {what} has more than {MAX_OBJECTS} objects or {MAX_MEMBERS} members: {DAMAGED}"
         )
     try:
         value = json.loads(
             raw.decode("utf-8"),
-            object_pairs_hook=_unique,
+            object_pairs_hook=None if repeated else _unique,
             # A call a number takes a third of the time of a header: only where it can matter.
             parse_int=_integer if not any_number and b"-0" in raw else None,
             parse_float=None if any_number else _no_number,
@@ -67,8 +79,15 @@ def load_json(raw: bytes, path: str, what: str, any_number: bool = False) -> dic
     return value
 
 
-def read_json(path: Path, what: str, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def is_too_much(objects: int, members: int) -> bool:
+    """Whether a document with so many opening braces and commas is not read."""
+    return objects > MAX_OBJECTS or members > MAX_MEMBERS
+
+
+def read_json(path: Path, what: str, most: int = MAX_JSON_BYTES, repeated: bool = False) -> dict[str, Any]:
     """The JSON object in a regular file of at most ``most`` bytes, with any numbers; ``what`` names its kind.
+
+    See ``load_json`` for names that are ``repeated``.
 
     Raises ReadError if reading fails, CheckpointError if it is no regular file, too large or no JSON object.
     """
@@ -77,7 +96,7 @@ def read_json(path: Path, what: str, most: int = MAX_JSON_BYTES) -> dict[str, An
     except CheckpointNotFoundError as error:
         raise ReadError(f"{path}: cannot be read: {error.__cause__}") from error
     try:
-        return load_json(raw, str(path), what, any_number=True)
+        return load_json(raw, str(path), what, any_number=True, repeated=repeated)
     except CheckpointError as error:
         if kind := named_kind(raw[:HEAD_BYTES]):
             raise CheckpointError(f"{path}: no {what}: {kind}") from error

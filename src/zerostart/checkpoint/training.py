@@ -81,7 +81,7 @@ def stock_time(directory: Path) -> tuple[Path, float] | None:
     if place is None:
         return None
     files = (entry for entry in place.iterdir() if entry.suffix != ".json" and entry.is_file())
-    return place, max(entry.stat().st_mtime for entry in files)
+    return place, max((entry.stat().st_mtime for entry in files), default=place.stat().st_mtime)
 
 
 def _read(place: Path, files: PartFiles) -> Found:

@@ -48,15 +48,19 @@ def default_device() -> torch.device:
 
 
 def _own_index(kind: torch.device) -> int:
-    """The device that the script has made current, else the local rank's.
+    """The device that the script has made current, else its process group's, else the local rank's.
 
     To ask which device is current initialises the accelerator, and then torch no longer makes the rank's own
     the current one: it is asked only where that has happened. 0 is current without anybody's doing.
     """
     begun = getattr(torch.get_device_module(kind), "is_initialized", None)
     current = torch.accelerator.current_device_index() if begun is None or begun() else 0
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    bound = getattr(group, "bound_device_id", None)  # init_process_group(device_id=...)
+    if not current and bound is not None and bound.type == kind.type and bound.index is not None:
+        return int(bound.index)
     rank = os.environ.get("LOCAL_RANK")
-    if current or rank is None:
+    if current or not rank:
         return current
     # As accelerate numbers them: a launcher may show each rank one device alone.
     return int(rank) % max(1, torch.accelerator.device_count())

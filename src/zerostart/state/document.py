@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json, shown
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, is_too_much, read_json, shown
 from zerostart.errors import CheckpointError, ConfigError, ReadError, VerifyError
 from zerostart.state.training_state import FORMAT, MARKER
 from zerostart.state.writing import Entry
@@ -49,12 +49,14 @@ def check_size(document: Mapping[str, Any], entries: Sequence[Entry]) -> None:
 
     ``entries`` are the tensors whose digests come to it.
     """
-    size = len(json.dumps(document)) + _PER_FILE
-    size += sum(len(json.dumps(name)) + _PER_TENSOR for name, _, _ in entries)
-    if size > MAX_DOCUMENT_BYTES:
+    text, names = json.dumps(document, indent=1), [json.dumps(name) for name, _, _ in entries]
+    size = len(text) + _PER_FILE + sum(len(name) + _PER_TENSOR for name in names)
+    objects, members = (sum(part.count(mark) for part in (text, *names)) for mark in "{,")
+    if size > MAX_DOCUMENT_BYTES or is_too_much(objects + _PER_FILE, members + len(names) + _PER_FILE):
         raise ConfigError(
-            f"the document of the state would have {size} bytes for {len(entries)} tensors, and "
-            f"{MAX_DOCUMENT_BYTES} at most are read again: train fewer parameters, or join small ones"
+            f"the document of the state would have {size} bytes and {objects} objects for {len(entries)} "
+            f"tensors, and {MAX_DOCUMENT_BYTES} bytes at most are read again: train fewer parameters, join "
+            "small ones, or pass less beside them"
         )
 
 

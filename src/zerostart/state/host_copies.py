@@ -61,8 +61,10 @@ def kept_on_host(
                 f"rank {world.rank} would copy {needed / 2**20:.1f} MiB to host memory to save in the "
                 f"background, and {limit / 2**20:.1f} MiB are free for it; use wait=True"
             )
+        devices = {piece.device for part in own for piece in part if piece.locked}
+        of = next(iter(devices), None)
         arenas = {
-            locked: Arena(torch.device("cpu"), partial(_buffer, content.module, locked))
+            locked: Arena(torch.device("cpu"), partial(_buffer, content.module, locked, of))
             for locked in (False, True)
         }
         places = [[piece.reserved(arenas) for piece in part] for part in own]
@@ -73,7 +75,7 @@ def kept_on_host(
             ]
             for part, at in zip(own, places, strict=True)
         )
-        for device in {piece.device for part in own for piece in part if piece.locked}:
+        for device in devices:
             torch.accelerator.synchronize(device)  # not the current one, which may be another
     found = replace(content, model=(content.model[0], model), state=(content.state[0], state))
     return found, partial(_all, left) if later else None
@@ -84,12 +86,14 @@ def _all(copies: Sequence[Callable[[], None]]) -> None:
         copy()
 
 
-def _buffer(module: nn.Module, locked: bool, nbytes: int) -> torch.Tensor:
-    """The model's memory for copies, page-locked or not, made anew where it is too small."""
+def _buffer(module: nn.Module, locked: bool, device: torch.device | None, nbytes: int) -> torch.Tensor:
+    """The model's memory for copies, page-locked for ``device`` or not, made anew where it is too small."""
     own = _buffers.setdefault(module, {})
     if locked not in own or own[locked].nbytes < nbytes:
         own.pop(locked, None)  # Before the new one is made.
-        own[locked] = page_locked(nbytes) if locked else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        own[locked] = (
+            page_locked(nbytes, device) if locked else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        )
     return own[locked]
 
 

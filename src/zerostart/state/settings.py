@@ -43,14 +43,21 @@ def save_settings(model: nn.Module, directory: Path, root: str, dtype: torch.dty
 
 
 def copy_beside(root: Path, directory: Path) -> None:
-    """Copy tokenizer, processor, chat template and code files, where ``directory`` has none of that name."""
+    """Copy tokenizer, processor, chat template and code files, where ``directory`` has none of that name.
+
+    Regular files alone, and of a folder those that lie in it: a stranger's links may lead to what has no end.
+    """
     if not root.is_dir():
         return
     for path in sorted(root.iterdir()):
-        if path.suffix not in _KINDS or _NOT_COPIED.fullmatch(path.name) or not path.is_file():
-            continue
-        if path.stat().st_size <= _MOST and not (directory / path.name).exists():
-            shutil.copyfile(path, directory / path.name)
+        if path.suffix in _KINDS and not _NOT_COPIED.fullmatch(path.name):
+            _copy(path, directory / path.name)
     for name in _FOLDERS:
-        if (root / name).is_dir():
-            shutil.copytree(root / name, directory / name, dirs_exist_ok=True)
+        for path in sorted((root / name).iterdir()) if (root / name).is_dir() else ():
+            _copy(path, directory / name / path.name)
+
+
+def _copy(path: Path, to: Path) -> None:
+    if path.is_file() and path.stat().st_size <= _MOST and not to.exists():
+        to.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, to)

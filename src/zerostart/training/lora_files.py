@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.checkpoint.manifest import current, lies_at
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.source import open_saved_state
 from zerostart.checkpoint.strict_json import load_json, read_json
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
@@ -88,9 +88,7 @@ def _state_of(path: Path) -> Path | None:
 
 def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The adapters in a checkpoint of a run, and the alpha that its document says."""
-    document = current(state, MARKER)
-    if document is None:
-        raise CheckpointNotFoundError(f"lora.start_from {state} is not there any more")
+    document, (weights,) = open_saved_state(state, [MODEL])
     extra = document.get("extra")
     course = extra.get("course") if isinstance(extra, dict) else None
     alpha = decoded(course, {}).get("lora.alpha") if isinstance(course, dict) else None
@@ -102,9 +100,8 @@ def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             "and name that"
         )
     tensors: dict[str, torch.Tensor] = {}
-    for name in sorted(document["files"]):  # and no others: beside them may lie what a killed save has left
-        if name.startswith(f"{MODEL}/") and name.endswith(".safetensors"):
-            tensors |= _read(lies_at(state, document, name))[0]
+    for file in weights.files:  # the state's own, of all that may lie there
+        tensors |= _read(Path(file))[0]
     return tensors, {"lora_alpha": alpha}
 
 

@@ -13,6 +13,7 @@ from types import TracebackType
 import torch
 
 from zerostart.distributed.machine import UNKNOWN, available_memory
+from zerostart.transfer.page_locked import registered_bytes
 
 __all__ = [
     "Arena",
@@ -125,14 +126,17 @@ class PeakMeter:
 
 
 def anonymous_bytes() -> int:
-    """Anonymous resident bytes of this process; 0 where the system does not say."""
+    """Anonymous resident bytes of this process, and page-locked ones; 0 where the system does not say.
+
+    The pages of the second kind are shared with what is forked, and the system counts them apart.
+    """
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return 0
     for line in status.splitlines():
         if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
+            return int(line.split()[1]) * 1024 + registered_bytes()
     return 0
 
 

@@ -10,45 +10,73 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import sys
 from collections.abc import Callable
 
 import torch
 
-__all__ = ["page_locked"]
+__all__ = ["page_locked", "registered_bytes"]
 
 Register = Callable[[int, int], object]
 Unregister = Callable[[int], object]
 
 
-def page_locked(nbytes: int) -> torch.Tensor:
-    """``nbytes`` bytes of page-locked host memory, 1-D and uninitialised; freed with their last view."""
+#: Bytes by address; without a lock, for they may go at any moment, in any thread.
+_registered: dict[int, int] = {}
+
+
+def registered_bytes() -> int:
+    """Bytes of the host that are registered now."""
+    return sum(list(_registered.values()))
+
+
+def page_locked(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
+    """``nbytes`` bytes of page-locked host memory, 1-D and uninitialised; freed with their last view.
+
+    For copies from and to ``device``, the current one if none is given: these alone are waited for before
+    the memory goes.
+    """
     runtime = _runtime() if nbytes else None
     if runtime is None:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    index = device.index if device is not None else None
     pages = _Pages(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-    if not pages.lock(*runtime):
+    if not pages.lock(*runtime, torch.accelerator.current_device_index() if index is None else index):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
 
 
 class _Pages(mmap.mmap):
-    """Pages that are registered until they go."""
+    """Pages that are registered until they go.
+
+    They are shared, as ``mmap`` makes them: of private ones a process that is forked (a worker of a data
+    loader) would take copies, of those that an accelerator may write to at once.
+    """
 
     _unregister: Unregister | None = None
 
-    def lock(self, register: Register, unregister: Unregister) -> bool:
-        """Register; whether the runtime took them."""
+    def lock(self, register: Register, unregister: Unregister, device: int) -> bool:
+        """Register for copies of ``device``; whether the runtime took them."""
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
-        if int(register(self._address, len(self))):  # type: ignore[call-overload]  # an enumeration or a number
-            return False
-        self._unregister = unregister
+        with torch.accelerator.device_index(device):
+            if int(register(self._address, len(self))):  # type: ignore[call-overload]  # an enumeration or a number
+                return False
+        self._device, self._process, self._unregister = device, os.getpid(), unregister
+        _registered[self._address] = len(self)
         return True
 
-    def __del__(self) -> None:
-        if self._unregister is not None and torch is not None:  # at the end of Python nothing is left to do
-            for index in range(torch.accelerator.device_count()):
-                torch.accelerator.synchronize(index)  # copies that are under way
-            self._unregister(self._address)
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Nothing is left to do at the end of Python; and what was forked has not registered them.
+        if self._unregister is None or ends() or os.getpid() != self._process:
+            return
+        _registered.pop(self._address, None)
+        # To wait for another device than their own would begin to use that one, with some hundred MiB there.
+        with torch.accelerator.device_index(self._device):
+            try:
+                torch.accelerator.synchronize(self._device)  # copies that are under way
+            finally:
+                self._unregister(self._address)
 
 
 def _runtime() -> tuple[Register, Unregister] | None:

@@ -104,7 +104,7 @@ class DeviceStaging:
     @cached_property
     def _host(self) -> list[torch.Tensor]:
         return [
-            page_locked(self._nbytes)
+            page_locked(self._nbytes, self._device)
             if self._pinned
             else torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
             for _ in range(self._depth)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,14 +84,25 @@ def copy_others(root: Path, component: str, directory: Path) -> None:
         for entry in sorted(root.iterdir()):
             if entry.is_dir() and entry.name in index and entry.name != component:
                 shutil.rmtree(directory / entry.name, ignore_errors=True)
-                shutil.copytree(entry, directory / entry.name, copy_function=_linked)
+                shutil.copytree(
+                    entry, directory / entry.name, ignore=_no_linked_folders, copy_function=_linked
+                )
         shutil.copyfile(root / PIPELINE_INDEX, directory / PIPELINE_INDEX)
     except (OSError, shutil.Error) as error:
         raise ConfigError(f"output.pipeline: {root} cannot be copied to {directory}: {error}") from error
 
 
+def _no_linked_folders(folder: str, names: Sequence[str]) -> Sequence[str]:
+    for path in (Path(folder, name) for name in names):
+        if path.is_symlink() and path.is_dir():
+            raise OSError(f"{path} is a link to a directory, which may have no end")
+    return ()
+
+
 def _linked(source: str, target: str) -> None:
     real = os.path.realpath(source)
+    if not Path(real).is_file():
+        raise OSError(f"{source} is no regular file")
     try:
         os.link(real, target)
     except OSError:  # on another file system, on one without links, or of another user's file
