@@ -10,11 +10,11 @@ from test_resumed_runs import going_on, interrupted, steps_in
 from test_run import losses, metrics, run, values
 
 from ranks import run_ranks
+from zerostart.checkpoint.folders import Folder
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 from zerostart.state.keeping import complete
 from zerostart.state.values import encoded
-from zerostart.training import place
 from zerostart.training.configuring import parse_config
 from zerostart.training.place import claimed, clear, counts, set_aside
 
@@ -121,10 +121,14 @@ def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, mon
     folder = tmp_path / "checkpoints"
     checkpoint(folder, "step-00000001", 1)
 
-    def fails(path, marker):
-        raise PermissionError(13, "not allowed", str(path))
+    remove = Folder.remove
 
-    monkeypatch.setattr(place, "remove", fails)
+    def fails(self, name, known=None):
+        if name == "data":
+            raise PermissionError(13, "not allowed", name)
+        remove(self, name, known)
+
+    monkeypatch.setattr(Folder, "remove", fails)
     with pytest.raises(WriteError, match="cannot be removed"), set_aside(tmp_path, None, ALONE):
         clear(tmp_path, None)
     assert complete(folder) == []
