@@ -238,6 +238,12 @@ def test_links_lead_nowhere(name: str, tmp_path: Path) -> None:
     [
         {"marker": "zerostart.json", "switch": "gone", "drop": {"../above": [1, 2, 3]}},
         {"marker": "zerostart.json", "switch": "gone", "deliver": {"notes": [1, 2]}, "drop": {"notes": [1]}},
+        {"marker": "zerostart.json", "switch": "gone", "drop": {"notes": None}},
+        {"marker": "notes", "switch": "gone"},
+        {"marker": "", "switch": ""},
+        {"marker": "", "switch": "gone", "folders": [""], "drop": {"": [1, 2, 3]}},
+        {"marker": "", "switch": "gone", "drop": ["notes"]},
+        {"marker": "", "switch": "gone", "made": {"\ud800": [1, 2, 3]}},
         {"marker": "/etc/passwd", "switch": ""},
         {"marker": [], "switch": {}},
         {"other": 1},

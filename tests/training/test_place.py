@@ -10,6 +10,7 @@ from test_resumed_runs import going_on, interrupted, steps_in
 from test_run import losses, metrics, run, values
 
 from ranks import run_ranks
+from zerostart.checkpoint.folders import Folder
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 from zerostart.state.keeping import complete
@@ -52,7 +53,9 @@ def checkpoint(folder, name, saved_at):
     extra = (
         {"step": saved_at, "sequences": 0, "schedule": {}} if name.startswith("step-") else {"step": saved_at}
     )
-    (folder / name / "state.json").write_text(json.dumps({"saved_at_ns": saved_at, "extra": extra}))
+    document = {"format": 1, "files": {"data": {"bytes": 0}}, "saved_at_ns": saved_at, "extra": extra}
+    (folder / name / "state.json").write_text(json.dumps(document))
+    (folder / name / "data").write_text("")
     return folder / name
 
 
@@ -61,13 +64,15 @@ def test_what_another_run_made_goes_and_nothing_else(tmp_path):
     folder = tmp_path / "checkpoints"
     checkpoint(folder, "step-00000001", 1)
     checkpoint(folder, "by-hand", 1)  # a script's own, by save_state
+    checkpoint(folder, "step-00000003", 3).joinpath("notes").write_text("of the user")
     (folder / ".step-00000002.0123456789ab.saving").mkdir()
+    (folder / ".git").mkdir()
     own = [tmp_path / "samples" / "mine", tmp_path / "exports" / "mine", tmp_path / "ema-notes"]
     for path in (*own, tmp_path / "samples" / "step-00000000", tmp_path / "ema", folder / "mine"):
         path.mkdir(parents=True)
     for path in (tmp_path / "exports" / "step-1", tmp_path / "ema"):
         path.mkdir(parents=True, exist_ok=True)
-        (path / "zerostart.json").write_text("{}")
+        (path / "zerostart.json").write_text('{"format": 1, "files": {}}')
     with set_aside(tmp_path, None, ALONE):
         (aside,) = tmp_path.glob(".checkpoints.replaced.*")
         assert not folder.exists()
@@ -76,11 +81,12 @@ def test_what_another_run_made_goes_and_nothing_else(tmp_path):
     with set_aside(tmp_path, None, ALONE):
         assert not folder.exists()
         clear(tmp_path, None)
-    assert sorted(path.name for path in folder.iterdir()) == ["by-hand", "mine"]
+    assert sorted(path.name for path in folder.iterdir()) == [".git", "by-hand", "mine", "step-00000003"]
     assert all(path.is_dir() for path in own)
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
-        ["checkpoints", "by-hand", "state.json", "mine", "samples", "mine", "exports", "mine", "ema-notes"]
-    )
+        ["checkpoints", "by-hand", "data", "state.json", "mine", ".git", "step-00000003", "notes", "samples",
+         "mine", "exports", "mine", "ema-notes"]
+    )  # fmt: skip
 
 
 def test_going_on_from_an_earlier_checkpoint_leaves_no_later_one(tmp_path):
@@ -90,9 +96,13 @@ def test_going_on_from_an_earlier_checkpoint_leaves_no_later_one(tmp_path):
     (tmp_path / "samples" / "step-00000000").mkdir(parents=True)
     (tmp_path / "link").symlink_to(folder)
     given = tmp_path / "link" / second.name
+    fourth = checkpoint(folder, "step-00000004", 4)
+    (fourth / "notes").write_text("of the user")
     with set_aside(tmp_path, given, ALONE):
         assert third.is_dir()
         clear(tmp_path, given)
+    assert [path.name for path in fourth.iterdir()] == ["notes"]
+    shutil.rmtree(fourth)
     assert sorted(folder.iterdir()) == [own, first, second]
     assert (tmp_path / "samples" / "step-00000000").is_dir()
 
@@ -111,10 +121,14 @@ def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, mon
     folder = tmp_path / "checkpoints"
     checkpoint(folder, "step-00000001", 1)
 
-    def fails(path):
-        raise PermissionError(13, "not allowed", str(path))
+    remove = Folder.remove
 
-    monkeypatch.setattr(shutil, "rmtree", fails)
+    def fails(self, name, known=None):
+        if name == "data":
+            raise PermissionError(13, "not allowed", name)
+        remove(self, name, known)
+
+    monkeypatch.setattr(Folder, "remove", fails)
     with pytest.raises(WriteError, match="cannot be removed"), set_aside(tmp_path, None, ALONE):
         clear(tmp_path, None)
     assert complete(folder) == []

@@ -55,14 +55,17 @@ class Folder:
         finally:
             os.close(handle)
 
-    def identity(self, name: str, regular: bool = False) -> Identity | None:
-        """That of what has this name, be it a link; None for nothing, and if asked for what is no file."""
+    def identity(self, name: str, regular: bool = False, link: bool = False) -> Identity | None:
+        """That of what has this name, be it a link; None for nothing, and if asked for what is no file.
+
+        With ``link`` a link, which is not followed, is as good as a file.
+        """
         try:
             with self.parent(name) as (handle, last):
                 found = os.stat(last, dir_fd=handle, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        if regular and not stat.S_ISREG(found.st_mode):
+        if regular and not (stat.S_ISREG(found.st_mode) or (link and stat.S_ISLNK(found.st_mode))):
             return None
         return [found.st_ino, found.st_size, found.st_mtime_ns]
 
@@ -108,8 +111,8 @@ class Folder:
             os.replace(begin, end, src_dir_fd=old, dst_dir_fd=new)
 
     def remove(self, name: str, known: Identity | None = None) -> None:
-        """Remove a file, if it is one and, where that is ``known``, still the same."""
-        found = self.identity(name, regular=True)
+        """Remove a file, if it is one and, where that is ``known``, still the same; that may be a link."""
+        found = self.identity(name, regular=True, link=known is not None)
         if found is not None and known in (None, found):
             with self.parent(name) as (handle, last), contextlib.suppress(FileNotFoundError):
                 os.unlink(last, dir_fd=handle)

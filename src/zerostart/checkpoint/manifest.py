@@ -7,12 +7,14 @@ what else lies in the directory, by the names of its weights. ``state.json`` is 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
+from zerostart.checkpoint.storage.files import read_small
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, load_json, read_json
 from zerostart.errors import CheckpointError, ReadError, VerifyError
 
 __all__ = [
@@ -25,7 +27,9 @@ __all__ = [
     "contents_of",
     "current",
     "documents",
+    "group_of",
     "grouped",
+    "is_foreign",
     "is_inside",
     "lies_at",
     "read_marker",
@@ -42,17 +46,18 @@ INDEX = ".index.json"
 WEIGHTS = re.compile(
     r"(?P<stem>.+?)(-[0-9a-f]{12})?(?P<shard>-\d{5}-of-\d{5})?\.safetensors(?P<index>\.index\.json)?"
 )
+#: The same of files that a save writes, which have no mark yet: what looks like one is of the stem.
+_STAGED = re.compile(WEIGHTS.pattern.replace("(-[0-9a-f]{12})?", ""))
 _TOKEN = re.compile(r"[0-9a-f]{12}")
 
 
 def is_inside(name: object) -> bool:
     """Whether a name in a document, which anybody may have written, is one of a file below its directory."""
-    return (
-        isinstance(name, str)
-        and not name.startswith("/")
-        and not {"", ".", ".."} & set(name.split("/"))
-        and "\0" not in name
-    )
+    if not isinstance(name, str) or name.startswith("/") or "\0" in name:
+        return False
+    with contextlib.suppress(UnicodeEncodeError):  # half a surrogate pair, which no system has in a name
+        return bool(os.fsencode(name)) and not {"", ".", ".."} & set(name.split("/"))
+    return False
 
 
 def documents(path: str | Path) -> list[dict[str, Any]]:
@@ -93,14 +98,20 @@ def contents_of(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return others
 
 
-def grouped(names: Iterable[str]) -> dict[str, list[str]]:
+def group_of(name: str, staged: bool = False) -> str:
+    """The folder and the stem of a file of weights, of one that is ``staged`` still; empty of any other."""
+    path = PurePosixPath(name)
+    match = (_STAGED if staged else WEIGHTS).fullmatch(path.name)
+    return "" if match is None else (path.parent / match["stem"]).as_posix()
+
+
+def grouped(names: Iterable[str], staged: bool = False) -> dict[str, list[str]]:
     """Files by the content that they are of: weights by folder and stem, the rest with weights beside it."""
     groups: dict[str, list[str]] = {}
     rest = []
     for name in sorted(names):
-        path = PurePosixPath(name)
-        if match := WEIGHTS.fullmatch(path.name):
-            groups.setdefault((path.parent / match["stem"]).as_posix(), []).append(name)
+        if group := group_of(name, staged):
+            groups.setdefault(group, []).append(name)
         else:
             rest.append(name)
     first = next(iter(groups), "")
@@ -117,8 +128,8 @@ def _pending(place: Path, name: str) -> dict[str, Any] | None:
             document = _read(directory / name) if _TOKEN.fullmatch(directory.name) else None
             if document is None or not {"switch"} <= document.keys():
                 continue
-            over = document.get("over")
-            if not (directory / str(document["switch"])).exists() and not (over and (place / over).exists()):
+            switch, over = str(document["switch"]), str(document.get("over") or "")
+            if not (directory / switch).exists() and not (over and os.path.lexists(place / over)):
                 return document
     return None
 
@@ -130,6 +141,8 @@ def _read(marker: Path) -> dict[str, Any] | None:
         document = read_json(marker, "marker", MAX_DOCUMENT_BYTES)
     except (CheckpointError, ReadError, OSError) as error:
         raise VerifyError(str(error)) from error
+    if _is_foreign(document):
+        return None
     if document.get("format") != FORMAT:
         raise VerifyError(
             f"{marker}: its format is {document.get('format')!r}, and this version knows {FORMAT}: use "
@@ -141,11 +154,25 @@ def _read(marker: Path) -> dict[str, Any] | None:
     return document
 
 
+def is_foreign(marker: Path) -> bool:
+    """Whether a file that is called as a document of ours is one of somebody's own."""
+    with contextlib.suppress(CheckpointError, ReadError):
+        raw = read_small(str(marker), MAX_DOCUMENT_BYTES, "marker") if marker.is_file() else b'"format"'
+        # Of a state's own document, which may take long to parse, this is told at once.
+        return b'"format"' not in raw and _is_foreign(load_json(raw, str(marker), "marker", True))
+    return False
+
+
+def _is_foreign(document: Mapping[str, Any]) -> bool:
+    return not {"format", "files"} & document.keys()
+
+
 def _well_formed(document: object) -> bool:
     if not isinstance(document, dict):
         return False
     files, digests = document.get("files"), document.get("digests", {})
-    if not isinstance(files, dict) or not isinstance(digests, dict):
+    content = document.get("content", "")
+    if not isinstance(files, dict) or not isinstance(digests, dict) or not isinstance(content, str):
         return False
     described = all(isinstance(one, dict) and type(one.get("bytes")) is int for one in files.values())
     inside = all(is_inside(name) for name in (*files, *(name for name in digests if name != ".")))

@@ -29,7 +29,16 @@ from typing import Any
 
 from zerostart.checkpoint.durable import sync, sync_handle, write_whole
 from zerostart.checkpoint.folders import Folder, lock
-from zerostart.checkpoint.manifest import FORMAT, HIDDEN, MARKER, MARKERS, current, grouped
+from zerostart.checkpoint.manifest import (
+    FORMAT,
+    HIDDEN,
+    MARKER,
+    MARKERS,
+    contents_of,
+    current,
+    grouped,
+    is_foreign,
+)
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.switching import Plan, finish, planned, settle, switch
 from zerostart.errors import WriteError, ZerostartError
@@ -77,6 +86,11 @@ class Staging:
             with told(self.path, "nothing was saved"):
                 if self.path.exists() and not self.path.is_dir():
                     raise WriteError(f"{self.path} is a file; save to a directory, or remove it")
+                if marker and is_foreign(self.path / marker):
+                    raise WriteError(
+                        f"{self.path / marker} is not of zerostart, which would write its own in its place: "
+                        "call it something else, or save to another directory"
+                    )
                 _clear(self.path)
                 self._begin()
         except BaseException:
@@ -122,7 +136,7 @@ class Staging:
                 sync(self.directory / name)
             files = {name: known.get(name) or self._described(name, document) for name in below}
             files = {**known, **files}
-            contents = {"": list(files)} if self._by_document else grouped(files)
+            contents = {"": list(files)} if self._by_document else grouped(files, staged=True)
         with contextlib.ExitStack() as stack:
             with told(self.path, state):
                 stack.enter_context(self._folder.alone())
@@ -175,6 +189,7 @@ class Staging:
             finally:
                 if handle >= 0:
                     os.close(handle)
+                folder.remove_empty(HIDDEN)
                 folder.close()
 
     def _described(self, name: str, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,10 +219,12 @@ def remove(path: Path, marker: str) -> None:
             folder.make(HIDDEN)
             handle = _locked(folder, token, True)
             plan = Plan(marker, "")
-            for name in document["files"]:
+            contents = contents_of(document).values() if marker == MARKER else [document]
+            names = {name for content in contents for name in content["files"]}
+            for name in sorted(names):
                 if (known := folder.identity(name, regular=True)) is not None:
                     plan.drop[name] = known
-            plan.folders = _above(document["files"])
+            plan.folders = _above(names)
             try:
                 _note(handle, dataclasses.asdict(plan))
                 folder.remove(marker)
@@ -228,9 +245,9 @@ def _locked(folder: Folder, token: str, new: bool) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         handle = os.open(last, flags, 0o666, dir_fd=parent)
         try:
-            lock(handle)
+            mine = lock(handle)
             found = os.stat(last, dir_fd=parent, follow_symlinks=False)
-            if found.st_ino != os.fstat(handle).st_ino:
+            if mine is False or found.st_ino != os.fstat(handle).st_ino:
                 raise FileNotFoundError(name)
             _note(handle, {"host": socket.gethostname(), "pid": os.getpid(), "new": new})
             sync_handle(parent)
@@ -304,10 +321,13 @@ def _clear_one(folder: Folder) -> None:
 
 
 def _lines(handle: int) -> list[dict[str, Any]]:
-    """What a save has noted in its lock, line by line; one that a kill has cut off is none."""
-    raw = os.pread(handle, _MOST, 0).decode("utf-8", "replace").split("\n")[:-1]
+    """What a save has noted in its lock first, and last; a line that a kill has cut off is none."""
+    raw = os.pread(handle, _MOST, 0)
+    end = raw.rfind(b"\n")
+    begin = raw.rfind(b"\n", 0, max(end, 0)) + 1
+    texts = [raw[: raw.find(b"\n")], raw[begin:end]] if begin else [raw[: max(end, 0)]]
     with contextlib.suppress(ValueError, RecursionError):
-        lines = [json.loads(line) for line in raw]
+        lines = [json.loads(text.decode("utf-8", "replace")) for text in texts]
         return lines if all(isinstance(line, dict) for line in lines) else []
     return []
 

@@ -16,10 +16,12 @@ from zerostart.checkpoint.manifest import (
     HIDDEN,
     INDEX,
     MARKER,
+    MARKERS,
     WEIGHTS,
     contents_of,
     current,
     documents,
+    group_of,
     grouped,
     is_inside,
 )
@@ -52,9 +54,22 @@ class Plan:
     folders: list[str] = field(default_factory=list)
 
     def is_safe(self) -> bool:
-        """Whether all names are below the directory: anybody may have written them."""
-        names = [*self.made, *self.deliver, *self.drop, *self.folders, self.marker, self.switch, self.over]
-        return all(name == "" or is_inside(name) for name in names)
+        """Whether a save may have noted it: anybody may have, and what is done by it is done to files.
+
+        All names are below the directory, and none loses its file, or gets another, but where that is told.
+        """
+        tables = (self.made, self.deliver, self.drop)
+        if not all(isinstance(table, dict) for table in tables) or not isinstance(self.folders, list):
+            return False
+        names = [*self.made, *self.deliver, *self.drop, *self.folders]
+        names += [name for name in (self.switch, self.over) if name != ""]
+        known = [one for table in tables for one in table.values() if one is not None]
+        told = None not in (*self.made.values(), *self.drop.values()) and all(map(_is_identity, known))
+        return told and all(map(is_inside, names)) and self.marker in (("",) if self.switch else ()) + MARKERS
+
+
+def _is_identity(known: object) -> bool:
+    return isinstance(known, list) and len(known) == 3 and all(type(one) is int for one in known)
 
 
 def planned(
@@ -66,7 +81,7 @@ def planned(
     are called; else by the index of the weights, or by their single file. Raises OSError.
     """
     planner = _Planner(folder, token, Plan(marker, marker), by_document, key, document)
-    for group, names in grouped(planner.files).items():
+    for group, names in grouped(planner.files, staged=True).items():
         if "cache" in document:
             planner.replace_all(names)
             continue
@@ -94,11 +109,13 @@ class _Planner:
         self._known: list[dict[str, Any]] = []
         self._before: dict[str, dict[str, Any]] = {}
         self._groups: set[str] = set()
-        with contextlib.suppress(ZerostartError):  # a damaged one says nothing
-            self._known = documents(folder.path)
-            top = current(folder.path, plan.marker) if plan.marker else None
-            if top is not None:
-                self._before = contents_of(top) if plan.marker == MARKER else {key: top}
+        for name in MARKERS:
+            with contextlib.suppress(ZerostartError):  # a damaged one says nothing
+                top = current(folder.path, name)
+                if top is not None:
+                    contents = contents_of(top) if name == MARKER else {key: top}
+                    self._known += contents.values()
+                    self._before = contents if name == plan.marker else self._before
         self._old = self._before.get(key, {}).get("files", {})
 
     def staged(self, name: str) -> Path:
@@ -131,7 +148,7 @@ class _Planner:
             self.plan.switch, self.plan.over = index, single if single in taken else ""
         listed = [index if alone else single, *self._in_index(index), *self._old]
         for name in listed:
-            self._drop(name, {group})
+            self._drop(name, {group}, (single, index))
 
     def name_companion(self, name: str) -> None:
         """Have a file that is no weights get its name, unless what has that is somebody's own."""
@@ -152,10 +169,11 @@ class _Planner:
         self.plan.deliver |= there
 
     def drop_listed(self) -> None:
-        """Have the weights go that the document before this one lists."""
-        groups = self._groups
+        """Have the weights go that the document before this one lists, in its folders."""
+        folders = {PurePosixPath(group).parent for group in self._groups}
+        groups = {group for group in grouped(self._old) if PurePosixPath(group).parent in folders}
         if "cache" in self._document and "cache" in self._before.get(self._key, {}):
-            groups = groups | set(grouped(self._old))
+            groups = set(grouped(self._old))
         for name in self._old:
             self._drop(name, groups)
 
@@ -174,10 +192,8 @@ class _Planner:
 
     def _tagged(self, name: str) -> str:
         path = PurePosixPath(name)
-        match = WEIGHTS.fullmatch(path.name)
-        assert match is not None, "asked for weights"
-        called = f"{match['stem']}-{self._token}{match['shard'] or ''}.safetensors"
-        return (path.parent / called).as_posix()
+        stem = PurePosixPath(group_of(name, staged=True)).name
+        return (path.parent / f"{stem}-{self._token}{path.name.removeprefix(stem)}").as_posix()
 
     def _identity(self, name: str) -> Identity:
         found = self._folder.identity(f"{HIDDEN}/{self._token}/{name}")
@@ -223,13 +239,12 @@ class _Planner:
             return sorted((folder / value).as_posix() for value in values if is_inside(value))
         return []
 
-    def _drop(self, name: str, groups: set[str]) -> None:
-        """Note a file of weights that were there before."""
-        path = PurePosixPath(name)
-        match = WEIGHTS.fullmatch(path.name)
-        if match is None or name in self.files or (path.parent / match["stem"]).as_posix() not in groups:
+    def _drop(self, name: str, groups: set[str], links: Sequence[str] = ()) -> None:
+        """Note a file of weights that were there before; those that readers go by may be ``links``, too."""
+        if name in self.files or not {group_of(name), group_of(name, staged=True)} & groups:
             return
-        if name != self.plan.switch and (there := self._folder.identity(name, regular=True)) is not None:
+        there = self._folder.identity(name, regular=True, link=name in links)
+        if name != self.plan.switch and there is not None:
             self.plan.drop[name] = there
 
 
@@ -264,9 +279,10 @@ def finish(folder: Folder, staged: str, plan: Plan) -> None:
             lost.append(name)
     for folders in {PurePosixPath(name).parent: name for name in plan.deliver}.values():
         folder.sync(folders)
+    # First, for what follows may fail: an old file that cannot be removed is none of the new ones.
+    _describe(folder, staged, plan.marker, lost)
     for name, known in plan.drop.items():
         folder.remove(name, known)
-    _describe(folder, staged, plan.marker, lost)
 
 
 def _is_switched(folder: Folder, staged: str, plan: Plan) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -60,9 +61,11 @@ def _faults_of_files(place: Path, document: Mapping[str, Any]) -> Iterator[str]:
     for name, described in document["files"].items():
         file = lies_at(place, document, name)
         try:
-            size = file.stat().st_size
-            if size != described["bytes"]:
-                yield f"{file} has {size} bytes and had {described['bytes']}"
+            status = file.stat()
+            if not stat.S_ISREG(status.st_mode):  # which may have no end, or none for now
+                yield f"{file} is no regular file"
+            elif status.st_size != described["bytes"]:
+                yield f"{file} has {status.st_size} bytes and had {described['bytes']}"
             elif "sha256" in described and _hash(file) != described["sha256"]:
                 yield f"{file} has other contents"
         except FileNotFoundError:

@@ -79,7 +79,8 @@ def _known(saved: Path, names: set[str]) -> tuple[dict[str, str], list[tuple[str
         }
         whole = all(_size(saved / name) == one["bytes"] for name, one in files.items())
         if whole and (digests := document.get("digests", {}).get(".", {})).keys() == names:
-            return digests, [(name, one.get("name", name)) for name, one in files.items()]
+            # A mark in a name is no part of the usual one, which is a name alone.
+            return digests, [(name, Path(str(one.get("name", name))).name) for name, one in files.items()]
     return {}, []
 
 

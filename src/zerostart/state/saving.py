@@ -37,8 +37,8 @@ from zerostart.state.writing import Written, write_tensors
 
 __all__ = ["SaveReport", "SaveRequest", "save"]
 
-#: Names of weight files, to see what a source's were called.
-_WEIGHTS = re.compile(r"(?P<stem>.+?)(-\d{5}-of-\d{5})?\.(safetensors|sft)")
+#: Names of weight files, to see what a source's were called; without the mark of a save.
+_WEIGHTS = re.compile(r"(?P<stem>.+?)(-[0-9a-f]{12})?(-\d{5}-of-\d{5})?\.(safetensors|sft)")
 
 
 @dataclass(frozen=True)

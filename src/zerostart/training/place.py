@@ -16,10 +16,11 @@ from typing import Any
 from zerostart.checkpoint.durable import sync_directory
 from zerostart.checkpoint.manifest import MARKER as MODEL_MARKER
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.publishing import remove
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.distributed.world import World
-from zerostart.errors import CheckpointError, ConfigError, WriteError
+from zerostart.errors import CheckpointError, ConfigError, VerifyError, WriteError
 from zerostart.state.keeping import complete
 from zerostart.state.training_state import MARKER
 from zerostart.state.values import decoded
@@ -36,6 +37,8 @@ __all__ = ["FOLDER", "METRICS", "claimed", "clear", "counts", "of_a_run", "set_a
 FOLDER, METRICS = "checkpoints", "metrics.jsonl"
 _LOCK, _ASIDE = ".run.lock", re.compile(rf"\.{FOLDER}\.replaced\.\d+")
 _STEP = re.compile(r"step-\d{8}")
+#: What a killed save has left beside a checkpoint, in versions that saved there.
+_LEFT = re.compile(r"\..+\.[0-9a-f]{12}\.(saving|replaced|removed)")
 
 
 @contextmanager
@@ -175,25 +178,30 @@ def clear(directory: Path, resumed: Path | None) -> None:
         if resumed is not None and _is_own(resumed, folder):
             found = complete(folder, of_a_run)
             for path in reversed(found[[one.name for one in found].index(resumed.name) + 1 :]):
-                (path / MARKER).unlink()
-                shutil.rmtree(path)
+                remove(path, MARKER)
             return
         made = [entry for entry in (directory / SAMPLES).glob("step-*") if _STEP.fullmatch(entry.name)]
-        made += [path.parent for path in (directory / EXPORTS).glob(f"step-*/{MODEL_MARKER}")]
-        made += [path.parent for path in directory.glob(f"{AVERAGE}/{MODEL_MARKER}")]
         for path in made:
             shutil.rmtree(path)
-    except OSError as error:
+        for marker in (EXPORTS + f"/step-*/{MODEL_MARKER}", f"{AVERAGE}/{MODEL_MARKER}"):
+            for path in directory.glob(marker):
+                remove(path.parent, MODEL_MARKER)
+    except (OSError, VerifyError) as error:
         raise WriteError(f"{directory}: what an earlier run left cannot be removed: {error}") from error
 
 
 def _clear_aside(aside: Path, folder: Path) -> None:
     """Remove the checkpoints in ``aside``, and what saves have left there; give all else its place again."""
     for entry in sorted(aside.iterdir()):
-        if _is_a_runs(entry) or (entry.is_dir() and entry.name.startswith(".")):
-            (entry / MARKER).unlink(missing_ok=True)  # first: what is left by a kill looks like no checkpoint
+        if _LEFT.fullmatch(entry.name):
             shutil.rmtree(entry)
-        elif not (place := folder / entry.name).exists():
+        elif _is_a_runs(entry):
+            try:
+                remove(entry, MARKER)
+            except VerifyError:  # damaged: nothing says which of its files are the run's
+                (entry / MARKER).unlink()  # first: what is left by a kill looks like no checkpoint
+                shutil.rmtree(entry)
+        if os.path.lexists(entry) and not (place := folder / entry.name).exists():
             folder.mkdir(exist_ok=True)
             entry.rename(place)
     with contextlib.suppress(OSError):  # what has a namesake by now

@@ -1,0 +1,157 @@
+"""What lies in a directory, made up, linked or of somebody's own, when a save begins there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shared_directory import (
+    ALONE,
+    KINDS,
+    SHARDS,
+    SINGLE,
+    plain_reader,
+    save_model,
+    save_state,
+    value_of,
+    write,
+)
+
+import zerostart
+from zerostart.checkpoint import folders
+from zerostart.errors import VerifyError, WriteError
+from zerostart.state.publishing import publishing
+
+
+def test_a_made_up_leftover_costs_no_time(tmp_path: Path) -> None:
+    """Of what a save has noted the first line and the last are read, and none of those between them."""
+    (tmp_path / "out" / ".zerostart").mkdir(parents=True)
+    (tmp_path / "out" / ".zerostart" / "0123456789ab.lock").write_bytes(b"{}\n" * 3_000_000)
+    begun = time.process_time()
+    save_model(tmp_path / "beside", 1.0)
+    assert time.process_time() - begun < 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"content": []},
+        {"digests": {".": {"a": []}}},
+        {"saved_at_ns": []},
+        {"switch": ["gone"], "over": ["x"]},
+        {"switch": "gone", "over": 5},
+    ],
+)
+def test_documents_of_other_types_say_nothing(change: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    save_model(path, 1.0)
+    document = json.loads((path / "zerostart.json").read_text()) | change
+    pending = path / ".zerostart" / "0123456789ab" / "zerostart.json"
+    pending.parent.mkdir(parents=True)
+    for place in (pending, path / "zerostart.json"):
+        place.write_text(json.dumps(document))
+    for kind, save in KINDS.items():
+        save(path, 2.0, SINGLE)
+        assert value_of(path, kind) == 2.0
+
+
+def test_links_by_which_readers_go(tmp_path: Path) -> None:
+    """As in a snapshot of the hub's cache: the link goes, what it leads to stays, readers see what is new."""
+    for number, (old, new) in enumerate([(SINGLE, SHARDS), (SHARDS, SINGLE), (SHARDS, SHARDS)]):
+        blobs, path = tmp_path / f"blobs-{number}", tmp_path / f"out-{number}"
+        save_model(blobs, 1.0, old)
+        path.mkdir()
+        for file in blobs.iterdir():
+            (path / file.name).symlink_to(file)
+        save_model(path, 2.0, new)
+        assert value_of(path, "model") == 2.0
+        assert plain_reader(path, index_first=True) == 2.0
+        assert value_of(blobs, "model") == 1.0
+
+
+@pytest.mark.parametrize("size", [SINGLE, SHARDS])
+def test_a_stem_that_looks_like_the_mark_of_a_save(size: int, tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        with publishing(tmp_path / "out", ALONE) as publication:
+            write(publication, ".", value, size, "flux-0123456789ab")
+        assert plain_reader(tmp_path / "out", "flux-0123456789ab") == value
+        weights = [path for path in (tmp_path / "out").iterdir() if path.suffix == ".safetensors"]
+        assert len(weights) == (1 if size == SINGLE else 2)
+    zerostart.verify(tmp_path / "out")
+
+
+def test_a_document_of_somebodys_own(tmp_path: Path) -> None:
+    """A script's own state.json is no document of ours: it stays, and hides nothing of what was saved."""
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "state.json").write_text('{"my": "state"}')
+    for value in (1.0, 2.0):
+        save_model(path, value)
+        assert zerostart.verify(path).tensors == 3
+    assert json.loads((path / "tokenizer.json").read_text()) == {"value": 2.0}
+    with pytest.raises(WriteError, match=r"state\.json is not of zerostart"):
+        save_state(path, 1.0)
+    assert (path / "state.json").read_text() == '{"my": "state"}'
+    assert not (path / ".zerostart").exists()
+
+
+def test_old_weights_of_a_state_go_whatever_they_are_called(tmp_path: Path) -> None:
+    for value, stem in ((1.0, "model"), (2.0, "diffusion_pytorch_model")):
+        with publishing(tmp_path, ALONE, marker="state.json") as publication:
+            write(publication, "model", value, SINGLE, stem)
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["diffusion_pytorch_model.safetensors"]
+
+
+def test_old_weights_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error tells it; the document is that of what is there, also after the next saves."""
+    path = tmp_path / "out"
+    save_model(path, 1.0)
+    remove = folders.Folder.remove
+
+    def refused(self: folders.Folder, name: str, known: Any = None) -> None:
+        if name == "model-00001-of-00002.safetensors":
+            raise PermissionError(errno.EPERM, "not permitted", name)
+        remove(self, name, known)
+
+    monkeypatch.setattr(folders.Folder, "remove", refused)
+    with pytest.raises(WriteError, match="not permitted"):
+        save_model(path, 2.0)
+    for value in (2.0, 3.0, 4.0):
+        assert value_of(path, "model") == value
+        zerostart.verify(path)
+        save_model(path, value + 1)
+    monkeypatch.undo()
+    save_model(path, 6.0)
+    assert len(list(path.glob("model-*-of-*.safetensors"))) == 2
+
+
+def test_nothing_is_left_where_a_save_could_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("zerostart.checkpoint.publishing.os.write", full)
+        with pytest.raises(WriteError, match="No space left"):
+            save_model(tmp_path / "out", 1.0)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "endless"])
+def test_what_is_no_file_is_not_verified(kind: str, tmp_path: Path) -> None:
+    save_model(tmp_path, 1.0)
+    if kind == "fifo":
+        os.mkfifo(tmp_path / "more")
+    else:
+        (tmp_path / "more").symlink_to("/dev/zero")
+    document = json.loads((tmp_path / "zerostart.json").read_text())
+    document["files"]["more"] = {"bytes": 0, "sha256": "0"}
+    (tmp_path / "zerostart.json").write_text(json.dumps(document))
+    with pytest.raises(VerifyError, match="more is no regular file"):
+        zerostart.verify(tmp_path)
