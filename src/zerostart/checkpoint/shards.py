@@ -96,9 +96,9 @@ def plan_shards(
     """Distribute (name, dtype in safetensors' spelling, shape) over files as save_pretrained does.
 
     In the given order each file takes what fits into ``max_shard_size`` bytes of tensors, and into a header
-    that is read again; a larger tensor gets a file of its own. One file is called
-    ``model.safetensors``, several ``model-00001-of-0000N.safetensors`` with an index (``stem`` replaces
-    "model"). ``metadata`` goes into each header, {"format": "pt"} by default; ``total_parameters`` into the index, if given.
+    that is read again; a larger tensor gets a file of its own. One file is called ``model.safetensors``,
+    several ``model-00001-of-0000N.safetensors`` with an index (``stem`` replaces "model"). ``metadata``
+    goes into each header, {"format": "pt"} by default; ``total_parameters`` into the index, if given.
     ``before`` has the number of the file that each tensor was read from: where files of that size could have
     been filled so in some order, which tensors do not tell, they are divided so again.
     Raises CheckpointError on a name that occurs twice, and on a dtype or a shape that cannot be stored.
