@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from drawn import examples
+from zerostart.checkpoint import shards
+from zerostart.checkpoint.formats import safetensors as safetensors_format
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.source import open_catalog
@@ -93,6 +95,23 @@ def test_what_we_write_is_byte_for_byte_the_librarys(
     save_file(tensors, tmp_path / "library.safetensors", metadata=metadata)
     ours = tmp_path / "ours" / "model.safetensors"
     assert ours.read_bytes() == (tmp_path / "library.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("most", [(15, 1 << 30, 1 << 30), (1 << 30, 30, 1 << 30), (1 << 30, 1 << 30, 600)])
+def test_a_file_has_no_header_that_readers_refuse(
+    most: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "_MOST", most)
+    for name, limit in zip(("MAX_TENSORS", "MAX_NUMBERS", "MAX_JSON_BYTES"), most, strict=True):
+        monkeypatch.setattr(safetensors_format, name, limit + limit // 7)
+    described = [(f"a{{,{{,\u00e9{number}", "U8", (1, 1)) for number in range(20)]  # punctuation is counted
+    for before in (None, dict.fromkeys([name for name, _, _ in described], 0)):
+        layout = plan_shards(described, before=before)
+        assert 4 <= len(layout.files) <= 10
+        for file in layout.files:
+            (tmp_path / file.name).write_bytes(file.header.ljust(file.size))
+            read_header(tmp_path / file.name)
+    assert len(plan_shards(described[:2]).files) == 1
 
 
 @SETTINGS

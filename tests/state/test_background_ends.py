@@ -103,20 +103,28 @@ def test_the_end_of_the_group_waits_for_a_save(tmp_path: Path, early: bool, want
 
 
 SCRIPT = """
-import os, sys, time, torch, zerostart
-model = torch.nn.Linear(4, 4)
+import multiprocessing, os, sys, time, torch, zerostart
 pwrite = os.pwrite
 def slow(*arguments):
     time.sleep(0.2)
-    if sys.argv[2] == "full":
+    if sys.argv[2] != "well":
         raise OSError(28, "No space left on device")
     return pwrite(*arguments)
-os.pwrite = slow
-zerostart.save_state(sys.argv[1], model, wait=False)
+def save():
+    os.pwrite = slow
+    zerostart.save_state(sys.argv[1], torch.nn.Linear(4, 4), wait=False)
+if sys.argv[2] == "full in a fork":  # which does not come to atexit
+    child = multiprocessing.get_context("fork").Process(target=save)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+save()
 """
 
 
-@pytest.mark.parametrize("how", ["well", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["well", *(pytest.param(how, marks=pytest.mark.slow) for how in ("full", "full in a fork"))]
+)
 def test_the_end_of_the_process_waits_for_a_save(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "state"), how]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -58,6 +58,13 @@ def test_ours_goes_before_torchs(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert (model.weight == 3.0).all()
 
 
+def test_of_two_of_ours_the_one_saved_last_is_taken(tmp_path: Path) -> None:
+    for number, name in enumerate(("pytorch_model_fsdp_0", "pytorch_model")):
+        zerostart.save_state(tmp_path / name, *linear(2.0), extra=name)
+        os.utime(tmp_path / name / "state.json", (9 - number, 9 - number))  # as copied in another order
+    assert zerostart.load_state(tmp_path, *linear(0.0)) == "pytorch_model"
+
+
 def adopted(path: Path, folder: Path) -> tuple[float, float, float, Any]:
     """A run that DeepSpeed saves after one step, and zerostart after two; the third step of each."""
     run = Run(path, Case("deepspeed", 2, stock=True, top={"gradient_clipping": 0.0}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from zerostart.checkpoint.manifest import MARKERS
 from zerostart.checkpoint.storage.files import read_small
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.checkpoint.training import stock_time
 from zerostart.errors import ZerostartError
 
@@ -42,7 +44,16 @@ def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None
             names += [named] if is_tag(named) else []
     markers = [folder / name / MARKER for name in names]
     found = [marker for marker in markers if marker.is_file()]
-    return max(found, key=lambda marker: marker.stat().st_mtime_ns).parent if found else None
+    return (max(found, key=_saved_at) if len(found) > 1 else found[0]).parent if found else None
+
+
+def _saved_at(marker: Path) -> int:
+    """When it was saved, in nanoseconds: as it says, since files that were copied are of another time."""
+    with contextlib.suppress(ZerostartError):
+        saved_at = read_json(marker, "training state", MAX_DOCUMENT_BYTES).get("saved_at_ns")
+        if type(saved_at) is int:
+            return saved_at
+    return marker.stat().st_mtime_ns
 
 
 def tell_of_newer(directory: Path, own: Path) -> None:

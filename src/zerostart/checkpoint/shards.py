@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TensorEntry
-from zerostart.checkpoint.formats.safetensors import MAX_TENSORS
+from zerostart.checkpoint.formats.safetensors import MAX_NUMBERS, MAX_TENSORS
 from zerostart.checkpoint.strict_json import MAX_JSON_BYTES
 from zerostart.errors import CheckpointError, ConfigError
 
@@ -28,8 +28,8 @@ _UNITS = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
-#: Tensors of one file, and bytes of their description: half of what is read again.
-MOST_TENSORS, MOST_HEADER = MAX_TENSORS // 2, MAX_JSON_BYTES // 2
+#: Most tensors, numbers and bytes of the header of one file: somewhat less than what is read again.
+_MOST = tuple(limit * 7 // 8 for limit in (MAX_TENSORS, MAX_NUMBERS, MAX_JSON_BYTES))
 #: `DTYPE_BITS` lists the types in the library's order, which never falls in width above a byte.
 _RANK = {dtype: position for position, dtype in enumerate(DTYPE_BITS)}
 
@@ -95,11 +95,10 @@ def plan_shards(
 ) -> SaveLayout:
     """Distribute (name, dtype in safetensors' spelling, shape) over files as save_pretrained does.
 
-    In the given order each file takes what fits into ``max_shard_size`` bytes of tensors, and not more of
-    them than a header is read for; a larger tensor gets a file of its own. One file is called
-    ``model.safetensors``, several ``model-00001-of-0000N.safetensors`` with an index (``stem`` replaces
-    "model"). ``metadata`` goes into each header, {"format": "pt"} by default; ``total_parameters`` into the
-    index, if given.
+    In the given order each file takes what fits into ``max_shard_size`` bytes of tensors, and into a header
+    that is read again; a larger tensor gets a file of its own. One file is called ``model.safetensors``,
+    several ``model-00001-of-0000N.safetensors`` with an index (``stem`` replaces "model"). ``metadata``
+    goes into each header, {"format": "pt"} by default; ``total_parameters`` into the index, if given.
     ``before`` has the number of the file that each tensor was read from: where files of that size could have
     been filled so in some order, which tensors do not tell, they are divided so again.
     Raises CheckpointError on a name that occurs twice, and on a dtype or a shape that cannot be stored.
@@ -134,26 +133,28 @@ def _unplaced(name: str, dtype: str, shape: Sequence[int]) -> TensorEntry:
 def _filled(entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntry]]:
     groups: list[list[TensorEntry]] = []
     current: list[TensorEntry] = []
-    filled = described = 0
+    most = (limit, *_MOST)
+    filled = (0,) * len(most)
     for entry in entries:
         if entry.nbytes > limit:
             groups.append([entry])
             continue
-        full = len(current) >= MOST_TENSORS or described + _described(entry) > MOST_HEADER
-        if filled + entry.nbytes > limit or (full and current):
+        room = (entry.nbytes, *_work(entry))
+        filled = tuple(map(operator.add, filled, room))
+        if current and any(map(operator.gt, filled, most)):
             groups.append(current)
-            current, filled, described = [], 0, 0
+            current, filled = [], room
         current.append(entry)
-        filled += entry.nbytes
-        described += _described(entry)
     if current or not groups:
         groups.append(current)
     return groups
 
 
-def _described(entry: TensorEntry) -> int:
-    """About the bytes that a tensor takes in a header."""
-    return len(entry.name.encode()) + 80 + 12 * len(entry.shape)
+def _work(entry: TensorEntry) -> tuple[int, int, int]:
+    """At most what a tensor adds to a header: as its reader counts objects, members and bytes."""
+    text = json.dumps(entry.name)
+    sizes = len(entry.shape)
+    return 1 + text.count("{"), 4 + sizes + text.count(","), 128 + 20 * sizes + len(text)
 
 
 def _as_before(
@@ -171,10 +172,11 @@ def _as_before(
         sizes = [entry.nbytes for entry in group]
         if len(group) == 1 and sizes[0] > limit:  # has a file of its own, and ends no other
             continue
-        if sum(sizes) > limit or 0 < filled <= limit - max(sizes) or len(group) > MOST_TENSORS:
+        if sum(sizes) > limit or 0 < filled <= limit - max(sizes):
             return None
         filled = sum(sizes)
-    return found
+    works = (map(sum, zip(*map(_work, group), strict=True)) for group in found)
+    return None if any(any(map(operator.gt, work, _MOST)) for work in works) else found
 
 
 def _place(

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,7 @@ class Saving:
     #: Set when nothing is read any more of what training changes.
     _copied: threading.Event = field(default_factory=threading.Event)
     _hook: Any = None
+    _at_end: Finalize[None] | None = None
 
     @classmethod
     def finished(cls, seconds: float) -> Saving:
@@ -88,6 +91,8 @@ class Saving:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        if self._at_end is not None:
+            self._at_end.cancel()
         if self._open:
             self._open = False
             _before_the_end.close()
@@ -133,13 +138,27 @@ _before_the_end = BeforeTheEnd(_finish)
 @atexit.register
 def _end() -> None:
     """End the process with an error where a save has failed and nobody was told; threads are over."""
-    failed = [saving for saving in _last if saving.done() and saving._error is not None]
-    if failed:
-        logger.error("this process ends with exit code 1: %s", failed[0]._error)
+    if _has_failed():
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _end_child() -> None:
+    """The same in a process of multiprocessing, of which those that were forked do not come to ``atexit``."""
+    for saving in _last:
+        if saving._thread is not None:
+            saving._thread.join()
+    if isinstance(sys.exc_info()[1], (SystemExit, type(None))) and _has_failed():
+        raise SystemExit(1)
+
+
+def _has_failed() -> bool:
+    failed = [saving for saving in _last if saving.done() and saving._error is not None]
+    if failed:
+        logger.error("this process ends with exit code 1: %s", failed[0]._error)
+    return bool(failed)
 
 
 def settle_last() -> None:
@@ -201,6 +220,8 @@ def begin(
     finally:
         agreed.set()
     _last.append(saving)
+    if multiprocessing.parent_process() is not None:  # after what others do at its end
+        saving._at_end = Finalize(None, _end_child, exitpriority=-1000)
     note_pending(place, thread)
     _before_the_end.open()
     saving._open = True
