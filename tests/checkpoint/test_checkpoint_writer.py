@@ -14,7 +14,6 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 
-from zerostart.checkpoint import shards
 from zerostart.checkpoint.shards import SaveLayout, parse_size, plan_shards
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.writer import CheckpointWriter
@@ -98,19 +97,6 @@ def test_files_are_divided_as_they_were(limit: int, expected: str) -> None:
     layout = plan_shards(described, limit, before=before)
     groups = ["".join(n for n in sizes if layout.tensors[n].file == f) for f in range(len(layout.files))]
     assert sorted(map(sorted, groups)) == sorted(map(sorted, expected.split()))
-
-
-def test_a_file_has_no_more_tensors_than_a_header_is_read_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, "MOST_TENSORS", 3)
-    layout = plan_shards([(f"t{n}", "U8", (1,)) for n in range(7)])
-    assert [layout.tensors[f"t{n}"].file for n in range(7)] == [0, 0, 0, 1, 1, 1, 2]
-    monkeypatch.setattr(shards, "MOST_HEADER", 250)
-    layout = plan_shards([(f"t{n}", "U8", (1,)) for n in range(3)])
-    assert [layout.tensors[f"t{n}"].file for n in range(3)] == [0, 0, 1]
-    long = "t" * 2**20
-    assert len(plan_shards([(long, "U8", (1,)), ("u", "U8", (1,))]).files) == 2
 
 
 def test_another_stem(tmp_path: Path) -> None:
