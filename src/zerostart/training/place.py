@@ -16,10 +16,11 @@ from typing import Any
 from zerostart.checkpoint.durable import sync_directory
 from zerostart.checkpoint.manifest import MARKER as MODEL_MARKER
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.publishing import remove
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.distributed.world import World
-from zerostart.errors import CheckpointError, ConfigError, WriteError
+from zerostart.errors import CheckpointError, ConfigError, VerifyError, WriteError
 from zerostart.state.keeping import complete
 from zerostart.state.training_state import MARKER
 from zerostart.state.values import decoded
@@ -28,6 +29,7 @@ from zerostart.training.config import TrainConfig
 from zerostart.training.export import AVERAGE
 from zerostart.training.exporting import EXPORTS
 from zerostart.training.locks import hold
+from zerostart.training.samples.files import clear_drawn
 from zerostart.training.samples.sampler import FOLDER as SAMPLES
 
 __all__ = ["FOLDER", "METRICS", "claimed", "clear", "counts", "of_a_run", "set_aside"]
@@ -35,6 +37,8 @@ __all__ = ["FOLDER", "METRICS", "claimed", "clear", "counts", "of_a_run", "set_a
 #: In the output directory: the checkpoints, and what a run writes first.
 FOLDER, METRICS = "checkpoints", "metrics.jsonl"
 _LOCK, _ASIDE = ".run.lock", re.compile(rf"\.{FOLDER}\.replaced\.\d+")
+#: What a save of an earlier version has left that was killed.
+_LEFT = re.compile(r"\.step-\d{8}\.[0-9a-f]{12}\.saving")
 _STEP = re.compile(r"step-\d{8}")
 
 
@@ -166,7 +170,8 @@ def clear(directory: Path, resumed: Path | None) -> None:
     """Remove what would be taken for a part of the run that begins now, or goes on from ``resumed``.
 
     Of another run these are checkpoints, samples, exports and averages; of the same one, checkpoints after
-    ``resumed``. Whatever else lies there stays. On one rank. Raises WriteError.
+    ``resumed``. Of all of them those files go that they name, and whatever else lies there stays. On one
+    rank. Raises WriteError.
     """
     folder = directory / FOLDER
     try:
@@ -175,28 +180,33 @@ def clear(directory: Path, resumed: Path | None) -> None:
         if resumed is not None and _is_own(resumed, folder):
             found = complete(folder, of_a_run)
             for path in reversed(found[[one.name for one in found].index(resumed.name) + 1 :]):
-                (path / MARKER).unlink()
-                shutil.rmtree(path)
+                remove(path, MARKER)
             return
-        made = [entry for entry in (directory / SAMPLES).glob("step-*") if _STEP.fullmatch(entry.name)]
-        made += [path.parent for path in (directory / EXPORTS).glob(f"step-*/{MODEL_MARKER}")]
-        made += [path.parent for path in directory.glob(f"{AVERAGE}/{MODEL_MARKER}")]
-        for path in made:
-            shutil.rmtree(path)
-    except OSError as error:
+        for entry in (directory / SAMPLES).glob("step-*"):
+            if _STEP.fullmatch(entry.name):
+                clear_drawn(entry)
+        for pattern in (f"{EXPORTS}/step-*/{MODEL_MARKER}", f"{AVERAGE}/{MODEL_MARKER}"):
+            for marker in directory.glob(pattern):
+                with contextlib.suppress(VerifyError):  # damaged: nobody knows what is of it
+                    remove(marker.parent, MODEL_MARKER)
+    except (OSError, VerifyError) as error:
         raise WriteError(f"{directory}: what an earlier run left cannot be removed: {error}") from error
 
 
 def _clear_aside(aside: Path, folder: Path) -> None:
     """Remove the checkpoints in ``aside``, and what saves have left there; give all else its place again."""
     for entry in sorted(aside.iterdir()):
-        if _is_a_runs(entry) or (entry.is_dir() and entry.name.startswith(".")):
-            (entry / MARKER).unlink(missing_ok=True)  # first: what is left by a kill looks like no checkpoint
+        if _LEFT.fullmatch(entry.name):
             shutil.rmtree(entry)
-        elif not (place := folder / entry.name).exists():
+        elif _is_a_runs(entry):
+            try:
+                remove(entry, MARKER)
+            except VerifyError:  # nobody knows what is of it: it stays aside, where nobody looks for any
+                continue
+        if entry.exists() and not (place := folder / entry.name).exists():
             folder.mkdir(exist_ok=True)
             entry.rename(place)
-    with contextlib.suppress(OSError):  # what has a namesake by now
+    with contextlib.suppress(OSError):  # what is damaged, or has a namesake by now
         aside.rmdir()
 
 
