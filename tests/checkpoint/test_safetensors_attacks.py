@@ -96,7 +96,7 @@ MALFORMED: dict[str, tuple[object, int, str]] = {
 
 # Text that is not a header, refused by the library too.
 MALFORMED_TEXT: dict[str, tuple[bytes, int, str]] = {
-    "nothing": (b"", 0, "not valid JSON"),
+    "nothing": (b"", 0, "nothing but zeros"),
     "not JSON": (b"hello", 0, "not valid JSON"),
     "cut off": (b'{"a":{"dtype":"F32"', 0, "not valid JSON"),
     "two objects": (b"{}{}", 0, "not valid JSON"),

@@ -67,9 +67,6 @@ def test_a_value_comes_back_from_json_as_it_was(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "where"),
     [
-        ({"a": [1, {2}]}, r"extra\.a\.1 is a set"),
-        ({frozenset(): 2}, "extra is a dict"),
-        ({"a": np.arange(3)}, r"extra\.a is a ndarray"),
         ({"a": "half \ud800"}, "extra could not be read again as JSON"),
         ([10**5000], "extra could not be read again as JSON"),
         (nested(3000), "extra is nested too deeply"),
@@ -134,7 +131,9 @@ def states(folder: Path, count: int) -> None:
         place.mkdir()
         (place / "weights").write_text("bytes")
         marker = place / "state.json"
-        marker.write_text(json.dumps({"extra": {"loss": abs(number - 1)}}))
+        marker.write_text(
+            json.dumps({"format": 1, "files": {"weights": {"bytes": 5}}, "extra": {"loss": abs(number - 1)}})
+        )
         os.utime(marker, ns=(number, number))
 
 
@@ -149,7 +148,6 @@ def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
     assert prune(tmp_path, 1, own=lambda extra: extra["loss"] > 9) == []
     assert (tmp_path / "unfinished").is_dir()
     (tmp_path / "step-0").mkdir()
-    (tmp_path / ".step-0.0123456789ab.removed" / "model").mkdir(parents=True)  # by a process that was killed
     with pytest.raises(ConfigError, match="keep the last one"):
         prune(tmp_path, 0)
     assert [path.name for path in prune(tmp_path, 1)] == ["step-1", "step-3"]

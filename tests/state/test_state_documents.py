@@ -32,7 +32,9 @@ def load(place: Path) -> Any:
 def test_a_document_that_was_changed_is_refused(tmp_path: Path) -> None:
     place = tmp_path / "state"
     read = saved(place)
-    for name in read.keys() - {"files", "format"}:
+    for name in ["seal", *read["seal"]["entries"]]:
+        if name == "format":
+            continue
         changed = {key: value for key, value in read.items() if key != name}
         (place / "state.json").write_text(json.dumps(changed))
         if name == "seal":

@@ -102,8 +102,9 @@ def test_lora_files_that_say_something_else(tmp_path: Path) -> None:
 
 
 def test_a_state_of_another_program_is_no_checkpoint_of_a_run(tmp_path: Path) -> None:
-    for document in ({"extra": None}, {"extra": [1]}, {}):
-        (tmp_path / "state.json").write_text(json.dumps(document))
+    rest = {"format": 1, "world_size": 1, "ties": {}, "left_out": [], "optimizer": {}, "engine": {}}
+    for extra in (None, [1], {}):
+        (tmp_path / "state.json").write_text(json.dumps({**rest, "extra": extra}))
         with pytest.raises(ConfigError, match="was not saved by a run of zerostart train"):
             _extra(tmp_path)
 

@@ -51,6 +51,6 @@ def named_kind(head: bytes) -> str:
         return f"it is a web page, such as a site gives for a file that asks for a login; {_LATER}"
     if head[257:262] == b"ustar":
         return "it is a tar archive; unpack it first"
-    if head and not any(head):
+    if len(head) >= 8 and not any(head):
         return f"it begins with nothing but zeros, as a download that did not end; {_LATER}"
     return ""

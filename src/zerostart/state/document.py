@@ -67,6 +67,14 @@ def read_document(path: Path) -> dict[str, Any]:
             f"{path} has the format {version!r}, and this zerostart knows formats up to {FORMAT}; update "
             "zerostart"
         )
+    _check_seal(path, document)
+    _check_fields(path, document, _FIELDS, _LATER, "")
+    if document["optimizer"]:
+        _check_fields(path, document["optimizer"], _OPTIMIZER, {}, "optimizer.")
+    return document
+
+
+def _check_seal(path: Path, document: Mapping[str, Any]) -> None:
     seal = document.get(_SEAL)
     if seal is not None:
         entries = seal.get("entries") if isinstance(seal, dict) else None
@@ -78,10 +86,6 @@ def read_document(path: Path) -> dict[str, Any]:
                 f"{path} {what}: it was damaged or edited; take another checkpoint, or load the weights "
                 "alone (zerostart.load of the checkpoint's folder model/)"
             )
-    _check_fields(path, document, _FIELDS, _LATER, "")
-    if document["optimizer"]:
-        _check_fields(path, document["optimizer"], _OPTIMIZER, {}, "optimizer.")
-    return document
 
 
 def check_document(directory: str | os.PathLike[str]) -> None:
@@ -89,7 +93,7 @@ def check_document(directory: str | os.PathLike[str]) -> None:
     path = expanded(directory) / MARKER
     try:
         if path.is_file():
-            read_document(path)
+            _check_seal(path, read_json(path, "training state", MAX_DOCUMENT_BYTES))
     except (CheckpointError, ReadError) as error:
         raise VerifyError(str(error)) from error
 
