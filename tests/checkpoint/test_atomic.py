@@ -32,6 +32,9 @@ CHANGES = {
     "a state": ("state", SHARDS, SHARDS),
     "a state of single files": ("state", SINGLE, SINGLE),
 }
+#: Of them, those of the fast suite: the switch by an index, over a single file, and that by a document.
+FAST = ("shards over a single file", "a state")
+SOME = [pytest.param(change, marks=() if change in FAST else pytest.mark.slow) for change in CHANGES]
 
 
 def beside(path: Path) -> list[str]:
@@ -83,8 +86,14 @@ def check(path: Path, kind: str, before: bool) -> float | None:
 
 @pytest.mark.usefixtures("_without_disk")
 @pytest.mark.parametrize("links", ["links", pytest.param("no links", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("before", [False, True], ids=["nothing before", "an earlier one"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(False, id="nothing before", marks=pytest.mark.slow),
+        pytest.param(True, id="an earlier one"),
+    ],
+)
+@pytest.mark.parametrize("change", SOME)
 def test_killed_at_any_call(
     change: str,
     before: bool,
@@ -162,8 +171,12 @@ def test_the_next_save_is_killed_too(change: str, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.usefixtures("_without_disk")
-@pytest.mark.parametrize("number", FAILURES, ids=errno.errorcode.get)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "number",
+    [FAILURES[0], *(pytest.param(number, marks=pytest.mark.slow) for number in FAILURES[1:])],
+    ids=errno.errorcode.get,
+)
+@pytest.mark.parametrize("change", SOME)
 def test_failing_at_any_call(
     change: str, number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

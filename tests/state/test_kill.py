@@ -1,13 +1,18 @@
-"""Real ranks that save are killed, and fail, at each system call that changes a file, one after the other."""
+"""Real ranks that save are killed, and fail, at each system call that changes a file, one after the other.
+
+``ZEROSTART_TEST_EVERY=n`` takes each n-th of these calls alone: each is a run of ranks of its own.
+"""
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from traced_calls import Point, points_in, traced, tracing_works
 
 import zerostart
@@ -15,6 +20,7 @@ from ranks import rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
 from zerostart.checkpoint.manifest import read_marker
 from zerostart.distributed.world import current_world
+from zerostart.state.export import export
 from zerostart.state.keeping import complete, prune
 
 pytestmark = [
@@ -24,11 +30,28 @@ pytestmark = [
 ]
 
 
+#: Of the calls, each of so many.
+EVERY = int(os.environ.get("ZEROSTART_TEST_EVERY", "1"))
 OPTIMIZERS: weakref.WeakKeyDictionary[torch.nn.Module, torch.optim.Optimizer] = weakref.WeakKeyDictionary()
 
 
-def loaded(checkpoint: Path) -> torch.nn.Module:
+class Source(torch.nn.Module):
+    """What is exported from, in another dtype once it has changed."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+        self.number = torch.nn.Parameter(torch.zeros(()))
+
+
+def loaded(checkpoint: Path, kind: str) -> torch.nn.Module:
+    if kind == "export":
+        return Source(checkpoint)
     model = zerostart.load(checkpoint, engine="fsdp2", progress=False)
+    if kind == "adapters":
+        torch.manual_seed(1)
+        adapted: torch.nn.Module = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        return adapted
     OPTIMIZERS[model] = optimizer = torch.optim.AdamW(model.parameters())
     # As a step leaves it. A step itself takes as long in a fresh process as all else here: torch's tensors of
     # a mesh ask for each of its operations, once a process, where its results are.
@@ -68,6 +91,15 @@ def save_and_prune(model: torch.nn.Module, path: Path) -> None:
             prune(path, 1)
 
 
+def save_adapters(model: torch.nn.Module, path: Path) -> None:
+    zerostart.save(model, path, adapters_only=True)
+
+
+def export_from(model: torch.nn.Module, path: Path) -> None:
+    assert isinstance(model, Source)
+    export(model.checkpoint, path, torch.bfloat16 if model.number.item() else None, max_shard_size="8KB")
+
+
 def newest(path: Path) -> Path:
     """The last complete checkpoint at ``path``, all of which are as they were saved."""
     found = complete(path) or [path]
@@ -89,12 +121,21 @@ SAVES: dict[str, Callable[[torch.nn.Module, Path], None]] = {
     "state": save_state,
     "background": save_in_the_background,
     "kept": save_and_prune,
+    "adapters": save_adapters,
+    "export": export_from,
 }
+#: Kinds, how many ranks save, and which of them meets its end; an export is one process's.
+CASES = [
+    (kind, size, rank)
+    for kind in SAVES
+    for size, rank in ((1, 0), (2, 0), (2, 1))
+    if size == 1 or kind != "export"
+]
 
 
 def saved_twice(kind: str, checkpoint: Path, path: Path, rank: int, log: Path, point: Point | None) -> None:
     """Save a model, change it, and save it once more, of which ``point`` of ``rank`` sees the end."""
-    model = loaded(checkpoint)
+    model = loaded(checkpoint, kind)
     SAVES[kind](model, path)
     change(model)
     if current_world().rank != rank:
@@ -108,7 +149,7 @@ def fail_in_turn(
     kind: str, checkpoint: Path, path: Path, rank: int, log: Path, points: list[Point], errors: list[str]
 ) -> list[tuple[str, dict[str, str], list[str]]]:
     """At each point with each error: what was raised, the digests of what is there, and what lies beside."""
-    model = loaded(checkpoint)
+    model = loaded(checkpoint, kind)
     found = []
     for point in points:
         for error in errors:
@@ -138,8 +179,7 @@ def tiny(checkpoints: TinyCheckpoints) -> Path:
     return checkpoints("qwen3", torch.float32)
 
 
-@pytest.mark.parametrize("kind", SAVES)
-@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("kind", "size", "rank"), CASES)
 def test_killed_anywhere(
     size: int,
     rank: int,
@@ -153,7 +193,7 @@ def test_killed_anywhere(
     run_ranks(saved_twice, size, kind, tiny, path, -1, log, None)
     after = digests(path)
     run_ranks(saved_twice, size, kind, tiny, path, rank, log, None)
-    points = points_in(log, path.parent)
+    points = points_in(log, path.parent)[::EVERY]
     killed = 0
     before = None
     for point in points:
@@ -178,8 +218,7 @@ def test_killed_anywhere(
         print(f" rank {rank} of {size}: killed at {killed} of {len(points)} points", end="")
 
 
-@pytest.mark.parametrize("kind", SAVES)
-@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("kind", "size", "rank"), CASES)
 def test_failing_anywhere(
     size: int,
     rank: int,
@@ -192,7 +231,7 @@ def test_failing_anywhere(
     path.parent.mkdir()
     run_ranks(saved_twice, size, kind, tiny, path, rank, log, None)
     after = digests(path)
-    points = points_in(log, path.parent)
+    points = points_in(log, path.parent)[::EVERY]
     errors = ["ENOSPC", "EIO"]
     arguments = (kind, tiny, path, rank, log, points, errors)
     outcomes = run_ranks(fail_in_turn, size, *arguments, timeout=1500)

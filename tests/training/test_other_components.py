@@ -65,3 +65,29 @@ def test_what_has_no_end_is_not_copied(tmp_path, kind):
     with pytest.raises(ConfigError, match=r"scheduler/one is (no regular file|a link to a directory)"):
         copy_others(root, "transformer", tmp_path / "made")
     assert not (tmp_path / "made" / "model_index.json").exists()
+
+
+def test_files_of_others_stay_beside_a_copied_part(pipeline, tmp_path):
+    """And no weights of an earlier base are read in the place of the new ones, as an index would be."""
+    made, vae = tmp_path / "made", pipeline / "vae"
+    (vae / "diffusion_pytorch_model.safetensors").write_text("new")
+    (made / "vae").mkdir(parents=True)
+    for name in ("-00001-of-00002.safetensors", ".safetensors.index.json", ".safetensors"):
+        (made / "vae" / f"diffusion_pytorch_model{name}").write_text("old")
+    for name in ("notes", "other.safetensors"):
+        (made / "vae" / name).write_text("mine")
+    (tmp_path / "mine").write_text("mine")
+    (made / "model_index.json").symlink_to(tmp_path / "mine")
+    for _ in range(2):
+        copy_others(pipeline, "transformer", made)
+        assert {file.name: file.read_text() for file in (made / "vae").iterdir()} == {
+            "config.json": "vae",
+            "diffusion_pytorch_model.safetensors": "new",
+            "notes": "mine",
+            "other.safetensors": "mine",
+        }
+    assert (tmp_path / "mine").read_text() == "mine"
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "vae").symlink_to(made / "vae")
+    with pytest.raises(ConfigError, match="is a link"):
+        copy_others(pipeline, "transformer", tmp_path / "second")

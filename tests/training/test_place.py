@@ -1,13 +1,13 @@
 """The output directory of a run: what an earlier one has left there, and two runs at the same time."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 from held_locks import lock_held
 from test_resumed_runs import going_on, interrupted, steps_in
 from test_run import losses, metrics, run, values
+from tests.checkpoint.shared_directory import save_model
 
 from ranks import run_ranks
 from zerostart.checkpoint.folders import Folder
@@ -53,9 +53,9 @@ def checkpoint(folder, name, saved_at):
     extra = (
         {"step": saved_at, "sequences": 0, "schedule": {}} if name.startswith("step-") else {"step": saved_at}
     )
-    document = {"format": 1, "files": {"data": {"bytes": 0}}, "saved_at_ns": saved_at, "extra": extra}
+    document = {"format": 1, "saved_at_ns": saved_at, "extra": extra, "files": {"weights": {"bytes": 0}}}
+    (folder / name / "weights").touch()
     (folder / name / "state.json").write_text(json.dumps(document))
-    (folder / name / "data").write_text("")
     return folder / name
 
 
@@ -64,15 +64,14 @@ def test_what_another_run_made_goes_and_nothing_else(tmp_path):
     folder = tmp_path / "checkpoints"
     checkpoint(folder, "step-00000001", 1)
     checkpoint(folder, "by-hand", 1)  # a script's own, by save_state
-    checkpoint(folder, "step-00000003", 3).joinpath("notes").write_text("of the user")
     (folder / ".step-00000002.0123456789ab.saving").mkdir()
-    (folder / ".git").mkdir()
     own = [tmp_path / "samples" / "mine", tmp_path / "exports" / "mine", tmp_path / "ema-notes"]
     for path in (*own, tmp_path / "samples" / "step-00000000", tmp_path / "ema", folder / "mine"):
         path.mkdir(parents=True)
     for path in (tmp_path / "exports" / "step-1", tmp_path / "ema"):
         path.mkdir(parents=True, exist_ok=True)
-        (path / "zerostart.json").write_text('{"format": 1, "files": {}}')
+        (path / "weights").touch()
+        (path / "zerostart.json").write_text(json.dumps({"format": 1, "files": {"weights": {"bytes": 0}}}))
     with set_aside(tmp_path, None, ALONE):
         (aside,) = tmp_path.glob(".checkpoints.replaced.*")
         assert not folder.exists()
@@ -81,12 +80,22 @@ def test_what_another_run_made_goes_and_nothing_else(tmp_path):
     with set_aside(tmp_path, None, ALONE):
         assert not folder.exists()
         clear(tmp_path, None)
-    assert sorted(path.name for path in folder.iterdir()) == [".git", "by-hand", "mine", "step-00000003"]
+    assert sorted(path.name for path in folder.iterdir()) == ["by-hand", "mine"]
     assert all(path.is_dir() for path in own)
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
-        ["checkpoints", "by-hand", "data", "state.json", "mine", ".git", "step-00000003", "notes", "samples",
-         "mine", "exports", "mine", "ema-notes"]
-    )  # fmt: skip
+        [
+            "checkpoints",
+            "by-hand",
+            "state.json",
+            "weights",
+            "mine",
+            "samples",
+            "mine",
+            "exports",
+            "mine",
+            "ema-notes",
+        ]
+    )
 
 
 def test_going_on_from_an_earlier_checkpoint_leaves_no_later_one(tmp_path):
@@ -96,13 +105,9 @@ def test_going_on_from_an_earlier_checkpoint_leaves_no_later_one(tmp_path):
     (tmp_path / "samples" / "step-00000000").mkdir(parents=True)
     (tmp_path / "link").symlink_to(folder)
     given = tmp_path / "link" / second.name
-    fourth = checkpoint(folder, "step-00000004", 4)
-    (fourth / "notes").write_text("of the user")
     with set_aside(tmp_path, given, ALONE):
         assert third.is_dir()
         clear(tmp_path, given)
-    assert [path.name for path in fourth.iterdir()] == ["notes"]
-    shutil.rmtree(fourth)
     assert sorted(folder.iterdir()) == [own, first, second]
     assert (tmp_path / "samples" / "step-00000000").is_dir()
 
@@ -121,17 +126,45 @@ def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, mon
     folder = tmp_path / "checkpoints"
     checkpoint(folder, "step-00000001", 1)
 
-    remove = Folder.remove
-
     def fails(self, name, known=None):
-        if name == "data":
+        if name == "weights":
             raise PermissionError(13, "not allowed", name)
-        remove(self, name, known)
+        return removed(self, name, known)
 
+    removed = Folder.remove
     monkeypatch.setattr(Folder, "remove", fails)
     with pytest.raises(WriteError, match="cannot be removed"), set_aside(tmp_path, None, ALONE):
         clear(tmp_path, None)
     assert complete(folder) == []
+
+
+def test_files_of_others_stay_wherever_they_are(tmp_path):
+    """Beside those of a checkpoint, of an export, of an average, of samples; and of what is damaged all."""
+    folder = tmp_path / "checkpoints"
+    first, second, damaged = (checkpoint(folder, f"step-0000000{n}", n) for n in (1, 2, 3))
+    places = [first, second, tmp_path / "samples" / "step-00000001", tmp_path / "exports" / "step-1"]
+    for place in (*places, tmp_path / "ema"):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "notes").write_text("mine")
+    (damaged / "state.json").write_text("{")
+    (places[2] / "0-a-dog.png").touch()
+    (tmp_path / "samples" / ".git").mkdir()
+    (folder / ".cache").mkdir()
+    save_model(tmp_path / "exports" / "step-1", 1.0)
+    with set_aside(tmp_path, None, ALONE):
+        clear(tmp_path, None)
+    (aside,) = tmp_path.glob(".checkpoints.replaced.*")
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {
+        *(str((place / "notes").relative_to(tmp_path)) for place in (*places, tmp_path / "ema")),
+        f"{aside.name}/{damaged.name}/state.json",
+        f"{aside.name}/{damaged.name}/weights",
+    }
+    assert (tmp_path / "samples" / ".git").is_dir()
+    assert (folder / ".cache").is_dir()
+    again = checkpoint(folder, "step-00000004", 4)
+    clear(tmp_path, checkpoint(folder, "step-00000003", 3))
+    assert not again.exists()
 
 
 def test_two_runs_are_not_in_one_directory(values, tmp_path):

@@ -30,6 +30,12 @@ class Publication:
     document: dict[str, Any] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
 
+    @contextmanager
+    def written(self, world: World, name: str) -> Iterator[None]:
+        """A phase in which a rank writes there; what the system answers is a WriteError on all."""
+        with world.phase(name), told(self.directory.parents[1], "nothing was saved"):
+            yield
+
     def add_digests(self, digests: Mapping[str, str], folder: str = ".") -> None:
         """Note the digests of all tensors in the safetensors files of ``folder`` (a path from there)."""
         self.document.setdefault("digests", {}).setdefault(folder, {}).update(digests)
@@ -74,7 +80,7 @@ def publishing(
         try:
             directory = Path(world.broadcast_object(begin, "making a directory to save to"))
             publication = Publication(directory)
-            with world.phase("writing the files"), told(Path(path), "nothing was saved"):
+            with publication.written(world, "writing the files"):
                 if not directory.is_dir():
                     raise WriteError(
                         f"{directory}: rank {world.rank} does not see the directory that rank 0 made; save "

@@ -174,7 +174,7 @@ def _model(
         memory_limit=request.memory_limit,
         before=contents.before,
     )
-    with world.phase("saving the settings"):
+    with publication.written(world, "saving the settings"):
         if world.rank == 0:
             root = record.catalog.root if record is not None and request.copied else ""
             if request.beside is not None:
@@ -202,7 +202,7 @@ def _adapters(
     for adapter in adapted.names:
         folder = "." if adapter == "default" else adapter
         directory = publication.directory / folder
-        with world.phase("looking at the adapters"):
+        with publication.written(world, "looking at the adapters"):
             contents = adapter_contents(adapted, adapter, shards, request.dtype, written_as)
             if world.rank == 0:
                 directory.mkdir(exist_ok=True)
@@ -216,7 +216,7 @@ def _adapters(
             metadata=written_as.metadata(adapted.model.peft_config[adapter]),
             memory_limit=request.memory_limit,
         )
-        with world.phase("saving the adapter's configuration"):
+        with publication.written(world, "saving the adapter's configuration"):
             if world.rank == 0 and written_as.configured:
                 adapted.save_config(adapter, directory)
         done.append((folder, written, contents))

@@ -29,6 +29,7 @@ from zerostart.training.config import TrainConfig
 from zerostart.training.export import AVERAGE
 from zerostart.training.exporting import EXPORTS
 from zerostart.training.locks import hold
+from zerostart.training.samples.files import clear_drawn
 from zerostart.training.samples.sampler import FOLDER as SAMPLES
 
 __all__ = ["FOLDER", "METRICS", "claimed", "clear", "counts", "of_a_run", "set_aside"]
@@ -36,9 +37,9 @@ __all__ = ["FOLDER", "METRICS", "claimed", "clear", "counts", "of_a_run", "set_a
 #: In the output directory: the checkpoints, and what a run writes first.
 FOLDER, METRICS = "checkpoints", "metrics.jsonl"
 _LOCK, _ASIDE = ".run.lock", re.compile(rf"\.{FOLDER}\.replaced\.\d+")
+#: What a save of an earlier version has left that was killed.
+_LEFT = re.compile(r"\.step-\d{8}\.[0-9a-f]{12}\.saving")
 _STEP = re.compile(r"step-\d{8}")
-#: What a killed save has left beside a checkpoint, in versions that saved there.
-_LEFT = re.compile(r"\..+\.[0-9a-f]{12}\.(saving|replaced|removed)")
 
 
 @contextmanager
@@ -169,7 +170,8 @@ def clear(directory: Path, resumed: Path | None) -> None:
     """Remove what would be taken for a part of the run that begins now, or goes on from ``resumed``.
 
     Of another run these are checkpoints, samples, exports and averages; of the same one, checkpoints after
-    ``resumed``. Whatever else lies there stays. On one rank. Raises WriteError.
+    ``resumed``. Of all of them those files go that they name, and whatever else lies there stays. On one
+    rank. Raises WriteError.
     """
     folder = directory / FOLDER
     try:
@@ -180,12 +182,13 @@ def clear(directory: Path, resumed: Path | None) -> None:
             for path in reversed(found[[one.name for one in found].index(resumed.name) + 1 :]):
                 remove(path, MARKER)
             return
-        made = [entry for entry in (directory / SAMPLES).glob("step-*") if _STEP.fullmatch(entry.name)]
-        for path in made:
-            shutil.rmtree(path)
-        for marker in (EXPORTS + f"/step-*/{MODEL_MARKER}", f"{AVERAGE}/{MODEL_MARKER}"):
-            for path in directory.glob(marker):
-                remove(path.parent, MODEL_MARKER)
+        for entry in (directory / SAMPLES).glob("step-*"):
+            if _STEP.fullmatch(entry.name):
+                clear_drawn(entry)
+        for pattern in (f"{EXPORTS}/step-*/{MODEL_MARKER}", f"{AVERAGE}/{MODEL_MARKER}"):
+            for marker in directory.glob(pattern):
+                with contextlib.suppress(VerifyError):  # damaged: nobody knows what is of it
+                    remove(marker.parent, MODEL_MARKER)
     except (OSError, VerifyError) as error:
         raise WriteError(f"{directory}: what an earlier run left cannot be removed: {error}") from error
 
@@ -198,13 +201,12 @@ def _clear_aside(aside: Path, folder: Path) -> None:
         elif _is_a_runs(entry):
             try:
                 remove(entry, MARKER)
-            except VerifyError:  # damaged: nothing says which of its files are the run's
-                (entry / MARKER).unlink()  # first: what is left by a kill looks like no checkpoint
-                shutil.rmtree(entry)
-        if os.path.lexists(entry) and not (place := folder / entry.name).exists():
+            except VerifyError:  # nobody knows what is of it: it stays aside, where nobody looks for any
+                continue
+        if entry.exists() and not (place := folder / entry.name).exists():
             folder.mkdir(exist_ok=True)
             entry.rename(place)
-    with contextlib.suppress(OSError):  # what has a namesake by now
+    with contextlib.suppress(OSError):  # what is damaged, or has a namesake by now
         aside.rmdir()
 
 

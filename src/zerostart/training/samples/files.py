@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from zerostart.errors import ConfigError, WriteError
 
-__all__ = ["check_writers", "read_pictures", "write_drawn"]
+__all__ = ["check_writers", "clear_drawn", "read_pictures", "write_drawn"]
 
 #: What encodes videos, the best first, with its options: a build of FFmpeg need not have each.
 _ENCODERS: Mapping[str, dict[str, str]] = {
@@ -20,6 +21,8 @@ _ENCODERS: Mapping[str, dict[str, str]] = {
     "libopenh264": {"b": "8M"},
     "mpeg4": {"b": "8M"},
 }
+#: What samples are called: their number, and the words that they were drawn for.
+_DRAWN = re.compile(r"\d+(-.*)?\.(png|mp4)")
 
 
 def check_writers(videos: bool) -> None:
@@ -102,6 +105,21 @@ def _video(path: Path, rows: torch.Tensor, fps: int) -> None:
             container.mux(packet)
 
 
+def clear_drawn(folder: Path) -> None:
+    """Remove what ``write_drawn`` has put into ``folder``, and it where nothing else is there.
+
+    Raises :class:`WriteError`.
+    """
+    try:
+        for file in folder.iterdir() if folder.is_dir() else ():
+            if _DRAWN.fullmatch(file.name) and not file.is_dir():
+                file.unlink()
+    except OSError as error:
+        raise WriteError(f"{folder}: what is there cannot be removed: {error.strerror}") from error
+    with contextlib.suppress(OSError):  # others have put something there
+        folder.rmdir()
+
+
 def read_pictures(folder: Path) -> np.ndarray[Any, Any] | None:
     """The pictures that were written into ``folder``, in their order: bytes, [N, H, W, 3]; None for none.
 
@@ -109,7 +127,7 @@ def read_pictures(folder: Path) -> np.ndarray[Any, Any] | None:
     """
     from PIL import Image
 
-    files = sorted(folder.glob("*.png"))
+    files = sorted(file for file in folder.glob("*.png") if _DRAWN.fullmatch(file.name))
     try:
         return np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files]) if files else None
     except OSError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerostart.errors import ConfigError, WriteError
-from zerostart.training.samples.files import check_writers, read_pictures, write_drawn
+from zerostart.errors import ConfigError
+from zerostart.training.samples.files import check_writers, clear_drawn, read_pictures, write_drawn
 from zerostart.training.samples.pipeline import Drawing, Prompt
 from zerostart.training.trackers import log_images
 
@@ -97,7 +96,7 @@ class Sampler:
         folder = self._folder / f"step-{step:08d}"
         with failures.kept():
             if session.accelerator.is_main_process:
-                _clear(folder)
+                clear_drawn(folder)
         failures.tell()
         with session.averaged(self._settings.with_ema):
             drawn = self._drawn(session)
@@ -141,15 +140,6 @@ class Sampler:
         for number, frames in drawn.items():
             words = re.sub(r"\W+", "-", self._texts[number])[:40].strip("-")
             write_drawn(folder / f"{number:0{width}d}-{words}".rstrip("-"), frames, self._settings.fps)
-
-
-def _clear(folder: Path) -> None:
-    """Have nothing in ``folder``: what another run has drawn there goes. Raises WriteError."""
-    try:
-        if folder.is_dir():
-            shutil.rmtree(folder)
-    except OSError as error:
-        raise WriteError(f"{folder}: what is there cannot be removed: {error.strerror}") from error
 
 
 def _log(trackers: Sequence[Any], folder: Path, step: int) -> None:

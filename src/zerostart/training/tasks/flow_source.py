@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.formats.pipeline import PIPELINE_INDEX, components
+from zerostart.checkpoint.manifest import WEIGHTS
 from zerostart.checkpoint.source import read_config, resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.errors import CheckpointError, ConfigError
@@ -74,7 +76,8 @@ def copy_others(root: Path, component: str, directory: Path) -> None:
     """Put all of the pipeline in ``root`` but ``component`` into ``directory``, its index last.
 
     All is what the index names: other folders (of runs) are none of the pipeline's. Files are hard links
-    where the file system has them for us, copies elsewhere. Nothing is done where ``directory`` is ``root``.
+    where the file system has them for us, copies elsewhere. Of what is in ``directory`` files of the same
+    names go, and weights that would be read in the place of these. Nothing is done where it is ``root``.
     Raises ConfigError.
     """
     index = read_json(root / PIPELINE_INDEX, "pipeline index")
@@ -83,27 +86,46 @@ def copy_others(root: Path, component: str, directory: Path) -> None:
             return
         for entry in sorted(root.iterdir()):
             if entry.is_dir() and entry.name in index and entry.name != component:
-                shutil.rmtree(directory / entry.name, ignore_errors=True)
-                shutil.copytree(
-                    entry, directory / entry.name, ignore=_no_linked_folders, copy_function=_linked
-                )
-        shutil.copyfile(root / PIPELINE_INDEX, directory / PIPELINE_INDEX)
-    except (OSError, shutil.Error) as error:
+                for folder, inner, names in os.walk(entry):
+                    for path in (Path(folder, name) for name in inner):
+                        if path.is_symlink():
+                            raise OSError(f"{path} is a link to a directory, which may have no end")
+                    _copy_files(Path(folder), names, directory / Path(folder).relative_to(root))
+        _replaced(root / PIPELINE_INDEX, directory / PIPELINE_INDEX, shutil.copyfile)
+    except OSError as error:
         raise ConfigError(f"output.pipeline: {root} cannot be copied to {directory}: {error}") from error
 
 
-def _no_linked_folders(folder: str, names: Sequence[str]) -> Sequence[str]:
-    for path in (Path(folder, name) for name in names):
-        if path.is_symlink() and path.is_dir():
-            raise OSError(f"{path} is a link to a directory, which may have no end")
-    return ()
+def _copy_files(source: Path, names: Sequence[str], target: Path) -> None:
+    """Put files of one folder into another, where weights of theirs alone are read afterwards."""
+    if target.is_symlink():
+        raise OSError(f"{target} is a link, and what it leads to may be somebody's own: remove it")
+    target.mkdir(parents=True, exist_ok=True)
+    stems = {match["stem"] for name in names if (match := WEIGHTS.fullmatch(name))}
+    for file in sorted(target.iterdir()):
+        match = WEIGHTS.fullmatch(file.name)
+        if match and match["stem"] in stems and file.name not in names and file.is_file():
+            file.unlink()
+    for name in names:
+        real, there = Path(os.path.realpath(source / name)), target / name
+        if not real.is_file():
+            raise OSError(f"{source / name} is no regular file")
+        if there.is_symlink() or not there.exists() or not there.samefile(real):
+            _replaced(real, there, _link)
 
 
-def _linked(source: str, target: str) -> None:
-    real = os.path.realpath(source)
-    if not Path(real).is_file():
-        raise OSError(f"{source} is no regular file")
+def _replaced(source: Path, target: Path, copy: Callable[[Path, Path], object]) -> None:
+    """Have a copy at ``target`` in one step; what was there, a link say, is not written to."""
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.part")
     try:
-        os.link(real, target)
+        copy(source, part)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
     except OSError:  # on another file system, on one without links, or of another user's file
-        shutil.copy2(real, target)
+        shutil.copy2(source, target)
