@@ -133,6 +133,8 @@ class CachedItems:
     takes. It may be read by several processes at once; none holds more than the item that it reads.
     """
 
+    _index: _Index
+
     def __init__(
         self, directory: str | os.PathLike[str], repeats: int = 1, chosen: Sequence[int] | None = None
     ) -> None:

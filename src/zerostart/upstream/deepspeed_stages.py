@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -47,13 +47,15 @@ TOUCHED = (
     ),
 )
 
-#: Of each loaded model, what it was loaded for, and the stages whose engines take it.
-_loaded: weakref.WeakKeyDictionary[nn.Module, tuple[str, Collection[int]]] = weakref.WeakKeyDictionary()
+#: Says of a number whether an engine of that ZeRO stage takes the model.
+Takes = Callable[[int], bool]
+#: Of each loaded model, what it was loaded for, and which engines take it.
+_loaded: weakref.WeakKeyDictionary[nn.Module, tuple[str, Takes]] = weakref.WeakKeyDictionary()
 
 
-def keep_stage(model: nn.Module, title: str, stages: Collection[int]) -> None:
-    """Have ``deepspeed.initialize`` refuse ``model``, loaded for ``title``, at other stages than these."""
-    _loaded[model] = title, stages
+def keep_stage(model: nn.Module, title: str, takes: Takes) -> None:
+    """Have ``deepspeed.initialize`` refuse ``model``, loaded for ``title``, where no engine takes it."""
+    _loaded[model] = title, takes
     _held.hold(model)
 
 
@@ -70,8 +72,8 @@ def _enter(stack: ExitStack) -> None:
     def configure_expert_parallel(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         stage = self.zero_optimization_stage()
         for module in model.modules():
-            title, stages = _loaded.get(module, ("", (stage,)))
-            if stage not in stages:
+            title, takes = _loaded.get(module, ("", None))
+            if takes is not None and not takes(stage):
                 raise EngineError(
                     f"{type(module).__name__} was loaded for {title}, and the configuration of "
                     f"deepspeed.initialize has ZeRO stage {stage}; use one number for both"

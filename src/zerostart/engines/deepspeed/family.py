@@ -261,7 +261,7 @@ class ZeroThree(DeepSpeed):
         from zerostart.upstream.deepspeed_stages import keep_stage
 
         keep_calls(model)
-        keep_stage(model, self.title, (3,))
+        keep_stage(model, self.title, {3}.__contains__)
         keep_from_loss(model, list(model.parameters()))
 
     def share_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
@@ -323,7 +323,8 @@ class FlatBuffers(DeepSpeed):
         from zerostart.upstream.deepspeed_stages import keep_stage
 
         if self.mesh.parallel:
-            keep_stage(model, self.title, (1, 2) if self.mesh.expert_parallel > 1 else (0, 1, 2))
+            taken = {1, 2} if self.mesh.expert_parallel > 1 else {0, 1, 2}
+            keep_stage(model, self.title, taken.__contains__)
 
     @property
     def averaging(self) -> int:
