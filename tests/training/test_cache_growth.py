@@ -18,7 +18,7 @@ from tests.training.encoded import picture
 
 from ranks import rank_outcomes, run_ranks
 from zerostart.distributed.world import current_world
-from zerostart.errors import ConfigError, WriteError
+from zerostart.errors import ConfigError, WriteError, ZerostartError
 from zerostart.training.cache import ensure_cache
 from zerostart.training.cached import CachedItems
 from zerostart.training.configuring import parse_config
@@ -273,7 +273,7 @@ def test_what_is_known_of_a_cache_that_failed_is_not_in_its_way(
     Path(own["cache"]["directory"]).mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(z_image.ZImage, "encode", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ZerostartError, match="ZeroDivisionError"):
             cached(own)
     assert [file.name for file in Path(own["cache"]["directory"]).glob("*")]
     assert encoded_rows(own) == len(SIZES) + 1
