@@ -213,6 +213,21 @@ def test_made_up_documents_lead_nowhere(kind: str, tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["above.txt", "out"]
 
 
+@pytest.mark.parametrize("before", [SHARDS, SINGLE])
+@pytest.mark.parametrize("size", [SHARDS, SINGLE])
+def test_the_model_of_a_state_is_what_others_read_in_its_folder(
+    size: int, before: int, tmp_path: Path
+) -> None:
+    """Also where the folder had a checkpoint of a model, as a save over it would have."""
+    path = tmp_path / "out"
+    KINDS["model"](path / "model", 1.0, before)
+    (path / "model" / "zerostart.json").unlink()  # as by another library
+    (path / "model" / "mine.safetensors").write_text("kept")
+    KINDS["state"](path, 2.0, size)
+    assert value_of(path, "state") == value_of(path / "model", "model") == 2.0
+    assert (path / "model" / "mine.safetensors").read_text() == "kept"
+
+
 @pytest.mark.parametrize("name", [".zerostart", "model", "second", "model.safetensors", "state.json"])
 def test_links_lead_nowhere(name: str, tmp_path: Path) -> None:
     """A link in the place of a file goes, in that of a directory it is an error; no target is touched."""

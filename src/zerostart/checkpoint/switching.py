@@ -142,7 +142,10 @@ class _Planner:
         if self._by_document:
             self._groups.add(group)
             if index in self.files:
-                self._deliver_index(index)
+                # After the document the index says the same to others, in the place of what they read before.
+                self.plan.deliver = {index: self._folder.identity(index), **self.plan.deliver}
+                for name in (single, *self._in_index(index)):
+                    self._drop(name, {group}, (single, index))
             return
         if not alone:
             self.plan.switch, self.plan.over = index, single if single in taken else ""
@@ -219,14 +222,6 @@ class _Planner:
         part = self.staged(index).with_name(f".{PurePosixPath(index).name}.part")
         write_whole(self.staged(index), data, part)
         self.files[index] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-    def _deliver_index(self, index: str) -> None:
-        """After the document, the index says the same to others; unless that is of weights of their own."""
-        there = self._folder.identity(index)
-        if there is None or self._folder.sha256(index) == self._old.get(index, {}).get("sha256", ""):
-            self.plan.deliver = {index: there, **self.plan.deliver}
-        else:
-            del self.files[index]
 
     def _in_index(self, index: str) -> list[str]:
         """What the index that is there lists."""
