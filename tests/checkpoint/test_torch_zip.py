@@ -561,7 +561,7 @@ def test_formats_that_are_no_zip(tmp_path: Path) -> None:
     refused(path, "tar")
     path.write_bytes(b"hello")
     refused(path, "no zip archive")
-    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2)), path)
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), path)
     refused(path, "TorchScript")
 
 
