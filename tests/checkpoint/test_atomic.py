@@ -33,7 +33,7 @@ CHANGES = {
     "a state of single files": ("state", SINGLE, SINGLE),
 }
 #: Of them, those of the fast suite: the switch by an index, over a single file, and that by a document.
-FAST = ("shards over a single file", "a state")
+FAST = ("shards over a single file",)
 SOME = [pytest.param(change, marks=() if change in FAST else pytest.mark.slow) for change in CHANGES]
 
 

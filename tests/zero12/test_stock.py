@@ -29,9 +29,7 @@ def compare(path: Path) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("world_size", [pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 3)])
 def test_every_option_is_as_the_stock_route(world_size: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16, sharded=True)
     for found in run_ranks(compare, world_size, path, timeout=400):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import sys
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class Library:
     def running(self) -> str | None:
         """The version of the module that is imported, or else the installed one; imports nothing."""
         # A library that is being imported may not have come to its version yet.
-        return getattr(sys.modules.get(self.name), "__version__", None) or self.installed()
+        return getattr(sys.modules.get(self.name), "__version__", None) or _installed(self)
 
     def knows(self, version: str) -> bool:
         """Whether ``version`` is a known one; a pre-release of a known version is."""
@@ -76,6 +77,12 @@ class Library:
             version = self.running()
             return None if version is None else Version(version).release
         return None
+
+
+@functools.cache
+def _installed(library: Library) -> str | None:
+    """As ``installed``, read once a process: each load asks, and metadata is a file of some kilobytes."""
+    return library.installed()
 
 
 TORCH = Library("torch", (2, 11), (2, 14))
