@@ -38,6 +38,21 @@ _COMMON: Mapping[str, Any] = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 64,
 }
+_DEEPSEEK: Mapping[str, Any] = {
+    "intermediate_size": 32,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+}
 _MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"intermediate_size": 32},
     "bert": {
@@ -79,36 +94,8 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
     "glm4": {"intermediate_size": 32, "pad_token_id": 0},
     "phi3": {"intermediate_size": 32, "pad_token_id": 0},
     "bloom": {"n_head": 4, "n_layer": 2},
-    "deepseek_v2": {
-        "intermediate_size": 32,
-        "moe_intermediate_size": 8,
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 4,
-    },
-    "deepseek_v3": {
-        "intermediate_size": 32,
-        "moe_intermediate_size": 8,
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 4,
-    },
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
 }
 
 

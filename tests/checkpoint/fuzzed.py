@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import json
 import logging
@@ -313,7 +314,7 @@ def damaged(files: Files, rng: random.Random) -> Files:
         elif kind < 0.04:
             other = rng.choice(sorted(out))
             out[name], out[other] = out[other], out[name]
-        elif kind < 0.5 and (tree := _tree(files, name)) is not None:
+        elif kind < 0.5 and (tree := _tree(name, files[name])) is not None:
             changed = _changed(tree, rng)
             with contextlib.suppress(Exception):  # what cannot be pickled
                 out[name] = pickle.dumps(changed) if name == ".metadata" else saved(changed)
@@ -355,20 +356,14 @@ def _described(content: bytes, name: str) -> tuple[int, int]:
     return (begin, end) if 0 <= begin < end else (0, len(content))
 
 
-_trees: dict[tuple[int, str], Any] = {}
-
-
-def _tree(files: Files, name: str) -> Any:
+@functools.cache
+def _tree(name: str, content: bytes) -> Any:
     """What a pickle holds, as it is before it is damaged; None for other files."""
-    key = (id(files), name)
-    if key not in _trees:
-        value = None
-        if name == ".metadata":
-            value = pickle.loads(files[name])
-        elif name.endswith((".pt", ".bin")) and "fsdp" not in name and "optimizer_0" not in name:
-            value = torch.load(io.BytesIO(files[name]), weights_only=False)
-        _trees[key] = value
-    return _trees[key]
+    if name == ".metadata":
+        return pickle.loads(content)
+    if name.endswith((".pt", ".bin")) and "fsdp" not in name and "optimizer_0" not in name:
+        return torch.load(io.BytesIO(content), weights_only=False)
+    return None
 
 
 def _changed(value: Any, rng: random.Random) -> Any:

@@ -49,10 +49,10 @@ def _doubled_tuples(depth: int) -> bytes:
     ids=["tuples in tuples", "an integer of less than nothing", "an integer of a million bytes"],
 )
 def test_a_pickle_takes_no_time_for_nothing(raw: bytes) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(CheckpointError):
         read_inert_pickle(raw, "states.pt")
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 def test_tuples_of_names_and_numbers_are_keys() -> None:

@@ -126,7 +126,7 @@ def test_survivor_that_hangs_is_stopped_after_the_grace_period(worker):
     start = time.monotonic()
     with pytest.raises(CoverageError, match="only rank 1 knows"):
         run_local_ranks(module, [], 2, grace=0.2, env=env)
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 30
 
 
 def test_foreign_error_and_silent_exit_are_named(worker, capfd):
@@ -199,7 +199,7 @@ def test_no_rank_outlives_a_killed_launcher(worker, tmp_path):
     process, pids = start_launcher(env, str(tmp_path / "pids"))
     process.kill()
     process.communicate(timeout=20)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(alive(pid) for pid in pids)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -126,11 +127,10 @@ def change_deepspeeds_own() -> None:
     del ours
 
 
-def change_on_one_rank() -> None:
-    """With ``enable_sanity_checks`` all ranks say what one of them has changed before a step."""
+def changed_on_one_rank(config: dict[str, Any]) -> Any:
+    """The engine of a model of which rank 1 has changed a placeholder before a step."""
     import deepspeed
 
-    config = {**CONFIG, "zero_optimization": {"stage": 3, "enable_sanity_checks": True}}
     model = zerostart.load(None, model=made(), engine_config=config, progress=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -138,6 +138,13 @@ def change_on_one_rank() -> None:
     with torch.no_grad():
         if dist.get_rank() == 1:
             model[1].bias.fill_(0)
+    return engine
+
+
+def change_on_one_rank() -> None:
+    """With ``enable_sanity_checks`` all ranks say what one of them has changed before a step."""
+    checked = {"stage": 3, "enable_sanity_checks": True}
+    engine = changed_on_one_rank({**CONFIG, "zero_optimization": checked})
     with refused("1.bias was changed in place while partitioned"):
         engine.step()
     engine.step()
@@ -191,16 +198,8 @@ def test_changes_that_would_be_lost_are_errors() -> None:
 
 
 def change_alone() -> None:
-    """One rank has changed a placeholder; no rank asks the others before a step."""
-    import deepspeed
-
-    model = zerostart.load(None, model=made(), progress=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
-    engine.backward(engine(torch.ones(2, 5)).sum())
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            model[1].bias.fill_(0)
+    """Without it no rank asks the others."""
+    engine = changed_on_one_rank(CONFIG)
     engine.step()
     engine.step()
 

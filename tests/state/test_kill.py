@@ -18,7 +18,7 @@ from traced_calls import Point, points_in, traced, tracing_works
 import zerostart
 from ranks import rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
-from zerostart.checkpoint.manifest import read_marker
+from zerostart.checkpoint.manifest import documents
 from zerostart.distributed.world import current_world
 from zerostart.state.export import export
 from zerostart.state.keeping import complete, prune
@@ -110,7 +110,7 @@ def newest(path: Path) -> Path:
 
 def digests(path: Path) -> dict[str, str]:
     """Of the model and its optimizer; the states of random numbers are another process's each time."""
-    folders = (read_marker(newest(path)) or {}).get("digests", {})
+    folders = next(iter(documents(newest(path))), {}).get("digests", {})
     found = {f"{folder}/{name}": one for folder, of in folders.items() for name, one in of.items()}
     return {name: one for name, one in found.items() if name.startswith(("./", "model/", "state/optimizer/"))}
 

@@ -17,23 +17,24 @@ __all__ = ["values"]
 ENGINES = ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)]
 
 
-def run_with_nan(given, first, last=10**9):
-    """A run whose loss on rank 1 is not a number in the steps ``first`` to ``last``."""
+def run_with_nan(given, first, gradients_alone=False):
+    """A run whose loss, or only its gradients, are no numbers on rank 1 from the step ``first`` on."""
     from zerostart.training.tasks.language import CausalLanguage
 
     kept, forwards = CausalLanguage.loss, []
 
     def loss(self, model, batch):
-        training = torch.is_grad_enabled()
-        forwards.extend([1] * training)
-        bad = torch.distributed.get_rank() == 1 and first <= len(forwards) <= last
-        return kept(self, model, batch) * (float("nan") if bad and training else 1.0)
+        found = kept(self, model, batch)
+        if torch.is_grad_enabled():
+            forwards.append(1)
+            if torch.distributed.get_rank() == 1 and len(forwards) >= first:
+                if not gradients_alone:
+                    return found * float("nan")
+                found.register_hook(lambda gradient: gradient * float("nan"))
+        return found
 
-    CausalLanguage.loss = loss
-    try:
-        return run(given)
-    finally:
-        CausalLanguage.loss = kept
+    CausalLanguage.loss = loss  # in this rank's process, which ends with the run
+    return run(given)
 
 
 def checkpoints_of(given):
@@ -91,27 +92,6 @@ def test_a_run_that_ends_before_its_patience_saves_no_nan(engine, checkpoints, v
         assert exported == ["step-2", "step-4"]
 
 
-def run_with_nan_gradients(given, first):
-    """A run whose gradients, and not its loss, are no numbers on rank 1 from a step on."""
-    from zerostart.training.tasks.language import CausalLanguage
-
-    kept, forwards = CausalLanguage.loss, []
-
-    def loss(self, model, batch):
-        found = kept(self, model, batch)
-        if torch.is_grad_enabled():
-            forwards.append(1)
-            if torch.distributed.get_rank() == 1 and len(forwards) >= first:
-                found.register_hook(lambda gradient: gradient * float("nan"))
-        return found
-
-    CausalLanguage.loss = loss
-    try:
-        return run(given)
-    finally:
-        CausalLanguage.loss = kept
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "stage"), [("fsdp2", 3), ("fsdp2", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
@@ -121,7 +101,7 @@ def test_a_run_whose_gradients_alone_are_nan_fails(engine, stage, checkpoints, v
     given = values(checkpoints("qwen3"), engine, steps=9, warmup_steps=0, schedule="constant")
     given["engine"] |= {"zero_stage": stage}
     given |= {"checkpoint": {"every": 1, "keep": 2}}
-    outcomes = rank_outcomes(run_with_nan_gradients, 2, given, 4)
+    outcomes = rank_outcomes(run_with_nan, 2, given, 4, True)
     assert {outcome.error for outcome in outcomes} == {"zerostart.errors.DivergedError"}
     assert outcomes[0].message == outcomes[1].message
     assert "step 4 is not finite" in outcomes[0].message
@@ -140,10 +120,7 @@ def run_with_overflows(given):
         return stepped[-1]
 
     Session.update = note
-    try:
-        return run(given), stepped
-    finally:
-        Session.update = update
+    return run(given), stepped
 
 
 @pytest.mark.slow

@@ -131,10 +131,10 @@ def doubled(depth: int, kind: str) -> str:
     ids=["merges", "aliases", "itself", "number", "long", "deep"],
 )
 def test_a_document_of_few_bytes_takes_no_time(text: str, message: str) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(ConfigError, match=message):
         parsed_yaml(text, "run.yaml")
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 def test_aliases_that_people_write_are_read() -> None:

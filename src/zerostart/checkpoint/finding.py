@@ -8,7 +8,8 @@ import os
 import time
 from pathlib import Path
 
-from zerostart.checkpoint.manifest import MARKERS
+from zerostart.checkpoint.manifest import STATE_MARKER as MARKER
+from zerostart.checkpoint.manifest import is_state, saved_at
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.checkpoint.training import stock_time
@@ -18,7 +19,6 @@ __all__ = ["DEEPSPEED", "FSDP", "LATEST", "is_tag", "state_in", "tell_of_newer"]
 
 logger = logging.getLogger("zerostart")
 
-MARKER = MARKERS[1]
 #: The name of DeepSpeed's file that names its last checkpoint.
 LATEST = "latest"
 #: accelerate's names of a model's checkpoint, on DeepSpeed and on FSDP2.
@@ -42,18 +42,15 @@ def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None
         if latest.is_file():
             named = read_small(str(latest)).decode("utf-8", "replace").strip()
             names += [named] if is_tag(named) else []
-    markers = [folder / name / MARKER for name in names]
-    found = [marker for marker in markers if marker.is_file()]
-    return (max(found, key=_saved_at) if len(found) > 1 else found[0]).parent if found else None
+    found = [folder / name for name in names if is_state(folder / name)]
+    return max(found, key=_saved_at) if len(found) > 1 else next(iter(found), None)
 
 
-def _saved_at(marker: Path) -> int:
-    """When it was saved, in nanoseconds: as it says, since files that were copied are of another time."""
-    with contextlib.suppress(ZerostartError):
-        saved_at = read_json(marker, "training state", MAX_DOCUMENT_BYTES).get("saved_at_ns")
-        if type(saved_at) is int:
-            return saved_at
-    return marker.stat().st_mtime_ns
+def _saved_at(state: Path) -> int:
+    marker, document = state / MARKER, dict[str, object]()
+    with contextlib.suppress(ZerostartError):  # a damaged one does not say
+        document = read_json(marker, "training state", MAX_DOCUMENT_BYTES)
+    return saved_at(document, marker)
 
 
 def tell_of_newer(directory: Path, own: Path) -> None:

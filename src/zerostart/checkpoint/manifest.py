@@ -7,15 +7,17 @@ what else lies in the directory, by the names of its weights. ``state.json`` is 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from zerostart.checkpoint.storage.files import read_small
-from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, load_json, read_json
-from zerostart.errors import CheckpointError, ReadError, VerifyError
+from zerostart.checkpoint.storage.files import open_regular
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json, shown
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
 __all__ = [
     "FORMAT",
@@ -23,7 +25,10 @@ __all__ = [
     "INDEX",
     "MARKER",
     "MARKERS",
+    "SAVED_AT",
+    "STATE_MARKER",
     "WEIGHTS",
+    "check_seal",
     "contents_of",
     "current",
     "documents",
@@ -31,14 +36,22 @@ __all__ = [
     "grouped",
     "is_foreign",
     "is_inside",
+    "is_state",
     "lies_at",
-    "read_marker",
+    "saved_at",
+    "sealed",
 ]
 
 #: The version of the documents.
 FORMAT = 1
-MARKER = "zerostart.json"
-MARKERS = (MARKER, "state.json")
+MARKER, STATE_MARKER = "zerostart.json", "state.json"
+MARKERS = (MARKER, STATE_MARKER)
+#: The entry with the time of the save, in nanoseconds.
+SAVED_AT = "saved_at_ns"
+#: The entry with the digest of all the others that it names.
+_SEAL = "seal"
+#: A document of ours has its format within so many bytes, however long it is.
+_HEAD_BYTES = 1 << 16
 #: Where saves that are under way write, in the directory that they save to.
 HIDDEN = ".zerostart"
 INDEX = ".index.json"
@@ -72,9 +85,40 @@ def current(place: Path, name: str) -> dict[str, Any] | None:
     return _pending(place, name) or _read(place / name)
 
 
-def read_marker(path: str | Path) -> dict[str, Any] | None:
-    """The document of what was saved to ``path`` last; None without one. Raises VerifyError."""
-    return next(iter(documents(path)), None)
+def saved_at(document: Mapping[str, Any], marker: Path) -> int:
+    """When the save that ``document`` in the file ``marker`` describes was made, in nanoseconds.
+
+    As it says, since files that were copied are of another time; of the file where it does not say.
+    """
+    said = document.get(SAVED_AT)
+    return said if type(said) is int else marker.stat().st_mtime_ns
+
+
+def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """``document`` with the digest of all its entries."""
+    entries = sorted(document)
+    return {**document, _SEAL: {"entries": entries, "blake2b": _digest(document, entries)}}
+
+
+def check_seal(document: Mapping[str, Any], marker: Path) -> None:
+    """Raise CheckpointError for a document in the file ``marker`` with another digest than it was given."""
+    seal = document.get(_SEAL)
+    if seal is None:
+        return
+    entries = seal.get("entries") if isinstance(seal, dict) else None
+    known = isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)
+    missing = [entry for entry in entries or () if entry not in document] if known else []
+    if not known or missing or _digest(document, entries or ()) != seal.get("blake2b"):
+        what = f"has no entry {shown(missing[0])}" if missing else "is not what was written"
+        raise CheckpointError(
+            f"{marker} {what}: it was damaged or edited; take another checkpoint, or load the weights alone "
+            "(zerostart.load of the checkpoint's folder model/)"
+        )
+
+
+def _digest(document: Mapping[str, Any], entries: Iterable[str]) -> str:
+    text = json.dumps([[entry, document[entry]] for entry in entries], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def lies_at(place: Path, document: Mapping[str, Any], name: str) -> Path:
@@ -156,11 +200,18 @@ def _read(marker: Path) -> dict[str, Any] | None:
 
 def is_foreign(marker: Path) -> bool:
     """Whether a file that is called as a document of ours is one of somebody's own."""
-    with contextlib.suppress(CheckpointError, ReadError):
-        raw = read_small(str(marker), MAX_DOCUMENT_BYTES, "marker") if marker.is_file() else b'"format"'
-        # Of a state's own document, which may take long to parse, this is told at once.
-        return b'"format"' not in raw and _is_foreign(load_json(raw, str(marker), "marker", True))
+    with contextlib.suppress(CheckpointError, CheckpointNotFoundError, ReadError):
+        with open_regular(str(marker), "marker") as (handle, _):
+            head = handle.read(_HEAD_BYTES, 0)
+        # A state's own document may take long to parse.
+        return b'"format"' not in head and _is_foreign(read_json(marker, "marker", MAX_DOCUMENT_BYTES))
     return False
+
+
+def is_state(directory: Path) -> bool:
+    """Whether ``directory`` has the document of a training state, and not a script's own ``state.json``."""
+    marker = directory / STATE_MARKER
+    return marker.is_file() and not is_foreign(marker)
 
 
 def _is_foreign(document: Mapping[str, Any]) -> bool:

@@ -34,6 +34,7 @@ from zerostart.checkpoint.manifest import (
     HIDDEN,
     MARKER,
     MARKERS,
+    SAVED_AT,
     contents_of,
     current,
     grouped,
@@ -50,8 +51,6 @@ _LOCK = re.compile(r"(?P<token>[0-9a-f]{12})\.lock")
 _MOST = 100 << 20
 #: Most directories beside a place that are looked at for what killed saves have left.
 _NEIGHBOURS = 10_000
-#: The entry of a document with the time of the save.
-_SAVED_AT = "saved_at_ns"
 
 
 class Staging:
@@ -127,7 +126,7 @@ class Staging:
         message says otherwise.
         """
         assert self._folder is not None, "not yet discarded"
-        document = {_SAVED_AT: time.time_ns(), **document} if self._marker == MARKER else document
+        document = {SAVED_AT: time.time_ns(), **document} if self._marker == MARKER else document
         state, names = "nothing was saved, and what was there is as it was", dict[str, str]()
         with told(self.path, state):
             known = document.get("files", {})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -19,7 +19,15 @@ from zerostart.checkpoint.finding import state_in
 from zerostart.checkpoint.formats.pipeline import choose, components
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_file
-from zerostart.checkpoint.manifest import MARKER, MARKERS, contents_of, current, is_inside
+from zerostart.checkpoint.manifest import (
+    MARKER,
+    SAVED_AT,
+    STATE_MARKER,
+    contents_of,
+    current,
+    is_inside,
+    is_state,
+)
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.pending import wait_for
 from zerostart.checkpoint.recognising import OTHER_FORMATS
@@ -67,8 +75,8 @@ CONFIG_NAME = "config.json"
 HEADER_THREADS = 8
 #: How often a checkpoint is opened that a save replaces meanwhile.
 _TRIES = 3
-#: The model in a directory of ``save_state``, and when something was saved, in nanoseconds.
-_MODEL, _SAVED_AT = "model", "saved_at_ns"
+#: The model in a directory of ``save_state``.
+_MODEL = "model"
 
 
 @dataclass(frozen=True)
@@ -135,17 +143,24 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     raise missing
 
 
-def open_saved_state(path: Path, folders: Sequence[str]) -> tuple[dict[str, Any], list[Catalog]]:
+def _read_state(path: Path) -> dict[str, Any]:
+    return read_json(path / STATE_MARKER, "training state", MAX_DOCUMENT_BYTES)
+
+
+def open_saved_state(
+    path: Path, folders: Sequence[str], read: Callable[[Path], dict[str, Any]] = _read_state
+) -> tuple[dict[str, Any], list[Catalog]]:
     """The document of the training state in ``path``, and the catalogs of some of its ``folders``.
 
-    Of the files that the document names, whatever else lies there. Raises as ``open_catalog`` does.
+    Of the files that the document names, whatever else lies there. ``read`` gives the document, and may raise
+    for one that it does not take. Raises as ``open_catalog`` does.
     """
     for _ in range(_TRIES):
-        document = read_json(path / MARKERS[1], "training state", MAX_DOCUMENT_BYTES)
+        document = read(path)
         try:
             return document, [_listed(path, document, folder) for folder in folders]
         except CheckpointNotFoundError as error:  # unless a save has replaced it meanwhile
-            if read_json(path / MARKERS[1], "training state", MAX_DOCUMENT_BYTES) == document:
+            if read(path) == document:
                 raise
             missing = error
     raise missing
@@ -228,17 +243,16 @@ def _has_weights(directory: Path) -> bool:
 
 def _is_saved_state(directory: Path) -> bool:
     """Whether the model that counts is that of ``save_state``, and none that was saved beside it later."""
-    state = directory / MARKERS[1]
-    if not state.is_file() or not (directory / _MODEL).is_dir():
+    if not is_state(directory) or not (directory / _MODEL).is_dir():
         return False
     try:
         document = current(directory, MARKER) if _has_weights(directory) else None
         beside = contents_of(document).values() if document is not None else ()
         weights = _weights_in(directory).name if beside else ""
-        when = read_json(state, "training state", MAX_DOCUMENT_BYTES).get(_SAVED_AT) if beside else 0
+        when = _read_state(directory).get(SAVED_AT) if beside else 0
     except (CheckpointError, ReadError, VerifyError):
         return True
-    times = [one.get(_SAVED_AT) for one in beside if weights in one["files"]]
+    times = [one.get(SAVED_AT) for one in beside if weights in one["files"]]
     return not any(type(time) is int and type(when) is int and time > when for time in times)
 
 

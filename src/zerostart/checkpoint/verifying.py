@@ -12,8 +12,9 @@ from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.digesting import file_digests
-from zerostart.checkpoint.manifest import MARKERS, documents, lies_at
+from zerostart.checkpoint.manifest import MARKERS, STATE_MARKER, check_seal, documents, lies_at
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.pending import wait_for
 from zerostart.checkpoint.source import Files, open_catalog
 from zerostart.checkpoint.strict_json import shown
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
@@ -36,6 +37,7 @@ class Verified:
 def verify(path: str | os.PathLike[str]) -> Verified:
     """See ``zerostart.verify``, which raises what this raises."""
     place = expanded(path)
+    wait_for(place)
     if not place.is_dir():
         raise VerifyError(f"{place}: there is no such directory")
     found = documents(place)
@@ -44,6 +46,11 @@ def verify(path: str | os.PathLike[str]) -> Verified:
             f"{place}: there is no {' and no '.join(MARKERS)} in it, so that nothing says what was saved: "
             "zerostart has not saved it, or not all of it; zerostart.diff compares it with another checkpoint"
         )
+    try:
+        for document in found:
+            check_seal(document, place / STATE_MARKER)  # which no other has
+    except CheckpointError as error:
+        raise VerifyError(str(error)) from error
     faults = [fault for document in found for fault in _faults_of_files(place, document)]
     tensors = 0
     for document in found if not faults else ():

@@ -12,16 +12,17 @@ from typing import Any
 
 from torch import nn
 
+from zerostart.checkpoint.manifest import SAVED_AT, sealed
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, WriteError
 from zerostart.state.background import Saving, begin, finish_last
-from zerostart.state.document import check_size, sealed
+from zerostart.state.document import check_size
 from zerostart.state.host_copies import kept_on_host
 from zerostart.state.linking import linked
 from zerostart.state.optimizing import Kept
 from zerostart.state.publishing import agreed_place, publishing
 from zerostart.state.settings import save_settings
-from zerostart.state.training_state import MARKER, MODEL, SAVED_AT, STATE, Content, collected
+from zerostart.state.training_state import MARKER, MODEL, STATE, Content, collected
 from zerostart.state.values import checksum
 from zerostart.state.writing import write_tensors
 
@@ -96,7 +97,7 @@ def _save_settings(content: Content, folder: Path) -> None:
     """Write what is beside the model's weights; a training goes on without what its library refuses."""
     try:
         save_settings(content.module, folder, content.root, None)
-    except WriteError:
+    except (OSError, WriteError):
         raise
     except Exception as error:  # the library's own checks, of what the model carries
         logger.warning(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, is_too_much, read_json, shown
-from zerostart.errors import CheckpointError, ConfigError, ReadError, VerifyError
+from zerostart.checkpoint.manifest import check_seal
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, is_too_much, read_json
+from zerostart.errors import CheckpointError, ConfigError
 from zerostart.state.training_state import FORMAT, MARKER
 from zerostart.state.writing import Entry
 
-__all__ = ["check_document", "check_size", "read_document", "sealed"]
+__all__ = ["check_size", "read_document"]
 
 #: What every document has, and of which kind. What came later may be missing, in older ones.
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -28,20 +26,8 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 }
 _OPTIMIZER: dict[str, tuple[type, ...]] = {"class": (str,), "numbers": (dict,), "groups": (list,)}
 _LATER: dict[str, tuple[type, ...]] = {"modules": (dict,), "beside": (list,), "around": (dict,)}
-#: The entry with the digest of all the others that it names.
-_SEAL = "seal"
 #: Bytes of the document for each tensor beside its name: its digest, quotes, indentation; and for each file.
 _PER_TENSOR, _PER_FILE = 48, 4096
-
-
-def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """``document`` with the digest of all its entries."""
-    return {**document, _SEAL: {"entries": sorted(document), "blake2b": _digest(document, sorted(document))}}
-
-
-def _digest(document: Mapping[str, Any], entries: Sequence[str]) -> str:
-    text = json.dumps([[entry, document[entry]] for entry in entries], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def check_size(document: Mapping[str, Any], entries: Sequence[Entry]) -> None:
@@ -60,8 +46,12 @@ def check_size(document: Mapping[str, Any], entries: Sequence[Entry]) -> None:
         )
 
 
-def read_document(path: Path) -> dict[str, Any]:
-    """The document of a training state in a file; raises ReadError, and CheckpointError for a damaged one."""
+def read_document(state: Path) -> dict[str, Any]:
+    """The document of the training state in a directory.
+
+    Raises ReadError, and CheckpointError for a damaged one.
+    """
+    path = state / MARKER
     document = read_json(path, "training state", MAX_DOCUMENT_BYTES)
     version = document.get("format")
     if type(version) is not int or version > FORMAT:
@@ -69,35 +59,11 @@ def read_document(path: Path) -> dict[str, Any]:
             f"{path} has the format {version!r}, and this zerostart knows formats up to {FORMAT}; update "
             "zerostart"
         )
-    _check_seal(path, document)
+    check_seal(document, path)
     _check_fields(path, document, _FIELDS, _LATER, "")
     if document["optimizer"]:
         _check_fields(path, document["optimizer"], _OPTIMIZER, {}, "optimizer.")
     return document
-
-
-def _check_seal(path: Path, document: Mapping[str, Any]) -> None:
-    seal = document.get(_SEAL)
-    if seal is not None:
-        entries = seal.get("entries") if isinstance(seal, dict) else None
-        known = isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)
-        missing = [entry for entry in entries or () if entry not in document] if known else []
-        if not known or missing or _digest(document, entries or ()) != seal.get("blake2b"):
-            what = f"has no entry {shown(missing[0])}" if missing else "is not what was written"
-            raise CheckpointError(
-                f"{path} {what}: it was damaged or edited; take another checkpoint, or load the weights "
-                "alone (zerostart.load of the checkpoint's folder model/)"
-            )
-
-
-def check_document(directory: str | os.PathLike[str]) -> None:
-    """Raise VerifyError where ``directory`` is a training state whose document is not what was written."""
-    path = expanded(directory) / MARKER
-    try:
-        if path.is_file():
-            _check_seal(path, read_json(path, "training state", MAX_DOCUMENT_BYTES))
-    except (CheckpointError, ReadError) as error:
-        raise VerifyError(str(error)) from error
 
 
 def _check_fields(

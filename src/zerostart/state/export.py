@@ -15,7 +15,7 @@ import torch
 
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.digest import Digests
-from zerostart.checkpoint.manifest import MARKERS
+from zerostart.checkpoint.manifest import STATE_MARKER
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.source import open_catalog, read_config
@@ -121,7 +121,7 @@ def _check_whole(catalog: Catalog) -> None:
     """Raise ConfigError for a training state without the parameters that were frozen."""
     root = Path(catalog.root or ".")
     for folder in (root.parent,) if root.name == "model" else ():
-        marker = folder / MARKERS[1]
+        marker = folder / STATE_MARKER
         if marker.is_file() and read_json(marker, "training state", MAX_DOCUMENT_BYTES).get("left_out"):
             raise ConfigError(
                 f"{folder} holds what was trained alone, and not the model that this was a part of: what its "

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zerostart.checkpoint.manifest import saved_at
 from zerostart.checkpoint.publishing import remove
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.errors import CheckpointError, ConfigError, WriteError
-from zerostart.state.training_state import MARKER, SAVED_AT
+from zerostart.state.training_state import MARKER
 
 __all__ = ["complete", "prune"]
 
@@ -27,14 +28,8 @@ def complete(directory: Path, own: Callable[[Any], bool] | None = None) -> list[
         with contextlib.suppress(CheckpointError):  # damaged: no marker of a complete one
             document = read_json(marker, "training state", MAX_DOCUMENT_BYTES)
             if own is None or own(document.get("extra")):
-                found[marker.parent] = _saved_at(document, marker)
+                found[marker.parent] = saved_at(document, marker)
     return sorted(found, key=lambda path: (found[path], path.name))
-
-
-def _saved_at(document: Mapping[str, Any], marker: Path) -> int:
-    """When a checkpoint was saved, in nanoseconds: as it says, since copies of files are of another time."""
-    saved_at = document.get(SAVED_AT)
-    return saved_at if type(saved_at) is int else marker.stat().st_mtime_ns
 
 
 def _extra(path: Path) -> Any:

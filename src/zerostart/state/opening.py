@@ -8,6 +8,7 @@ from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.finding import state_in, tell_of_newer
+from zerostart.checkpoint.manifest import SAVED_AT
 from zerostart.checkpoint.source import open_saved_state
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointNotFoundError
@@ -15,7 +16,7 @@ from zerostart.loading.source import open_source
 from zerostart.state.document import read_document
 from zerostart.state.foreign import foreign_state
 from zerostart.state.linking import check_unchanged
-from zerostart.state.training_state import MARKER, MODEL, SAVED_AT, STATE
+from zerostart.state.training_state import MARKER, MODEL, STATE
 
 __all__ = ["Saved", "opened"]
 
@@ -69,6 +70,6 @@ def _described(path: Path) -> Saved:
         )
     tell_of_newer(path, own)
     path = own
-    check_unchanged(path, MODEL, read_document(path / MARKER).get(SAVED_AT))
-    document, (weights, state) = open_saved_state(path, (MODEL, STATE))
+    document, (weights, state) = open_saved_state(path, (MODEL, STATE), read_document)
+    check_unchanged(path, MODEL, document.get(SAVED_AT))
     return Saved(path, document, weights, state)

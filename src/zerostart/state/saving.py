@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostart.checkpoint.manifest import group_of
 from zerostart.checkpoint.shards import parse_size
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
@@ -36,9 +36,6 @@ from zerostart.state.settings import save_settings
 from zerostart.state.writing import Written, write_tensors
 
 __all__ = ["SaveReport", "SaveRequest", "save"]
-
-#: Names of weight files, to see what a source's were called; without the mark of a save.
-_WEIGHTS = re.compile(r"(?P<stem>.+?)(-[0-9a-f]{12})?(-\d{5}-of-\d{5})?\.(safetensors|sft)")
 
 
 @dataclass(frozen=True)
@@ -237,8 +234,8 @@ def _stem(model: nn.Module, record: LoadRecord | None) -> str:
     if record.catalog.assembled or not any(recipe.converted for recipe in record.recipes.values()):
         return stem
     # The original release's own layout, which no directory of the library has.
-    names = [_WEIGHTS.fullmatch(Path(file).name) for file in record.catalog.files]
-    stems = {found["stem"] for found in names if found}
+    files = (Path(file) for file in record.catalog.files if file.endswith((".safetensors", ".sft")))
+    stems = {group for file in files if (group := group_of(f"{file.stem}.safetensors"))}
     return stems.pop() if len(stems) == 1 else "model"
 
 

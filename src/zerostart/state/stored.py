@@ -10,6 +10,7 @@ from types import TracebackType
 
 import torch
 
+from zerostart.checkpoint import manifest
 from zerostart.checkpoint.catalog import (
     DTYPE_BITS,
     Assembled,
@@ -18,7 +19,6 @@ from zerostart.checkpoint.catalog import (
     contiguous_strides,
 )
 from zerostart.checkpoint.formats.pipeline import components
-from zerostart.checkpoint.manifest import MARKERS
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.pending import wait_for
 from zerostart.checkpoint.source import open_catalog, open_saved_state, resolve_source
@@ -31,14 +31,14 @@ from zerostart.transfer.staging import bytes_view
 
 __all__ = ["Stored", "catalogs_at", "is_state"]
 
-#: Of a training state, by its marker: where the model lies, under its state-dict names.
-_STATE, MODEL = MARKERS[1], "model"
+#: Where a training state has the model, under its state-dict names.
+MODEL = "model"
 
 
 def is_state(source: str | os.PathLike[str]) -> bool:
     """Whether ``source`` is a directory of ``save_state``."""
     wait_for(source)
-    return (expanded(source) / _STATE).is_file()
+    return manifest.is_state(expanded(source))
 
 
 def catalogs_at(source: str | os.PathLike[str], model_alone: bool) -> list[tuple[str, Catalog]]:

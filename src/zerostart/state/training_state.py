@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zerostart.checkpoint.manifest import STATE_MARKER
 from zerostart.distributed.world import World
 from zerostart.engines import Shard, check_own_memory, first_rank_shard, plain_name, whole_shard
 from zerostart.errors import ConfigError
@@ -40,7 +41,6 @@ __all__ = [
     "FORMAT",
     "MARKER",
     "MODEL",
-    "SAVED_AT",
     "STATE",
     "Content",
     "Training",
@@ -54,10 +54,8 @@ logger = logging.getLogger("zerostart")
 
 #: The version of what is written here; a reader knows this one and those before.
 FORMAT = 1
-MARKER = "state.json"
+MARKER = STATE_MARKER
 MODEL, STATE = "model", "state"
-#: The entry of the document with the time of the save.
-SAVED_AT = "saved_at_ns"
 
 
 @dataclass(frozen=True)

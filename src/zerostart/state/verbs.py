@@ -222,14 +222,9 @@ def verify(path: str | os.PathLike[str]) -> Verified:
         2
     """
     check_arguments(verify, locals(), collective=False)
-    from zerostart.checkpoint.pending import wait_for
     from zerostart.checkpoint.verifying import verify as verify_path
-    from zerostart.state.document import check_document
 
-    wait_for(path)
-    verified = verify_path(path)
-    check_document(path)
-    return verified
+    return verify_path(path)
 
 
 def diff(a: Comparable, b: Comparable) -> Difference:

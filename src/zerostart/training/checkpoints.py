@@ -20,7 +20,6 @@ from zerostart.state.document import read_document
 from zerostart.state.keeping import complete, prune
 from zerostart.state.optimizing import Kept
 from zerostart.state.resuming import load_state
-from zerostart.state.training_state import MARKER
 from zerostart.state.values import decoded
 from zerostart.training.config import CheckpointConfig, TrainConfig
 from zerostart.training.course import ACCEPTED, DATA, departures
@@ -219,7 +218,7 @@ class Checkpoints:
 
 def _extra(path: Path) -> Any:
     """What ``save`` has put into a checkpoint, which has no tensors in it."""
-    extra = read_document(path / MARKER)["extra"]
+    extra = read_document(path)["extra"]
     if not of_a_run(extra):
         raise ConfigError(f"resume: {path} was not saved by a run of zerostart train; name one that was")
     return decoded(extra, {})
