@@ -10,15 +10,15 @@ Imports of torch and of the engines wait until a verb is called, so that the com
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from zerostart import errors
 from zerostart.errors import ZerostartError
 from zerostart.integrations.verbs import drop_components, load_pipeline, synced
-from zerostart.loading.argument_kinds import check_arguments
-from zerostart.loading.arguments import EnabledArguments, ForecastArguments, LoadArguments, documented, taken
+from zerostart.loading.argument_kinds import check_arguments, checked_arguments, config_of, dtype_of
+from zerostart.loading.arguments import EnabledArguments, ForecastArguments, LoadArguments, documented
 from zerostart.loading.placement import Placement
 from zerostart.state.verbs import diff, digest, load_state, save, save_state, verify
 from zerostart.training.verbs import checkpoint_blocks, gradient_checkpoint
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zerostart.forecast import WorldPlan
-    from zerostart.loading.arguments import Converter, ModelLike, Source
+    from zerostart.loading.arguments import Converter, EngineConfig, ModelLike, Source
     from zerostart.loading.report import Report
 
 __all__ = [
@@ -63,13 +63,14 @@ logging.getLogger("zerostart").addFilter(errors.printable_record)
 def load(
     source: Source,
     model: ModelLike = None,
-    engine: str = "deepspeed",
+    *,
+    engine: str | None = None,
     zero_stage: int = 3,
-    engine_config: Mapping[str, object] | None = None,
+    engine_config: EngineConfig | None = None,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
     sequence_parallel: int = 1,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     converter: Converter = None,
     memory_limit: int | None = None,
     chunk_size: int | None = None,
@@ -98,29 +99,47 @@ def load(
         >>> model(torch.ones(1, 3)).tolist()
         [[3.0, 3.0]]
     """
-    given = dict(locals())
-    check_arguments(load, given)
-    from zerostart.integrations.serving import serve
-    from zerostart.loading.request import Request
-    from zerostart.loading.run import run
+    with checked_arguments(load, locals()):
+        from zerostart.integrations.serving import serve
+        from zerostart.loading.request import Request
+        from zerostart.loading.run import run
 
-    return run(Request(**given), serve)
+        request = Request(
+            source,
+            model=model,
+            engine=engine,
+            zero_stage=zero_stage,
+            engine_config=config_of(engine_config),
+            expert_parallel=expert_parallel,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype_of(dtype),
+            converter=converter,
+            memory_limit=memory_limit,
+            chunk_size=chunk_size,
+            strict=strict,
+            progress=progress,
+            fp32_masters=fp32_masters,
+            exchange=exchange,
+            trust_remote_code=trust_remote_code,
+        )
+    return run(request, serve)
 
 
 @documented(ForecastArguments)
 def plan(
     source: Source,
     world_size: int = 8,
-    engine: str = "deepspeed",
+    engine: str | None = "deepspeed",
     zero_stage: int = 3,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     converter: Converter = None,
     model: ModelLike = None,
     rank: int | None = None,
     *,
-    engine_config: Mapping[str, object] | None = None,
+    engine_config: EngineConfig | None = None,
     sequence_parallel: int = 1,
     exchange: bool | None = None,
     memory_limit: int | None = None,
@@ -156,12 +175,34 @@ def plan(
         >>> [rank.read_bytes for rank in made.ranks]
         [3000, 3000, 3000, 3000]
     """
-    given = dict(locals())
-    check_arguments(plan, given, collective=False)
-    from zerostart.forecast.run import forecast
-    from zerostart.loading.request import Request
+    with checked_arguments(plan, locals(), collective=False):
+        from zerostart.forecast.run import forecast
+        from zerostart.loading.request import Request
 
-    return forecast(taken(Request, given), world_size, rank, taken(ForecastArguments, given))
+        request = Request(
+            source,
+            model=model,
+            engine=engine,
+            zero_stage=zero_stage,
+            engine_config=config_of(engine_config),
+            expert_parallel=expert_parallel,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype_of(dtype),
+            converter=converter,
+            memory_limit=memory_limit,
+            chunk_size=chunk_size,
+            exchange=exchange,
+            trust_remote_code=trust_remote_code,
+        )
+        machine = ForecastArguments(
+            device_memory=device_memory,
+            host_memory=host_memory,
+            storage_rate=storage_rate,
+            interconnect_rate=interconnect_rate,
+            optimizer=optimizer,
+        )
+    return forecast(request, world_size, rank, machine)
 
 
 def report(model: nn.Module) -> Report:
@@ -236,7 +277,7 @@ def gathered(
 def enabled(
     engine: str | None = None,
     zero_stage: int | None = None,
-    engine_config: Mapping[str, object] | None = None,
+    engine_config: EngineConfig | None = None,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
     sequence_parallel: int = 1,
@@ -272,17 +313,28 @@ def enabled(
         >>> zerostart.report(model).engine
         'fsdp2'
     """
-    given = dict(locals())
-    check_arguments(enabled, given, collective=False)
-    from zerostart.integrations.adoption import enabled as enabled_with
+    with checked_arguments(enabled, locals(), collective=False):
+        from zerostart.integrations.adoption import enabled as enabled_with
 
-    return enabled_with(EnabledArguments(**given))
+        settings = EnabledArguments(
+            engine=engine,
+            zero_stage=zero_stage,
+            engine_config=config_of(engine_config),
+            expert_parallel=expert_parallel,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            memory_limit=memory_limit,
+            chunk_size=chunk_size,
+            progress=progress,
+            fp32_masters=fp32_masters,
+        )
+    return enabled_with(settings)
 
 
 def enable(
     engine: str | None = None,
     zero_stage: int | None = None,
-    engine_config: Mapping[str, object] | None = None,
+    engine_config: EngineConfig | None = None,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
     sequence_parallel: int = 1,
@@ -298,11 +350,22 @@ def enable(
         >>> zerostart.enable(engine="deepspeed", zero_stage=2)
         >>> zerostart.disable()
     """
-    given = dict(locals())
-    check_arguments(enable, given, collective=False)
-    from zerostart.integrations.adoption import enable as enable_with
+    with checked_arguments(enable, locals(), collective=False):
+        from zerostart.integrations.adoption import enable as enable_with
 
-    enable_with(EnabledArguments(**given))
+        settings = EnabledArguments(
+            engine=engine,
+            zero_stage=zero_stage,
+            engine_config=config_of(engine_config),
+            expert_parallel=expert_parallel,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            memory_limit=memory_limit,
+            chunk_size=chunk_size,
+            progress=progress,
+            fp32_masters=fp32_masters,
+        )
+    enable_with(settings)
 
 
 def disable() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import zerostart
-from ranks import rank_outcomes
+from ranks import rank_outcomes, run_ranks
 from zerostart.errors import ConfigError
 from zerostart.loading.argument_kinds import check_arguments
 
@@ -50,7 +52,12 @@ def test_another_kind_is_refused_by_name(verb: str, name: str) -> None:
         ("load", {"tensor_parallel": 2.0}, "tensor_parallel=2.0 is not accepted; give a whole number"),
         ("load", {"zero_stage": True}, "zero_stage=True is not accepted; give a whole number"),
         ("load", {"strict": "no"}, "strict='no' is not accepted; give True or False"),
-        ("load", {"dtype": "bfloat16"}, "dtype='bfloat16' is not accepted; give a torch.dtype or None"),
+        ("load", {"dtype": 16}, "dtype=16 is not accepted; give a torch.dtype or a string or None"),
+        (
+            "load",
+            {"engine_config": 3},
+            "engine_config=3 is not accepted; give a dictionary, the path of a JSON file or None",
+        ),
         ("plan", {"world_size": "8"}, "world_size='8' is not accepted; give a whole number"),
         ("save_state", {"wait": 1}, "wait=1 is not accepted; give True or False"),
         ("verify", {"path": 3}, "path=3 is not accepted; give a string or a path"),
@@ -74,6 +81,50 @@ def test_the_refusal_says_what_is_accepted(verb: str, given: dict[str, Any], tol
 )
 def test_what_a_signature_names_is_taken(verb: Callable[..., object], given: dict[str, Any]) -> None:
     check_arguments(verb, given)
+
+
+def load_by_names(config: Path) -> tuple[str, torch.dtype, str, str]:
+    """As a script without an engine of its own does, where rank 1 sees no configuration."""
+    import torch.distributed as dist
+
+    make, weights = (lambda: torch.nn.Linear(1, 1, bias=False)), {"weight": torch.ones(1, 1)}
+    options: dict[str, Any] = {"dtype": "bfloat16", "engine_config": config, "progress": False}
+    model = zerostart.load(weights, make, **options)
+    first = zerostart.report(model).engine
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    second = zerostart.report(zerostart.load(weights, make, **{**options, "engine_config": None})).engine
+    del os.environ["ACCELERATE_USE_FSDP"]
+    dist.barrier()
+    if dist.get_rank() == 1:
+        options["engine_config"] = config.with_name("absent.json")
+    try:
+        zerostart.load(weights, make, **options)
+    except ConfigError as error:
+        return first, next(model.parameters()).dtype, second, str(error)
+    raise AssertionError("loaded with a configuration that is not there")
+
+
+def test_names_and_paths_are_read_and_an_engine_is_found(tmp_path: Path) -> None:
+    """A dtype by name, a configuration by path, the launcher's engine; all tell what one cannot read."""
+    config = tmp_path / "ds.json"
+    config.write_text('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}')
+    for first, dtype, second, message in run_ranks(load_by_names, 2, config):
+        assert (first, dtype, second) == ("deepspeed", torch.bfloat16, "fsdp2")
+        assert message.startswith("rank 1: zerostart.load: engine_config: ")
+        assert str(config.with_name("absent.json")) in message
+
+
+def test_no_dtype_of_that_name() -> None:
+    with pytest.raises(ConfigError, match=r"^zerostart.plan: dtype='half_float' is not a torch dtype; try"):
+        zerostart.plan({"weight": torch.ones(1, 1)}, 1, model=torch.nn.Linear, dtype="half_float")
+
+
+def test_what_follows_the_model_goes_by_keyword() -> None:
+    kinds = {name: p.kind for name, p in inspect.signature(zerostart.load).parameters.items()}
+    assert {n for n, kind in kinds.items() if kind is not inspect.Parameter.KEYWORD_ONLY} == {
+        "source",
+        "model",
+    }
 
 
 def load_with_rank(mistaken: int) -> None:

@@ -26,7 +26,7 @@ def command(
         ),
     ],
     out: Annotated[Path, typer.Argument(help="The YAML file to write.", show_default=False)],
-    engine: Annotated[str, typer.Option("--engine", help="deepspeed or fsdp2.")] = LoadArguments.engine,
+    engine: Annotated[str, typer.Option("--engine", help="deepspeed or fsdp2.")] = "deepspeed",
     zero_stage: Annotated[
         int, typer.Option("--zero-stage", min=0, max=3, help="3 shards parameters, 0 to 2 leave them whole.")
     ] = LoadArguments.zero_stage,

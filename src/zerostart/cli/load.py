@@ -14,9 +14,10 @@ import typer
 
 from zerostart.checkpoint.strict_json import dump_json
 from zerostart.cli.launch import run_local_ranks
-from zerostart.cli.options import SourceArgument, named_dtype, takes, values_of
+from zerostart.cli.options import SourceArgument, takes, values_of
 from zerostart.cli.worker import join_group, leave_group, worker_main
 from zerostart.errors import ConfigError, ZerostartError
+from zerostart.loading.argument_kinds import dtype_of
 from zerostart.loading.arguments import LoadArguments
 
 __all__ = ["command"]
@@ -118,7 +119,7 @@ def _run(argv: list[str]) -> dict[str, Any]:
     options = json_module.loads(argv[0])
     verify = options.pop("verify")
     place = options.pop("place")
-    options["dtype"] = named_dtype(options["dtype"])
+    options["dtype"] = dtype_of(options["dtype"])
     # What a training script has imported long before; the rehearsal times the load alone.
     number, size = (0, int(os.environ["WORLD_SIZE"])) if place is None else place
     Request(**options).resolve(size, number).require()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
+from zerostart.loading.argument_kinds import config_of, dtype_of
 from zerostart.loading.arguments import ForecastArguments, LoadArguments, Option, options
 
-__all__ = ["SourceArgument", "named_dtype", "takes", "values_of"]
+__all__ = ["SourceArgument", "takes", "values_of"]
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -72,26 +72,14 @@ def values_of(given: Mapping[str, Any]) -> dict[str, Any]:
     read: dict[str, Callable[[Any], object]] = {
         "size": _size_of,
         "rate": lambda text: _size_of(text.removesuffix("/s")),
-        "json": _configuration,
-        "dtype": lambda name: str(named_dtype(name)).removeprefix("torch."),
+        "json": config_of,
+        "dtype": lambda name: str(dtype_of(name)).removeprefix("torch."),
     }
     kinds = {name: option.kind for name, _, option in options(LoadArguments, ForecastArguments)}
     return {
         name: value if value is None or kinds[name] not in read else read[kinds[name]](value)
         for name, value in given.items()
     }
-
-
-def _configuration(path: Path) -> dict[str, Any]:
-    from zerostart.errors import ConfigError
-
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds a {type(config).__name__}; a configuration is an object")
-    return config
 
 
 def _size_of(text: str) -> int:
@@ -102,17 +90,3 @@ def _size_of(text: str) -> int:
         return parse_size(text)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
-
-
-def named_dtype(name: str | None) -> object:
-    """The torch dtype of that name (None for None); raises ConfigError for any other word."""
-    import torch
-
-    from zerostart.errors import ConfigError
-
-    if name is None:
-        return None
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"--dtype {name} is not a torch dtype; try float32, bfloat16 or float16")
-    return dtype

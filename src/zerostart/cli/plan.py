@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from zerostart.checkpoint.strict_json import dump_json
-from zerostart.cli.options import SourceArgument, named_dtype, takes, values_of
+from zerostart.cli.options import SourceArgument, takes, values_of
 from zerostart.loading.arguments import ForecastArguments, LoadArguments
 from zerostart.loading.collection import uncollected
 
@@ -38,9 +38,7 @@ def command(
     # A process that plans and ends: nothing in it is worth collecting, not even on its way out.
     atexit.register(gc.freeze)
     with uncollected():
-        values = values_of(given)
-        values["dtype"] = named_dtype(values["dtype"])
-        made = zerostart.plan(source, world_size, rank=rank, **values)
+        made = zerostart.plan(source, world_size, rank=rank, **values_of(given))
     if json:
         typer.echo(dump_json(made.as_dict()))
     else:

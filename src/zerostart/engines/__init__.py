@@ -18,6 +18,7 @@ from zerostart.engines.names import plain_name
 from zerostart.engines.placements import DEVICE, HOST, RANKS_OF_A_MACHINE, STORAGE, Placements
 from zerostart.engines.registry import (
     check_choice,
+    default_engine,
     engine_names,
     family_of,
     register_engine,
@@ -41,6 +42,7 @@ __all__ = [
     "check_choice",
     "check_own_memory",
     "contexts_aside",
+    "default_engine",
     "engine_names",
     "family_of",
     "first_rank_shard",

@@ -89,6 +89,8 @@ class Engine(abc.ABC):
     precisions: ClassVar[tuple[str, ...]] = ("no", "bf16")
     #: Whether an optimizer steps the parameters themselves, in their own dtype: there are no other masters.
     steps_parameters: ClassVar[bool] = False
+    #: The package that the engine needs; torch alone for most.
+    library: ClassVar[str] = "torch"
     #: The environment variable with which accelerate's launcher sets up this very engine, None for none.
     launched_by: ClassVar[str | None] = None
     #: The backend that accelerate must be told on hosts without an accelerator; None: ``cpu=True`` will do.

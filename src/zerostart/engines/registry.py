@@ -6,13 +6,13 @@ import functools
 import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from zerostart.engines.base import Engine
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh
-
-__all__ = ["check_choice", "engine_names", "family_of", "register_engine", "resolve_engine", "titled"]
+from zerostart.upstream.accelerate import is_set
 
 #: Entry points of other packages: a name, and the subclass of ``Engine``.
 GROUP = "zerostart.engines"
@@ -54,6 +54,17 @@ def family_of(name: str) -> type[Engine]:
     else:
         raise ConfigError(f"engine={name!r} is unknown; choose one of {', '.join(engine_names())}")
     return family
+
+
+def default_engine() -> str:
+    """The name of the engine of a load that names none.
+
+    The one that accelerate's launcher has set up, else the first of zerostart's own whose library is there.
+    """
+    families = [family_of(name) for name in engine_names()]
+    launched = [f.name for f in families if f.launched_by is not None and is_set(f.launched_by)]
+    installed = [f.name for f in families if f.name in _OWN and find_spec(f.library) is not None]
+    return (launched or installed)[0]
 
 
 def check_choice(name: str, zero_stage: int) -> type[Engine]:

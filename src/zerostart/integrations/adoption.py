@@ -31,6 +31,7 @@ from zerostart.integrations.pretrained import Call
 from zerostart.integrations.serving import SAVE_PRETRAINED, serve_adapters, serve_resizing
 from zerostart.integrations.sharing import Sharing
 from zerostart.integrations.starts import Start
+from zerostart.loading.argument_kinds import config_of
 from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.record import loaded_models, record_of
 from zerostart.state.full_tensors import full_tensors
@@ -126,7 +127,7 @@ def _resolved(settings: EnabledArguments, kind: type) -> Active | None:
     if settings.engine is None:
         return found
     if settings.engine_config is not None or found is None or found.engine != settings.engine:
-        config, stage = dict(settings.engine_config or {}), settings.zero_stage
+        config, stage = dict(config_of(settings.engine_config) or {}), settings.zero_stage
         if stage is None:
             configured = engines.family_of(settings.engine).configured_stage(config)
             stage = 3 if configured is None else configured

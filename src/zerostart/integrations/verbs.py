@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from zerostart.loading.argument_kinds import check_arguments
+from zerostart.loading.argument_kinds import check_arguments, checked_arguments, config_of, dtype_of
 
 if TYPE_CHECKING:
     import os
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from torch import nn
 
+    from zerostart.loading.arguments import EngineConfig
     from zerostart.loading.placement import Placement
 
 __all__ = ["drop_components", "load_pipeline", "synced"]
@@ -29,8 +30,8 @@ def load_pipeline(
     engine: str = "deepspeed",
     zero_stage: int = 3,
     device_memory_limit: int | None = None,
-    engine_config: Mapping[str, object] | None = None,
-    dtype: torch.dtype | None = None,
+    engine_config: EngineConfig | None = None,
+    dtype: torch.dtype | str | None = None,
     trainable: Sequence[str] = (),
     memory_limit: int | None = None,
     progress: bool = True,
@@ -76,12 +77,25 @@ def load_pipeline(
         >>> type(pipe).__name__
         'DDPMPipeline'
     """
-    given = dict(locals())
-    check_arguments(load_pipeline, given)
-    from zerostart.integrations.pipelines import PipelineRequest
-    from zerostart.integrations.pipelines import load_pipeline as load_whole
+    with checked_arguments(load_pipeline, locals()):
+        from zerostart.integrations.pipelines import PipelineRequest
+        from zerostart.integrations.pipelines import load_pipeline as load_whole
 
-    made: DiffusionPipeline = load_whole(PipelineRequest(**given))
+        request = PipelineRequest(
+            source=source,
+            placement=placement,
+            engine=engine,
+            zero_stage=zero_stage,
+            device_memory_limit=device_memory_limit,
+            engine_config=config_of(engine_config),
+            dtype=dtype_of(dtype),
+            trainable=trainable,
+            memory_limit=memory_limit,
+            progress=progress,
+            parallel_config=parallel_config,
+            without=without,
+        )
+    made: DiffusionPipeline = load_whole(request)
     return made
 
 

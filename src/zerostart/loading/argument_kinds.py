@@ -1,8 +1,8 @@
 """One rule for what is given to a verb of the front door: of the kind that its signature names, or refused.
 
 A signature says it once, for readers and type checkers; here it is held against the values, so that no verb
-asks by itself, and none goes on with a 2.0 or a "no" until something else fails, or nothing does.
-Imports nothing that is heavy.
+asks by itself, and none goes on with a 2.0 or a "no" until something else fails, or nothing does. What may be
+given by name or by path (a dtype, a configuration) is read here. Imports nothing that is heavy.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ import numbers
 import os
 import reprlib
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, ZerostartError
 
-__all__ = ["check_arguments"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["check_arguments", "checked_arguments", "config_of", "dtype_of"]
 
 #: By what annotations call them: classes, or where one is that need not be imported, and the words for it.
-_KINDS: dict[str, tuple[type | tuple[str, str], str]] = {
+_KINDS: dict[str, tuple[type | tuple[str, str] | tuple[type, ...], str]] = {
     "None": (type(None), "None"),
     "bool": (bool, "True or False"),
     "int": (numbers.Integral, "a whole number"),
@@ -29,6 +34,7 @@ _KINDS: dict[str, tuple[type | tuple[str, str], str]] = {
     "os.PathLike": (os.PathLike, "a path"),
     "Mapping": (Mapping, "a dictionary"),
     "Sequence": (Collection, "a list"),  # of names, whose order does not matter
+    "EngineConfig": ((Mapping, str, os.PathLike), "a dictionary, the path of a JSON file"),
     "torch.dtype": (("torch", "dtype"), "a torch.dtype"),
     "nn.Module": (("torch.nn", "Module"), "a module"),
     "DiffusionPipeline": (("diffusers", "DiffusionPipeline"), "a diffusers pipeline"),
@@ -41,16 +47,55 @@ def check_arguments(verb: Callable[..., object], given: Mapping[str, Any], colle
     Where all ranks make the call (``collective``), it is raised on all of them. What an annotation calls by
     a name of its own (``Source``) is left to the verb.
     """
-    wrong = next(filter(None, (_mistake(name, verb, value) for name, value in given.items())), None)
-    if wrong is None:
-        return
-    error = ConfigError(f"zerostart.{verb.__name__}: {wrong}")
-    if not collective:
-        raise error
-    from zerostart.distributed.world import current_world
+    with checked_arguments(verb, given, collective):
+        pass
 
-    with current_world().phase(f"arguments of {verb.__name__}"):
-        raise error
+
+@contextmanager
+def checked_arguments(
+    verb: Callable[..., object], given: Mapping[str, Any], collective: bool = True
+) -> Iterator[None]:
+    """``check_arguments``; inside, what ``verb`` reads of them may raise, which is told in the same way."""
+    try:
+        wrong = next(filter(None, (_mistake(name, verb, value) for name, value in given.items())), None)
+        if wrong is not None:
+            raise ConfigError(wrong)
+        yield
+    except ZerostartError as mistake:
+        error = type(mistake)(f"zerostart.{verb.__name__}: {mistake}")
+        if not collective:
+            raise error from mistake
+        from zerostart.distributed.world import current_world
+
+        with current_world().phase(f"arguments of {verb.__name__}"):
+            raise error from mistake
+
+
+def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """``dtype`` itself, or the one of that name. Raises ConfigError for a name that is none."""
+    if not isinstance(dtype, str):
+        return dtype
+    import torch
+
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"dtype={dtype!r} is not a torch dtype; try float32, bfloat16 or float16")
+    return found
+
+
+def config_of(config: Mapping[str, object] | str | os.PathLike[str] | None) -> Mapping[str, object] | None:
+    """``config`` itself, or what the JSON file at that path holds.
+
+    Raises ConfigError, which names the file, for one that cannot be read and for one that holds no object.
+    """
+    if config is None or isinstance(config, Mapping):
+        return config
+    from zerostart.checkpoint.strict_json import MAX_CONFIG_BYTES, read_json
+
+    try:
+        return read_json(Path(config), "engine configuration", MAX_CONFIG_BYTES)
+    except ZerostartError as error:
+        raise ConfigError(f"engine_config: {error}") from error
 
 
 def _mistake(name: str, verb: Callable[..., object], value: object) -> str | None:
@@ -80,7 +125,9 @@ def _parts(annotation: str) -> dict[str, str]:
 def _is(kind: str, value: object) -> bool:
     known = _KINDS[kind][0]
     # A class whose module is not imported has no objects yet.
-    found = known if isinstance(known, type) else getattr(sys.modules.get(known[0]), known[1], None)
+    found: Any = known
+    if isinstance(known, tuple) and isinstance(known[0], str):
+        found = getattr(sys.modules.get(known[0]), str(known[1]), None)
     if found is None or (isinstance(value, bool) and kind in ("int", "float")):
         return False
     # A string is a collection of its letters, which nobody means.

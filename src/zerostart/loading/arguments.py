@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     Converter: TypeAlias = (
         Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | Sequence[object] | None
     )
+    EngineConfig: TypeAlias = Mapping[str, object] | str | os.PathLike[str]
 
 __all__ = [
     "EnabledArguments",
@@ -40,12 +41,10 @@ __all__ = [
     "documented",
     "keys",
     "options",
-    "taken",
 ]
 
 Value = TypeVar("Value")
 Verb = TypeVar("Verb", bound="Callable[..., object]")
-Fields = TypeVar("Fields")
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class EnabledArguments:
         None,
         Option("With --engine, 3 shards parameters, 0 to 2 leave them whole.", "number", least=0, most=3),
     )
-    engine_config: Mapping[str, object] | None = _argument(
+    engine_config: EngineConfig | None = _argument(  # noqa: RUF009  # it makes a field
         None, Option("A JSON file: DeepSpeed's configuration, or what is set for fsdp2.", "json")
     )
     expert_parallel: int = _argument(
@@ -122,16 +121,18 @@ class LoadArguments(EnabledArguments):
             the checkpoint's configuration names. Without a source a configuration too, initialised as the
             unsharded model from the same seed; or a module with values, which is sharded itself, rank 0's
             values where ranks differ.
-        engine: ``"deepspeed"`` or ``"fsdp2"``.
+        engine: ``"deepspeed"`` or ``"fsdp2"``; None for the one that ``accelerate launch`` has set up, else
+            DeepSpeed where it is installed, else FSDP2.
         zero_stage: 3 shards parameters. At 1 and 2 on DeepSpeed, and at 0, they are whole on every rank:
             views into a flat buffer, which DeepSpeed's optimizer takes as its own, in the dtype to which
             DeepSpeed casts them; 0 on FSDP2 is for DistributedDataParallel. At 1 and 2 FSDP2 shards them at
             rest, and gathers them less often. See ``docs/zero12.md``.
-        engine_config: for DeepSpeed its configuration; for FSDP2 keyword arguments of ``fully_shard``
-            (``mesh``, ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy``, ``offload_policy``),
-            ``replicate``, the number of replicas (HSDP), and ``wrap``, the units: classes, their names, or
-            names of modules such as ``model.layers.*``. For both, ``ep_plan`` and ``tp_plan`` in the place of
-            the plans that the model declares. See ``docs/placements.md``.
+        engine_config: a mapping, or the path of a JSON file that holds it. For DeepSpeed its configuration;
+            for FSDP2 keyword arguments of ``fully_shard`` (``mesh``, ``reshard_after_forward``,
+            ``shard_placement_fn``, ``mp_policy``, ``offload_policy``), ``replicate``, the number of replicas
+            (HSDP), and ``wrap``, the units: classes, their names, or names of modules such as
+            ``model.layers.*``. For both, ``ep_plan`` and ``tp_plan`` in the place of the plans that the model
+            declares. See ``docs/placements.md``.
         expert_parallel: ranks that share the experts of a mixture: each holds its own alone, and tokens
             travel to them. Divides the number of ranks; 1 or more, with ``tensor_parallel=1``.
         tensor_parallel: ranks that share tensors and see one batch: by the model's tensor-parallel plan, or
@@ -140,8 +141,8 @@ class LoadArguments(EnabledArguments):
         sequence_parallel: ranks that share each sequence of a batch: attention heads travel between them
             (DeepSpeed's Ulysses, stages 1 to 3) or keys and values do (context parallelism, FSDP2). It cuts
             no parameter. Divides the number of ranks; see ``docs/parallelism.md``.
-        dtype: floating dtype of the model; None keeps the checkpoint's own (its configuration's, else the
-            stored one), or the one that ``engine_config`` asks for.
+        dtype: floating dtype of the model, or its name (``"bfloat16"``); None keeps the checkpoint's own (its
+            configuration's, else the stored one), or the one that ``engine_config`` asks for.
         converter: None for the conversions that transformers or diffusers registers for the model, a callable
             from state dict to state dict, or a list of transformers conversions.
         memory_limit: most bytes of staging buffers on this rank.
@@ -164,11 +165,13 @@ class LoadArguments(EnabledArguments):
 
     source: Source = field(kw_only=False, metadata={"key": "model.source"})
     model: ModelLike = None
-    engine: str = _argument("deepspeed", Option("deepspeed or fsdp2."), key="engine.name")
+    engine: str | None = _argument(
+        None, Option("deepspeed or fsdp2; default: the launcher's, else the one that is installed.")
+    )
     zero_stage: int = _argument(
         3, Option("ZeRO stage; 0: whole on every rank.", "number", least=0, most=3), key="engine.zero_stage"
     )
-    dtype: torch.dtype | None = _argument(  # noqa: RUF009  # it makes a field
+    dtype: torch.dtype | str | None = _argument(  # noqa: RUF009  # it makes a field
         None, Option("Floating dtype, such as bfloat16; default: the checkpoint's own.", "dtype")
     )
     converter: Converter = None
@@ -251,9 +254,3 @@ def keys(kind: type) -> dict[str, str]:
     """The arguments in ``kind`` that a training configuration has, and the dotted key of each."""
     found = {described.name: described.metadata.get("key") for described in dataclasses.fields(kind)}
     return {name: key for name, key in found.items() if key is not None}
-
-
-def taken(kind: type[Fields], given: Mapping[str, Any]) -> Fields:
-    """A ``kind`` out of a verb's arguments, of which some may be for others; those not given are defaults."""
-    names = [described.name for described in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: given[name] for name in names if name in given})

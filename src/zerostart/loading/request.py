@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,10 @@ __all__ = ["Request"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request(LoadArguments):
-    """The arguments of a load, and what they are checked for."""
+    """The arguments of a load, names and paths read, and what they are checked for."""
 
+    dtype: torch.dtype | None = None
+    engine_config: Mapping[str, object] | None = None
     #: Takes names and shapes of what has another shape in the checkpoint, which is then initialised as if it
     #: were missing; None: a mismatch is an error.
     reinitialised: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
@@ -32,7 +35,8 @@ class Request(LoadArguments):
         ``rank``, where given, must be one of them. Raises ConfigError or EngineError for arguments that no
         load can serve.
         """
-        family = engines.check_choice(self.engine, self.zero_stage)
+        name = self.engine or engines.default_engine()
+        family = engines.check_choice(name, self.zero_stage)
         self._check()
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} must be at least 1")
@@ -43,7 +47,7 @@ class Request(LoadArguments):
             tensors = family.configured_tensors(self.engine_config) if tensors == 1 else tensors
             experts = family.configured_experts(self.engine_config) if experts == 1 else experts
         mesh = Mesh(world_size, experts, tensors, self.sequence_parallel)
-        return engines.resolve_engine(self.engine, self.zero_stage, self.engine_config, mesh, self.exchange)
+        return engines.resolve_engine(name, self.zero_stage, self.engine_config, mesh, self.exchange)
 
     def _check(self) -> None:
         if self.dtype is not None and not self.dtype.is_floating_point:

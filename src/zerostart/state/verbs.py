@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zerostart.loading.argument_kinds import check_arguments
+from zerostart.loading.argument_kinds import check_arguments, checked_arguments, dtype_of
 
 if TYPE_CHECKING:
     import os
@@ -124,7 +124,7 @@ def save(
     model: nn.Module,
     path: str | os.PathLike[str],
     max_shard_size: int | str = "5GB",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     trainable_only: bool = False,
     adapters_only: bool = False,
     merge_adapters: bool = False,
@@ -145,8 +145,8 @@ def save(
         path: a directory that all ranks see, which appears whole or not at all. Weights there are replaced;
             files that zerostart has not written stay.
         max_shard_size: most bytes of a file, as in ``save_pretrained``: a number, or with a unit.
-        dtype: floating dtype of the tensors in the files; None: the one in which the model holds each. In
-            fp32 the engine of ``deepspeed.initialize`` gives its masters.
+        dtype: floating dtype of the tensors in the files, or its name; None: the one in which the model holds
+            each. In fp32 the engine of ``deepspeed.initialize`` gives its masters.
         trainable_only: leave out frozen parameters, and buffers.
         adapters_only: save PEFT's adapters alone, in PEFT's format.
         merge_adapters: save the model with LoRA's adapters in its weights, as ``merge_and_unload`` has it.
@@ -167,11 +167,13 @@ def save(
         >>> zerostart.save(model, tempfile.mkdtemp()).tensors
         ('bias', 'weight')
     """
-    check_arguments(save, locals())
-    from zerostart.state.saving import SaveRequest
-    from zerostart.state.saving import save as save_model
+    with checked_arguments(save, locals()):
+        from zerostart.state.saving import SaveRequest
+        from zerostart.state.saving import save as save_model
 
-    request = SaveRequest(max_shard_size, dtype, trainable_only, adapters_only, merge_adapters, memory_limit)
+        request = SaveRequest(
+            max_shard_size, dtype_of(dtype), trainable_only, adapters_only, merge_adapters, memory_limit
+        )
     return save_model(model, path, request)
 
 

@@ -117,7 +117,7 @@ class EngineConfig(Section):
 
     places: ClassVar[frozenset[str]] = frozenset({"config"})  # whose content is compared
 
-    name: str = LoadArguments.engine
+    name: str = "deepspeed"
     zero_stage: int = LoadArguments.zero_stage
     expert_parallel: Positive = LoadArguments.expert_parallel
     sequence_parallel: Positive = LoadArguments.sequence_parallel

@@ -39,6 +39,7 @@ class DeepSpeed(Engine):
     """What its stages have in common; ``config`` is DeepSpeed's own configuration."""
 
     name = "deepspeed"
+    library = "deepspeed"
     stages = (0, 1, 2, 3)
     wraps = True
     precisions = tuple(KEPT)
