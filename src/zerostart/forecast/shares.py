@@ -12,6 +12,7 @@ from torch import nn
 from zerostart.engines.memory import Array, Gathers, Held
 from zerostart.engines.placements import DEVICE, HOST, Placements
 from zerostart.layout import Parallelism
+from zerostart.transfer import locked_size
 
 __all__ = ["held_of"]
 
@@ -44,6 +45,8 @@ def held_of(
             shared[sharers] = shared.get(sharers, 0) + whole[name] * parameter.dtype.itemsize
         else:
             frozen += nbytes
+    if placed.pinned:  # in one piece, see ``Arena``
+        homes[HOST] = np.array([locked_size(int(nbytes)) for nbytes in homes[HOST]], np.int64)
     sizes = {name: whole[name] * p.dtype.itemsize for name, p in model.named_parameters()}
     modules: dict[str, int] = {}
     for name, size in sizes.items():

@@ -152,6 +152,7 @@ class FSDP2(Engine):
             alike=lambda name: (parallelism.is_expert(name), parallelism.cut(name), dims.get(name)),
             twin=lambda rank: rank % shares.ranks,
             homes=homes,
+            pinned=self.settings.pinned,
         )
 
     def _over_all(self, parameters: Mapping[str, nn.Parameter], homes: Mapping[str, str]) -> Placements:
@@ -169,6 +170,7 @@ class FSDP2(Engine):
             alike=dims.get,
             twin=lambda rank: first[share_of(rank)],
             homes=homes,
+            pinned=self.settings.pinned,
         )
 
     def maker(
