@@ -144,7 +144,6 @@ def page_locked_by_torch(path: Path, folder: Path, config: Any) -> dict[str, int
     options: Any = {"engine": "fsdp2", "engine_config": config}
     plan = zerostart.plan(path, world_size=dist.get_world_size(), host_memory=1 << 40, **options)
     model: Any = zerostart.load(path, progress=False, **options)
-    release_cached()  # the staging
     asked = sum({share.data_ptr(): share.nbytes for share in shares(model)}.values())
     found = {"asked": asked, "taken": pretend().pinned_bytes(), "told": locked_bytes()}
     found["forecast"] = plan.ranks[dist.get_rank()].memory["load"].host["parameters"]
@@ -154,6 +153,19 @@ def page_locked_by_torch(path: Path, folder: Path, config: Any) -> dict[str, int
     gc.collect()
     release_cached()
     return {**found, "left": pretend().pinned_bytes()}
+
+
+def states_page_locked(path: Path, stage: int, config: Any) -> tuple[int, dict[str, int]]:
+    """What DeepSpeed has page-locked after ``initialize``, and what was foreseen on the host."""
+    join("cpu:gloo,npu:hccl", True)
+    options: Any = {"engine": "deepspeed", "zero_stage": stage, "engine_config": config}
+    plan = zerostart.plan(path, world_size=dist.get_world_size(), **options)
+    model = zerostart.load(path, progress=False, **options)
+    assert not pretend().pinned_bytes()
+    engine = prepared(model, "deepspeed", config)
+    found = pretend().pinned_bytes()
+    del engine
+    return found, dict(plan.ranks[dist.get_rank()].memory["initialize"].host)
 
 
 def on_a_mesh_of_the_host(path: Path) -> tuple[str, bool]:
@@ -167,6 +179,19 @@ def on_a_mesh_of_the_host(path: Path) -> tuple[str, bool]:
     kinds = {at.type for _, at in places(model)}
     dist.destroy_process_group()
     return " ".join(sorted(kinds)), torch.npu.is_initialized()  # type: ignore[attr-defined]
+
+
+def ring_without_kernels(path: Path) -> str:
+    """What a load says whose device has no attention that torch's ring knows."""
+    import torch_npu
+
+    join(None, False)
+    torch_npu.attention._destroy()
+    try:
+        zerostart.load(path, engine="fsdp2", sequence_parallel=2, progress=False)
+    except zerostart.errors.ConfigError as error:
+        return str(error)
+    return ""
 
 
 def offloaded_activations() -> tuple[list[float], int, int, int]:
@@ -210,7 +235,7 @@ def peaks_stay(path: Path) -> tuple[int, int, int | None]:
 
 
 def waits_of_dispatch() -> tuple[int, bool]:
-    """How often the host waits in one exchange of tokens, there and back, and whether they come back right."""
+    """How often the host waits in an exchange of tokens, there and back, and whether they come back right."""
     from torch import nn
 
     from zerostart.engines.exchange import exchange_tokens

@@ -104,7 +104,8 @@ def adopted(
     if library == "trainer":
         found = scripts.trainer_script(path, out, environment, {"ddp_backend": None}, adopt, {})
     else:
-        found = scripts.accelerate_script(path, environment, adopt, "no", on_host=False)
+        adapter = library == "peft"
+        found = scripts.accelerate_script(path, environment, adopt, "no", adapter=adapter, on_host=False)
     found.pop("report", None)
     return found
 

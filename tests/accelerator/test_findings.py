@@ -77,8 +77,33 @@ def test_what_torch_adds_to_page_locked_memory_is_counted_and_given_back(
         assert found["left"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_deepspeed_has_page_locked_is_foreseen_as_torch_takes_it(
+    stage: int, checkpoints: TinyCheckpoints
+) -> None:
+    """At stage 3 its masters are not."""
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    for found, foreseen in run_npu_ranks(findings.states_page_locked, 2, checkpoints("qwen3"), stage, config):
+        locked = {name for name in foreseen if stage == 2 or name == "gradients"}
+        assert found == sum(foreseen[name] for name in locked)
+
+
 def test_a_mesh_of_the_host_begins_no_accelerator(checkpoints: TinyCheckpoints) -> None:
     assert run_npu_ranks(findings.on_a_mesh_of_the_host, 2, checkpoints("qwen3")) == [("cpu", False)] * 2
+
+
+@pytest.mark.slow
+def test_a_ring_that_the_device_has_no_kernels_for_is_refused(checkpoints: TinyCheckpoints) -> None:
+    """It had failed in the first forward, in words of DTensor's."""
+    for said in run_npu_ranks(findings.ring_without_kernels, 2, checkpoints("qwen3_even")):
+        assert "torch's ring attention, which knows CUDA's kernels, and npu has none of them" in said
 
 
 def test_activations_on_the_host_take_what_they_need() -> None:

@@ -118,7 +118,7 @@ def test_sequences_that_ranks_share(engine: str, stage: int, kind: str, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zero3", "zero2", "fsdp2"])
-@pytest.mark.parametrize("library", ["trainer", "accelerate"])
+@pytest.mark.parametrize("library", ["trainer", "accelerate", "peft"])
 def test_adoption(library: str, kind: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """The same losses as with the library alone, on the accelerator as well."""
     from tests.adoption import scripts

@@ -23,7 +23,8 @@ FP32 = 4
 
 def pinned_by_torch(nbytes: Array | int) -> Array:
     """What torch's allocator takes of the host for page-locked buffers of so many bytes, one on each rank."""
-    return np.vectorize(rounded_up, otypes=[np.int64])(np.asarray(nbytes))
+    found: Array = np.vectorize(rounded_up, otypes=[np.int64])(np.asarray(nbytes))
+    return found
 
 
 @dataclass(frozen=True)

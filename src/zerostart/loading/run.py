@@ -29,6 +29,7 @@ from zerostart.models import Program
 from zerostart.planning import PlanOptions, join
 from zerostart.recipe import Recipe
 from zerostart.transfer import PeakMeter, Tuning
+from zerostart.transfer.page_locked import release_locked
 from zerostart.transfer.strategy import ReadDemand, TransferStats, agree_on_strategy
 from zerostart.upstream.stepped import watch_steps
 
@@ -39,7 +40,9 @@ def run(request: Request, then: Callable[[nn.Module], None] | None = None) -> nn
     """Load, collectively; see ``zerostart.load``. ``then`` is called with the model as the last of it."""
     with undisturbed():
         world = joined_world(request.device)
-        return _Load(request, world, world, then).through()[0]
+        model = _Load(request, world, world, then).through()[0]
+        release_locked()
+        return model
 
 
 def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list[Shard]]:

@@ -117,8 +117,12 @@ class FSDP2(Engine):
         return None if policy is None else policy.param_dtype
 
     def check_sequences(self, model: nn.Module) -> None:
-        """See ``Engine``: torch's context parallelism."""
+        """See ``Engine``: torch's context parallelism, of a device that it has kernels for."""
+        from zerostart.upstream.torch_context_parallel import check_kernels
+
         check_ring(model, self.mesh.sequence_parallel)
+        if self.mesh.sequence_parallel > 1 and (kind := default_device().type) != "cpu":
+            check_kernels(kind)
 
     def share_sequences(self, model: nn.Module) -> None:
         """See ``Engine``: the ring is entered by whoever calls the model."""
