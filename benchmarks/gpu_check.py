@@ -313,7 +313,10 @@ def compiled(path: Path, folder: Path, engine: str) -> Result:
     config = {**BATCH, "zero_optimization": {"stage": 3}} if engine == "deepspeed" else None
     model: Any = zerostart.load(path, engine=engine, engine_config=config, progress=False)
     runner, optimizer = prepared(model, engine, config)
-    runner = torch.compile(runner) if engine != "deepspeed" else (runner.compile(), runner)[1]
+    if engine == "deepspeed":
+        runner.compile()
+    else:
+        runner = torch.compile(runner)
     losses = [step(runner, optimizer, device) for _ in range(STEPS)]
     wanted = host_losses(AutoModelForCausalLM.from_pretrained(path))
     return {"losses": losses, "host_losses": wanted, "wrong": far(losses, wanted)}

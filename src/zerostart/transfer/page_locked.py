@@ -90,7 +90,7 @@ def release_locked() -> None:
     """Have torch's allocator give back what it keeps of page-locked memory that was freed here."""
     if _idle:
         _idle.clear()
-        empty = getattr(torch.accelerator, "empty_host_cache", None)  # since torch 2.12
+        empty = getattr(torch.accelerator, "empty_host_cache", None)  # not in every release
         with contextlib.suppress(RuntimeError, NotImplementedError):  # no allocator of torch's kind
             if empty is not None:
                 empty()
