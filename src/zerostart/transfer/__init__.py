@@ -5,7 +5,7 @@ from zerostart.checkpoint.storage.memory import MemoryReader
 from zerostart.checkpoint.storage.reader import FileReader
 from zerostart.transfer.execute import execute
 from zerostart.transfer.memory import Arena, PeakMeter
-from zerostart.transfer.page_locked import locked_size, page_locked
+from zerostart.transfer.page_locked import page_locked
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.staging import bytes_view
 from zerostart.transfer.tuning import MIN_CHUNK, Tuning, tune
@@ -22,7 +22,6 @@ __all__ = [
     "Tuning",
     "bytes_view",
     "execute",
-    "locked_size",
     "page_locked",
     "tune",
 ]

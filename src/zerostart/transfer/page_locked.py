@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["locked_bytes", "locked_size", "page_locked", "release_locked", "rounded_up", "rounds_up"]
+__all__ = ["locked_bytes", "page_locked", "release_locked", "rounded_up", "rounds_up"]
 
 Register = Callable[[int, int], object]
 Unregister = Callable[[int], object]
@@ -33,14 +33,6 @@ _idle: list[int] = []
 def locked_bytes() -> int:
     """Bytes of the host that are page-locked now, with what torch's allocator adds to and keeps of them."""
     return sum(list(_taken.values())) + sum(_idle)
-
-
-def locked_size(nbytes: int) -> int:
-    """Bytes that ``nbytes`` of page-locked memory take of the host, on this machine.
-
-    Without an accelerator whole pages, as CUDA's take.
-    """
-    return rounded_up(nbytes) if rounds_up() else -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def rounds_up() -> bool:
@@ -66,7 +58,7 @@ def page_locked(nbytes: int, device: torch.device | None = None) -> torch.Tensor
     runtime = _runtime() if nbytes else None
     if runtime is not None:
         index = device.index if device is not None else None
-        pages = _Pages(-1, locked_size(nbytes))
+        pages = _Pages(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         if pages.lock(*runtime, torch.accelerator.current_device_index() if index is None else index):
             return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
     return _of_torch(nbytes)
