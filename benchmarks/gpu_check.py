@@ -1,18 +1,29 @@
 """What can only be seen on an accelerator: `make gpu-check`, or plain python with PYTHONPATH=src.
 
-    python benchmarks/gpu_check.py [--out FILE] [--scratch DIR] [--ranks 1,2,4,8] [--only NAME,...] [--tiny]
+    python benchmarks/gpu_check.py [--out FILE] [--scratch DIR] [--ranks 1,2,4,8] [--only NAME,...] [--list]
+                                   [--minutes 20] [--limit 150] [--tiny]
 
-Made for the first hour on a real one. Every check is a process a rank of its own; its result is a line of
-JSON, written as it ends, with what went wrong if anything did; none stops another, and nothing needs the
-network. ``--tiny`` leaves out what takes long: so it is tried out on the pretend accelerator of the tests.
+Made for the first hour on a real one. Every check is processes of its own, one a rank; its result is a line
+of JSON, written as it ends, with what went wrong if anything did. None stops another, whether it fails, dies
+or hangs: at its time limit it is killed, with the stacks of its threads in its line. Nothing needs the
+network. For each number of ranks, checks that have not begun after ``--minutes`` are left out, and say so.
+
+Training is held against plain transformers and torch on the host, in fp32: losses within ``TOLERANCE``.
+Weights that are loaded, saved, or brought back are equal to the bit. What has ``wrong`` or ``error`` in its
+line has failed; ``left_out`` is what this machine cannot show.
+
+``--tiny`` is a dry run, of what takes no time: so it is tried out on the pretend accelerator of the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import json
 import os
 import platform
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +31,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,53 +43,85 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 LARGE = ROOT / "benchmarks" / "configs" / "qwen3_moe_3.4gb.json"
 MiB = 1 << 20
-#: Seconds for one check.
-LIMIT = 150
+#: Relative, of losses in fp32 beside the host's: kernels add in another order. No TF32 (see ``one_rank``).
+TOLERANCE = 1e-4
+#: Of pictures, relative to the largest value: some dozen layers, several times over.
+PICTURE_TOLERANCE = 1e-2
+#: Seconds that the other ranks of a check get once one has ended badly.
+GRACE = 15
+LEARNING_RATE, STEPS = 1e-3, 3
 Result = dict[str, Any]
 
 
+# --- Checks. Each runs on every rank of a group, with the directory of a checkpoint and one of its own.
+
+
 def verbs(path: Path, folder: Path, engine: str, stage: int, config: Any = None, **options: Any) -> Result:
-    """Load and compare with transformers, train, save, states, and one in the background beside a step."""
+    """Load and compare with transformers, train, look, save, and states, one of them beside a step."""
     from transformers import AutoModelForCausalLM
 
     import zerostart
 
-    start = time.perf_counter()
+    start, device = time.perf_counter(), own_device()
     model = zerostart.load(
         path, engine=engine, zero_stage=stage, engine_config=config, progress=False, **options
     )
-    made, device = zerostart.report(model), torch.device(kind(), torch.accelerator.current_device_index())
-    expected = AutoModelForCausalLM.from_pretrained(path).state_dict()
-    seen = dict(zerostart.full_tensors(model, rank=None))
+    made = zerostart.report(model)
     result: Result = {"seconds": made.phases, "read_bytes": made.read_bytes}
     result |= {"peak_device_bytes": made.peak_device_bytes, "peak_host_bytes": made.peak_host_bytes}
-    result["wrong"] = sorted(expected.keys() ^ seen.keys())
-    result["wrong"] += [n for n in seen.keys() & expected.keys() if not torch.equal(seen[n], expected[n])]
-    model.train()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    runner: Any = model
-    if engine == "deepspeed":
-        import deepspeed
-
-        runner, optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    losses = [step(runner, optimizer, device) for _ in range(3)]
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    expected = plain.state_dict()
+    wrong = differing(dict(zerostart.full_tensors(model, rank=None)), expected)
+    with zerostart.gathered(model, "model.norm.weight", modifier_rank=0) as whole:
+        if dist.get_rank() == 0:
+            whole.mul_(2)
+    with zerostart.gathered(model, "model.norm.weight", modifier_rank=0) as whole:
+        if not torch.equal(whole.cpu(), expected["model.norm.weight"] * 2):
+            wrong.append("what gathered() showed of a change")
+        if dist.get_rank() == 0:
+            whole.div_(2)
+    runner, optimizer = prepared(model, engine, config)
+    losses = [step(runner, optimizer, device) for _ in range(STEPS)]
+    result |= {"losses": losses, "host_losses": host_losses(plain)}
+    wrong += far(losses, result["host_losses"])
+    if dist.get_world_size() == 1:
+        result["stock_losses"] = host_losses(AutoModelForCausalLM.from_pretrained(path).to(device), device)
     zerostart.save(runner, folder / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(folder / "saved").state_dict()
+    wrong += [f"{n}, saved" for n in differing(dict(zerostart.full_tensors(runner, rank=None)), saved)]
     own = {} if engine == "deepspeed" else {"optimizer": optimizer}
     before = zerostart.digest(runner)
-    handle = zerostart.save_state(folder / "state", runner, wait=False, **own)
+    zerostart.save_state(folder / "state", runner, **own)
+    begun = time.perf_counter()
+    handle = zerostart.save_state(folder / "beside", runner, wait=False, **own)
+    result["pause_seconds"] = time.perf_counter() - begun
     after = step(runner, optimizer, device)
     handle.wait()
-    zerostart.load_state(folder / "state", runner, **own)
-    if zerostart.digest(runner) != before:
-        result["wrong"].append("what the state brought back")
-    again = step(runner, optimizer, device)
-    result |= {"losses": [*losses, after, again], "step_after_state_is_the_same": after == again}
-    result |= {"pause": handle.seconds, "all_seconds": time.perf_counter() - start}
-    return result
+    result["background_seconds"] = handle.seconds
+    for state in ("state", "beside"):
+        zerostart.load_state(folder / state, runner, **own)
+        if zerostart.digest(runner) != before:
+            wrong.append(f"what {state} brought back")
+        if (again := step(runner, optimizer, device)) != after:
+            wrong.append(f"the step from {state} on: {again} for {after}")
+    return {**result, "wrong": wrong, "all_seconds": time.perf_counter() - start}
 
 
-def step(model: Any, optimizer: Any, device: torch.device) -> float:
-    tokens = torch.arange(32, device=device).view(1, 32) % 60 + 3
+def prepared(model: Any, engine: str, config: Any) -> tuple[Any, Any]:
+    """The model as it is trained, and its optimizer."""
+    model.train()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-4)
+    if engine != "deepspeed":
+        return model, optimizer
+    import deepspeed
+
+    runner, optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return runner, optimizer
+
+
+def step(model: Any, optimizer: Any, device: torch.device, batch: int = 0) -> float:
+    """One step on a batch of made-up tokens; the loss before it."""
+    tokens = (torch.arange(32, device=device).view(2, 16) * (1 + batch)) % 60 + 3
     loss = model(input_ids=tokens, labels=tokens).loss
     if hasattr(model, "backward"):
         model.backward(loss)
@@ -88,69 +133,97 @@ def step(model: Any, optimizer: Any, device: torch.device) -> float:
     return float(loss.item())
 
 
+def host_losses(model: Any, device: torch.device | None = None) -> list[float]:
+    """Of plain torch, on the host or the device where ``model`` is."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-4)
+    return [step(model, optimizer, device or torch.device("cpu")) for _ in range(STEPS)]
+
+
+def differing(found: Mapping[str, Any], wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names that are not in both, or whose tensors are not equal to the bit."""
+    names = found.keys() & wanted.keys()
+    return sorted(found.keys() ^ wanted.keys()) + [n for n in names if not torch.equal(found[n], wanted[n])]
+
+
+def far(found: Sequence[float], wanted: Sequence[float]) -> list[str]:
+    pairs = zip(found, wanted, strict=True)
+    return [f"loss {n}: {a} for {b}" for n, (a, b) in enumerate(pairs) if abs(a - b) > TOLERANCE * abs(b)]
+
+
 def rates(path: Path, folder: Path, megabytes: int = 256) -> Result:
     """The bus, from page-locked memory of torch's and of ours, and from memory that is not locked."""
     from zerostart.transfer import page_locked
 
-    nbytes, device = megabytes * MiB, torch.device(kind(), torch.accelerator.current_device_index())
+    nbytes, device = megabytes * MiB, own_device()
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     hosts = {
         "torch's page-locked": torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True),
-        "registered": page_locked(nbytes),
+        "registered": page_locked(nbytes, device),
         "pageable": torch.empty(nbytes, dtype=torch.uint8, device="cpu"),
     }
     result: Result = {"registered_is_pinned": hosts["registered"].is_pinned()}
     for name, host in hosts.items():
         for way, (to, source) in {"to": (there, host), "from": (host, there)}.items():
-            to.copy_(source, non_blocking=True)
-            torch.accelerator.synchronize(device)
-            start = time.perf_counter()
-            for _ in range(4):
-                to.copy_(source, non_blocking=True)
-            torch.accelerator.synchronize(device)
-            result[f"{name}, {way} the device"] = (
-                f"{4 * nbytes / (time.perf_counter() - start) / 1e9:.1f} GB/s"
-            )
+            rate = copied(to, source) / 1e9
+            result[f"{name}, {way} the device"] = f"{rate:.1f} GB/s"
     return result
 
 
+def copied(to: torch.Tensor, source: torch.Tensor, times: int = 4) -> float:
+    """Bytes a second of a copy, the fastest way."""
+    device = source.device if to.device.type == "cpu" else to.device
+    to.copy_(source, non_blocking=True)
+    torch.accelerator.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(times):
+        to.copy_(source, non_blocking=True)
+    torch.accelerator.synchronize(device)
+    return times * to.nbytes / (time.perf_counter() - start)
+
+
 def large(path: Path, folder: Path, engine: str) -> Result:
-    """3.4 GB twice (the first warms the cache), and stock beside it."""
+    """3.4 GB twice (the first warms the cache), stock beside it, and a raw copy of as many bytes."""
     from transformers import AutoModelForCausalLM
 
     import zerostart
+    from zerostart.transfer import page_locked
 
-    result: Result = {}
+    device, result = own_device(), Result()
     for turn in ("cold", "warm"):
+        before = torch.accelerator.memory_allocated(device)
         model = zerostart.load(path, engine=engine, progress=False)
         made = zerostart.report(model)
         result[turn] = {"seconds": made.phases, "peak_device_bytes": made.peak_device_bytes}
         result[turn] |= {"peak_host_bytes": made.peak_host_bytes, "read_bytes": made.read_bytes}
+        result[turn]["device_bytes"] = torch.accelerator.memory_allocated(device) - before
+        read = made.read_bytes
         del model
         torch.accelerator.empty_cache()
+    rate = copied(torch.empty(256 * MiB, dtype=torch.uint8, device=device), page_locked(256 * MiB, device))
+    result["raw_copy_seconds"] = read / rate
     if dist.get_world_size() == 1:
         start = time.perf_counter()
-        AutoModelForCausalLM.from_pretrained(path).to(kind())
-        torch.accelerator.synchronize()
+        AutoModelForCausalLM.from_pretrained(path).to(device)
+        torch.accelerator.synchronize(device)
         result["stock_seconds"] = time.perf_counter() - start
     return result
 
 
-def races(path: Path, folder: Path) -> Result:
-    """Loads and background saves while the device is kept busy: a wait that is missing gives wrong bytes."""
+def races(path: Path, folder: Path, turns: int = 4) -> Result:
+    """Loads, background saves and offloaded activations on a busy device: missing waits show."""
     import zerostart
 
-    device = torch.device(kind(), torch.accelerator.current_device_index())
-    wrong = []
-    for turn in range(4):
+    device, wrong = own_device(), list[str]()
+    first: Any = None
+    for turn in range(turns):
         busy(device)
         model = zerostart.load(path, engine="fsdp2", progress=False)
         digest = zerostart.digest(model)
-        if turn == 0:
-            first = digest
+        first = first or digest
         if digest != first:
             wrong.append(f"load {turn}")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         step(model, optimizer, device)
         before = zerostart.digest(model)
         busy(device)
@@ -160,58 +233,349 @@ def races(path: Path, folder: Path) -> Result:
         zerostart.load_state(folder / str(turn), model, optimizer=optimizer)
         if zerostart.digest(model) != before:
             wrong.append(f"state {turn}")
+        if (found := checkpointed(device, True)) != checkpointed(device, False):
+            wrong.append(f"activations {turn}: a gradient of {found}")
     return {"wrong": wrong}
 
 
+def checkpointed(device: torch.device, offload: bool) -> float:
+    """A gradient through three functions whose arguments wait on the host, or do not."""
+    import zerostart
+
+    weight = torch.linspace(-1, 1, 256 * 256, device=device).view(256, 256).requires_grad_()
+    x = torch.linspace(0, 1, 256 * 256, device=device).view(256, 256).requires_grad_()
+    y: Any = x
+    for _ in range(3):
+        if offload:
+            busy(device)
+        y = zerostart.gradient_checkpoint(lambda given: torch.tanh(given @ weight), y, offload=offload)
+    y.sum().backward()
+    assert weight.grad is not None
+    return float(weight.grad.double().sum().item())
+
+
 def busy(device: torch.device) -> None:
-    """Half a second of work in front of whatever comes."""
+    """Some tenths of a second of work in front of whatever comes."""
     if device.type == "cuda":
-        torch.cuda._sleep(1_000_000_000)
+        torch.cuda._sleep(500_000_000)
     else:
         torch.ones(64, 64, device=device).mul_(2)
 
 
 def fused(path: Path, folder: Path) -> Result:
-    """The fused optimizer, and torch.compile, on FSDP2."""
+    """torch's fused AdamW on FSDP2, beside the host."""
+    from transformers import AutoModelForCausalLM
+
     import zerostart
 
-    device = torch.device(kind(), torch.accelerator.current_device_index())
+    device = own_device()
     model: Any = zerostart.load(path, engine="fsdp2", progress=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device.type == "cuda")
-    result: Result = {"fused": [step(model, optimizer, device) for _ in range(3)]}
-    if device.type == "cuda":
-        result["compiled"] = [step(torch.compile(model), optimizer, device) for _ in range(2)]
-    return result
+    options = {"fused": True} if device.type == "cuda" else {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-4, **options)
+    losses = [step(model.train(), optimizer, device) for _ in range(STEPS)]
+    wanted = host_losses(AutoModelForCausalLM.from_pretrained(path))
+    return {"losses": losses, "host_losses": wanted, "wrong": far(losses, wanted)}
 
 
-def checks(tiny: bool) -> Iterator[tuple[str, str, Callable[..., Result], Mapping[str, Any]]]:
-    """Name, checkpoint, function and its arguments, most telling first."""
-    batch = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
-    yield "fsdp2 3", "qwen3", verbs, {"engine": "fsdp2", "stage": 3}
-    for stage in (3,) if tiny else (3, 2, 1):
-        config = {**batch, "zero_optimization": {"stage": stage}}
-        yield f"deepspeed {stage}", "qwen3", verbs, {"engine": "deepspeed", "stage": stage, "config": config}
-    yield "rates", "qwen3", rates, {"megabytes": 2 if tiny else 256}
-    yield "races", "qwen3", races, {}
-    if tiny:
-        return
-    yield "fsdp2 offload", "qwen3", verbs, {"engine": "fsdp2", "stage": 3, "config": "offload"}
-    zero = {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}
-    config = {**batch, "zero_optimization": zero}
-    yield "deepspeed 3 offload", "qwen3", verbs, {"engine": "deepspeed", "stage": 3, "config": config}
-    config = {**batch, "zero_optimization": {"stage": 3}}
+def deepspeeds_adam(path: Path, folder: Path, offload: bool) -> Result:
+    """DeepSpeed's FusedAdam or, for states on the host, its CPUAdam: it compiles them, with nvcc or g++."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    import zerostart
+
+    zero: Result = {"stage": 3}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    adam = {"type": "AdamW", "params": {"lr": LEARNING_RATE, "eps": 1e-4, "weight_decay": 0.01}}
+    config = {**BATCH, "zero_optimization": zero, "optimizer": adam}
+    model = zerostart.load(path, engine="deepspeed", engine_config=config, progress=False)
+    try:
+        runner, optimizer, *_ = deepspeed.initialize(model=model.train(), config=config)
+    except Exception as error:
+        if type(error).__name__ in ("CUDAMismatchException", "MissingCUDAException") or "ninja" in str(error):
+            return {"left_out": f"{type(error).__name__}: {error}"[:500]}
+        raise
+    losses = [step(runner, optimizer, own_device()) for _ in range(STEPS)]
+    wanted = host_losses(AutoModelForCausalLM.from_pretrained(path))
+    kind = type(getattr(runner.optimizer, "optimizer", runner.optimizer)).__name__
+    return {"optimizer": kind, "losses": losses, "host_losses": wanted, "wrong": far(losses, wanted)}
+
+
+def compiled(path: Path, folder: Path, engine: str) -> Result:
+    """torch.compile of the loaded model."""
+    from transformers import AutoModelForCausalLM
+
+    import zerostart
+
+    device = own_device()
+    if device.type != "cuda":
+        return {"left_out": f"torch.compile has no kernels for {device.type}"}
+    config = {**BATCH, "zero_optimization": {"stage": 3}} if engine == "deepspeed" else None
+    model: Any = zerostart.load(path, engine=engine, engine_config=config, progress=False)
+    runner, optimizer = prepared(model, engine, config)
+    if engine == "deepspeed":
+        runner.compile()
+    else:
+        runner = torch.compile(runner)
+    losses = [step(runner, optimizer, device) for _ in range(STEPS)]
+    wanted = host_losses(AutoModelForCausalLM.from_pretrained(path))
+    return {"losses": losses, "host_losses": wanted, "wrong": far(losses, wanted)}
+
+
+def aligned(path: Path, folder: Path, stage: int) -> Result:
+    """gpt_oss on DeepSpeed, in bf16, ours and stock: ``torch._grouped_mm`` wants experts at 16 bytes.
+
+    The first run on a GPU stopped here. On one rank DeepSpeed gives views of its one buffer, in which a
+    parameter of four elements comes before the experts.
+    """
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import zerostart
+
+    config = {**BATCH, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    if stage < 3:
+        config["zero_optimization"]["parameter_alignment"] = True
+    result: Result = {}
+    for name in ("stock", "ours"):
+        said = HfDeepSpeedConfig(config) if name == "stock" and stage == 3 else None
+        try:
+            if name == "ours":
+                model: Any = zerostart.load(
+                    path,
+                    engine="deepspeed",
+                    zero_stage=stage,
+                    engine_config=config,
+                    dtype=torch.bfloat16,
+                    progress=False,
+                )
+            else:
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+            runner, optimizer = prepared(model, "deepspeed", config)
+            seen = watched(model)
+            result[name] = {"losses": [step(runner, optimizer, own_device()) for _ in range(2)]}
+            result[name]["bytes_beside_16"] = sorted(seen - {0})
+        except Exception as error:
+            result[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+        del said
+        deepspeed.comm.barrier()
+    return {**result, "wrong": ["ours does not train"] if "error" in result["ours"] else []}
+
+
+def watched(model: torch.nn.Module) -> set[int]:
+    """Gets the addresses of experts in each forward, modulo 16."""
+    seen: set[int] = set()
+
+    def look(module: torch.nn.Module, _: Any) -> None:
+        seen.update(p.data_ptr() % 16 for p in module.parameters(recurse=False) if p.dim() == 3)
+
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj"):
+            module.register_forward_pre_hook(look)
+    return seen
+
+
+def diffusion(path: Path, folder: Path, engine: str) -> Result:
+    """A small pipeline in shards draws what diffusers draws with it, whole, on the host."""
+    import diffusers
+
+    import zerostart
+
+    device = own_device()
+
+    def drawn(pipe: Any) -> torch.Tensor:
+        pipe.set_progress_bar_config(disable=True)
+        size = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "pt"}
+        made = pipe(prompt="a cat", generator=torch.Generator().manual_seed(3), max_sequence_length=8, **size)
+        return torch.as_tensor(made[0]).cpu().float()
+
+    placement = {"transformer": "shard", "vae": "replicate", "text_encoder": "offload"}
+    pipe = zerostart.load_pipeline(path, placement, engine=engine, progress=False)
+    start = time.perf_counter()
+    found = drawn(pipe)
+    seconds, wanted = (
+        time.perf_counter() - start,
+        drawn(diffusers.DiffusionPipeline.from_pretrained(str(path))),
+    )
+    off = float((found - wanted).abs().max() / wanted.abs().max())
+    wrong = [f"a picture, by {off:.1e}"] if not off <= PICTURE_TOLERANCE else []
+    return {"device": str(device), "seconds": seconds, "off": off, "wrong": wrong}
+
+
+# --- Checks that start commands of zerostart, in one process without a group.
+
+
+def train_from_yaml(path: Path, folder: Path, size: int, engine: str) -> Result:
+    """``zerostart train`` on a text, with states in the background, and the same run on the host."""
+    from tests.documents.folders import character_tokenizer
+
+    shutil.copytree(path, folder / "model")
+    character_tokenizer(folder / "model")
+    (folder / "text.txt").write_text("the cat sat on the mat, and the dog sat on the cat. " * 40)
+    train = {"steps": 4, "batch_size": 2, "learning_rate": LEARNING_RATE, "mixed_precision": "no"}
+    values = {
+        "model": {"source": "model"},
+        "task": {"name": "causal-lm"},
+        "data": {"source": "text.txt", "sequence_length": 16},
+        "engine": {"name": engine},
+        "train": {**train, "checkpoint_blocks": "offload"},
+        "checkpoint": {"every": 2, "background": True},
+        "output": {"directory": "out"},
+    }
+    (folder / "run.yaml").write_text(json.dumps(values))
+    return beside_the_host(folder, ["train"], size, [])
+
+
+def diffusion_from_yaml(path: Path, folder: Path, size: int, engine: str) -> Result:
+    """``zerostart config``, ``cache`` and ``train`` of a LoRA of FLUX, and the same on the host."""
+    from tests.documents.folders import make_folders
+
+    from tiny import TinyCheckpoints
+
+    shutil.copytree(path, folder / "model")
+    make_folders(folder, {"pictures": "pictures:12"}, TinyCheckpoints(folder / "tiny"))
+    command(folder, ["config", "flux", "run.yaml", "--engine", engine, "--lora"], on_host=True)
+    values = {"model.source": "model", "media.source": "pictures/metadata.csv", "media.height": 16}
+    values |= {
+        "media.width": 16,
+        "train.steps": 4,
+        "train.learning_rate": LEARNING_RATE,
+        "train.batch_size": 2,
+    }
+    values |= {
+        "train.mixed_precision": "no",
+        "lora.rank": 4,
+        "ema.decay": 0.9,
+        "samples.prompts": '["a cat"]',
+    }
+    values |= {"samples.steps": 2, "samples.height": 16, "samples.width": 16}
+    words = [f"{name}={value}" for name, value in values.items()]
+    return beside_the_host(folder, ["cache", "train"], size, words)
+
+
+def beside_the_host(folder: Path, commands: Sequence[str], size: int, words: Sequence[str]) -> Result:
+    """Losses of ``run.yaml`` on accelerators and on the host."""
+    losses: dict[bool, list[float]] = {}
+    result: Result = {"seconds": {}}
+    for on_host in (False, True):
+        out = "host" if on_host else "out"
+        for name in commands:
+            start = time.perf_counter()
+            own = [*words, f"output.directory={out}", "--nproc", str(size)]
+            command(folder, [name, "run.yaml", *own], on_host)
+            result["seconds"][f"{name} in {out}"] = time.perf_counter() - start
+        lines = [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+        losses[on_host] = [line["loss"] for line in lines if "loss" in line]
+    return {
+        **result,
+        "losses": losses[False],
+        "host_losses": losses[True],
+        "wrong": far(losses[False], losses[True]),
+    }
+
+
+def command(folder: Path, words: Sequence[str], on_host: bool) -> None:
+    """Run a command of zerostart; raises RuntimeError with what it said, if it fails."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "DS_ACCELERATOR": "cpu"}
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
+    done = subprocess.run(
+        [sys.executable, "-m", "zerostart", *words],
+        cwd=folder,
+        env={**environment, **(hidden if on_host else {})},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"zerostart {words[0]} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
+        )
+
+
+# --- The list.
+
+
+@dataclass(frozen=True)
+class Check:
+    """``source``: the checkpoint that is made for it. ``grouped``: whether its ranks have a process group."""
+
+    name: str
+    source: str
+    function: Callable[..., Result]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    grouped: bool = True
+    tiny: bool = False
+    most: int = 8  # ranks
+
+
+BATCH: Result = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "gradient_clipping": 0.0,
+}
+
+
+def checks() -> Iterator[Check]:
+    """Most telling first."""
+
+    def deepspeed(stage: int, **zero: Any) -> Result:
+        return {
+            "engine": "deepspeed",
+            "stage": stage,
+            "config": {**BATCH, "zero_optimization": {"stage": stage, **zero}},
+        }
+
+    yield Check("fsdp2 3", "qwen3", verbs, {"engine": "fsdp2", "stage": 3}, tiny=True)
+    yield Check("deepspeed 3", "qwen3", verbs, deepspeed(3), tiny=True)
+    yield Check("rates", "qwen3", rates, tiny=True)
+    yield Check("races", "qwen3", races, tiny=True)
+    yield Check(
+        "train from YAML, fsdp2", "qwen3", train_from_yaml, {"engine": "fsdp2"}, grouped=False, tiny=True
+    )
+    for stage in (2, 1, 0):
+        yield Check(f"deepspeed {stage}", "qwen3", verbs, deepspeed(stage))
+        yield Check(f"fsdp2 {stage}", "qwen3", verbs, {"engine": "fsdp2", "stage": stage})
+    yield Check("fsdp2 offload", "qwen3", verbs, {"engine": "fsdp2", "stage": 3, "config": "offload"})
+    on_host = {"device": "cpu", "pin_memory": True}
+    yield Check(
+        "deepspeed 3 offload", "qwen3", verbs, deepspeed(3, offload_param=on_host, offload_optimizer=on_host)
+    )
+    yield Check("deepspeed 2 offload", "qwen3", verbs, deepspeed(2, offload_optimizer=on_host))
+    for stage in (3, 2):
+        yield Check(f"alignment of gpt_oss, deepspeed {stage}", "gpt_oss", aligned, {"stage": stage})
     for name in ("qwen3_moe", "mixtral", "gpt_oss"):
-        yield f"fsdp2 {name}", name, verbs, {"engine": "fsdp2", "stage": 3}
-        yield f"deepspeed {name}", name, verbs, {"engine": "deepspeed", "stage": 3, "config": config}
-    yield "fused and compiled", "qwen3", fused, {}
-    yield "large fsdp2", "large", large, {"engine": "fsdp2"}
-    yield "large deepspeed", "large", large, {"engine": "deepspeed"}
+        yield Check(f"fsdp2 {name}", name, verbs, {"engine": "fsdp2", "stage": 3})
+        yield Check(f"deepspeed {name}", name, verbs, deepspeed(3))
+    for engine in ("fsdp2", "deepspeed"):
+        yield Check(f"diffusion {engine}", "pipeline:flux", diffusion, {"engine": engine})
+        yield Check(f"large {engine}", "large", large, {"engine": engine})
+        yield Check(f"compiled {engine}", "qwen3", compiled, {"engine": engine})
+    yield Check(
+        "train from YAML, deepspeed", "qwen3", train_from_yaml, {"engine": "deepspeed"}, grouped=False
+    )
+    flux = "LoRA of FLUX from YAML"
+    yield Check(flux, "pipeline:flux", diffusion_from_yaml, {"engine": "fsdp2"}, grouped=False)
+    yield Check("fused", "qwen3", fused)
+    yield Check("DeepSpeed's FusedAdam", "qwen3", deepspeeds_adam, {"offload": False})
+    yield Check("DeepSpeed's CPUAdam", "qwen3", deepspeeds_adam, {"offload": True})
+
+
+# --- Running them.
+
+#: What a launcher sets, and commands that launch ranks of their own must not find.
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def kind() -> str:
     device = torch.accelerator.current_accelerator()
     assert device is not None, "an accelerator is here"
     return device.type
+
+
+def own_device() -> torch.device:
+    return torch.device(kind(), int(os.environ["LOCAL_RANK"]))
 
 
 def main() -> None:
@@ -221,12 +585,22 @@ def main() -> None:
         "--scratch", type=Path, help="where checkpoints are made; default: a temporary folder"
     )
     parser.add_argument("--ranks", help="numbers of ranks; default: 1, 2, 4, 8 as far as there are devices")
-    parser.add_argument("--only", help="names of checks")
+    parser.add_argument("--only", help="names of checks, with ';' between them")
+    parser.add_argument("--list", action="store_true", help="their names, and nothing else")
+    parser.add_argument("--minutes", type=float, default=20, help="for one number of ranks")
+    parser.add_argument("--limit", type=float, default=150, help="seconds for one check")
     parser.add_argument("--tiny", action="store_true", help="a dry run: a few checks, on tiny models")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # a rank of one check
     options = parser.parse_args()
     if options.one:
         one_rank(**json.loads(options.one))
+        return
+    chosen = [check for check in checks() if check.tiny or not options.tiny]
+    if options.only:
+        names = options.only.split(";")
+        chosen = [check for check in checks() if check.name in names]
+    if options.list:
+        print("\n".join(check.name for check in chosen))
         return
     if not torch.accelerator.is_available():
         sys.exit("no accelerator here")
@@ -235,90 +609,152 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     failed = 0
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch, options.out.open("w") as out:
-        facts = {"accelerator": kind(), "devices": count, "python": platform.python_version()}
-        write(out, {"facts": {**facts, "torch": torch.__version__}})
+        write(out, {"facts": facts(count)})
         for size in (n for n in ranks if n <= count):
-            for name, source, _, _ in checks(options.tiny):
-                if options.only and name not in options.only.split(","):
-                    continue
-                result = run(name, source, size, Path(scratch), options.tiny)
+            end = time.monotonic() + 60 * options.minutes
+            for check in chosen:
+                begun = time.monotonic()
+                if begun > end:
+                    result: Result = {"left_out": f"{options.minutes:g} minutes had passed"}
+                else:
+                    result = run(check, size, Path(scratch), options.limit)
                 failed += bool(result.get("error") or result.get("wrong"))
-                write(out, {"check": name, "ranks": size, **result})
+                line = {"check": check.name, "ranks": size, **result}
+                write(out, {**line, "check_seconds": round(time.monotonic() - begun, 1)})
     print(f"{failed} failed")
     sys.exit(1 if failed else 0)
+
+
+def facts(count: int) -> Result:
+    """What the figures were taken on; nothing is begun on a device here."""
+    found: Result = {"accelerator": kind(), "devices": count, "python": platform.python_version()}
+    for library in ("torch", "transformers", "deepspeed", "accelerate", "diffusers"):
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            found[library] = None
+    return found
 
 
 def write(out: Any, line: Result) -> None:
     text = json.dumps(line)
     out.write(text + "\n")
     out.flush()
+    os.fsync(out.fileno())
     print(text, flush=True)
 
 
-def run(name: str, source: str, size: int, scratch: Path, tiny: bool) -> Result:
+def run(check: Check, size: int, scratch: Path, limit: float) -> Result:
     """One check, on ranks of its own; whatever becomes of them."""
+    started: list[subprocess.Popen[bytes]] = []
     try:
-        path = checkpoint(source, scratch)
+        path = checkpoint(check.source, scratch)
+        folder = Path(tempfile.mkdtemp(dir=scratch))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        folder = tempfile.mkdtemp(dir=scratch)
-        told = json.dumps({"name": name, "path": str(path), "folder": folder, "tiny": tiny})
-        common = {**os.environ, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        processes = size if check.grouped else 1
+        one = {"name": check.name, "path": str(path), "folder": str(folder), "size": size, "limit": limit}
+        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        common = {**os.environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        started = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--one", told],
-                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                start_new_session=True,
-            )
-            for rank in range(size)
-        ]
-        deadline = time.monotonic() + LIMIT
-        try:
-            for process in started:
-                process.wait(max(0.1, deadline - time.monotonic()))
-        finally:
-            for process in started:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-        found = Path(folder, "result.json")
-        codes = [process.returncode for process in started]
-        result: Result = json.loads(found.read_text()) if found.exists() else {"error": f"ended with {codes}"}
-        return result
+        common["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        for rank in range(processes):
+            with (folder / f"log.{rank}").open("wb") as log:
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, __file__, "--one", json.dumps(one)],
+                        env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        start_new_session=True,
+                        stdout=log,
+                        stderr=log,
+                    )
+                )
+        return awaited(started, folder, limit)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):  # also what it has started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def awaited(started: Sequence[subprocess.Popen[bytes]], folder: Path, limit: float) -> Result:
+    """What the ranks have written, or why they have not; not all need to have ended."""
+    end = time.monotonic() + limit
+    while any(process.poll() is None for process in started) and time.monotonic() < end:
+        if any(process.returncode for process in started):
+            end = min(end, time.monotonic() + GRACE)
+        time.sleep(0.05)
+    codes = [process.returncode for process in started]
+    found = sorted(folder.glob("result.*"), key=lambda file: int(file.suffix[1:]))
+    results: list[Result] = [json.loads(file.read_text()) for file in found]
+    # Any rank's failure is the check's; else the first rank's figures are.
+    failed = [result for result in results if result.get("error")]
+    if not failed and codes == [0] * len(started):
+        return {**results[0], "wrong": [one for result in results for one in result.get("wrong", [])]}
+    said = "\n".join(
+        (folder / f"log.{rank}").read_text(errors="replace")[-1500:] for rank in range(len(started))
+    )
+    late = None in codes
+    error = failed[0]["error"] if failed else f"not done after {limit:g} s" if late else f"ended with {codes}"
+    return {"error": error, "log": said}
 
 
 def checkpoint(source: str, scratch: Path) -> Path:
-    from zerostart.models.synth import synthesise
-
-    path = scratch / source
+    """Made in a process of its own, for it may fail as well."""
+    path = scratch / source.replace(":", "-")
     if not path.exists():
-        if source == "large":
-            synthesise(str(LARGE), path, size=None)
-        else:
-            synthesise(source, path, size="tiny")
+        command = [sys.executable, __file__, "--one", json.dumps({"make": source, "path": str(path)})]
+        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        if done.returncode:
+            raise RuntimeError(f"no checkpoint of {source}: {done.stderr[-1000:]}")
     return path
 
 
-def one_rank(name: str, path: str, folder: str, tiny: bool) -> None:
-    """Body of a rank."""
-    (function, arguments), *_ = ((f, a) for known, _, f, a in checks(tiny) if known == name)
-    values: dict[str, Any] = dict(arguments)
+def made(source: str, path: Path) -> None:
+    from zerostart.models.synth import synthesise
+
+    if source.startswith("pipeline:"):
+        from tests.pipelines.tiny_pipelines import make_pipeline
+
+        make_pipeline(source.removeprefix("pipeline:"), path)
+    else:
+        synthesise(
+            str(LARGE) if source == "large" else source, path, size=None if source == "large" else "tiny"
+        )
+
+
+def one_rank(
+    path: str, name: str = "", folder: str = "", size: int = 1, limit: float = 0, make: str = ""
+) -> None:
+    """Body of a rank; or of the process that makes a checkpoint."""
+    if make:
+        made(make, Path(path))
+        return
+    faulthandler.dump_traceback_later(max(1.0, limit - 5))  # into its log: where it is when it hangs
+    check = next(check for check in checks() if check.name == name)
+    values: dict[str, Any] = dict(check.arguments)
     if values.get("config") == "offload":
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         values["config"] = {"offload_policy": CPUOffloadPolicy(pin_memory=True)}
     try:
-        dist.init_process_group(f"cpu:gloo,{kind()}:{dist.get_default_backend_for_device(kind())}")
-        result = function(Path(path), Path(folder), **values)
+        torch.backends.cudnn.allow_tf32 = False
+        torch.set_float32_matmul_precision("highest")
+        if check.grouped:
+            dist.init_process_group(f"cpu:gloo,{kind()}:{dist.get_default_backend_for_device(kind())}")
+        else:
+            values["size"] = size
+        result = check.function(Path(path), Path(folder), **values)
+    except ImportError as error:
+        result = {"left_out": f"{type(error).__name__}: {error}"}
     except Exception:
         result = {"error": traceback.format_exc()[-2000:]}
-    target = Path(folder, "result.json")
-    # Any rank's failure is the check's; else the first rank's figures are.
-    if result.get("error") or (os.environ["RANK"] == "0" and not target.exists()):
-        target.write_text(json.dumps(result))
+    Path(folder, f"result.{os.environ['RANK']}").write_text(json.dumps(result))
     sys.stdout.flush()
     os._exit(1 if result.get("error") else 0)
 

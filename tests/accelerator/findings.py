@@ -41,8 +41,11 @@ def device_before_it_is_asked() -> tuple[bool, bool, int]:
     return asked, own, bound
 
 
-def saved_beside_another_device(path: Path, folder: Path) -> bool:
-    """A background save while the current device is another: whether what was written is what there was."""
+def saved_beside_another_device(path: Path, folder: Path, waits: bool = True) -> bool:
+    """A background save while the current device is another: whether what was written is what there was.
+
+    Without ``waits`` what zerostart waits for is left out, which has to show.
+    """
     device = join(None, True)
     model = zerostart.load(path, engine="fsdp2", progress=False)
     _, optimizer = prepared(model, "fsdp2", None)
@@ -51,8 +54,12 @@ def saved_beside_another_device(path: Path, folder: Path) -> bool:
     torch.accelerator.synchronize(device)
     pretend().set_delay(10**7)  # nothing happens unless somebody waits for it
     torch.accelerator.set_device_index(7)
+    synchronize = torch.accelerator.synchronize
+    if not waits:
+        torch.accelerator.synchronize = lambda _=None: None
     handle = zerostart.save_state(folder, model, optimizer=optimizer, wait=False)
     handle.wait()
+    torch.accelerator.synchronize = synchronize
     torch.accelerator.set_device_index(device)
     for at in range(8):
         torch.accelerator.synchronize(at)
@@ -125,6 +132,90 @@ def page_locked_goes(path: Path, folder: Path) -> tuple[set[int], int, int, int]
     return waited, counted, status, registered - pretend().registered_bytes()
 
 
+def page_locked_by_torch(path: Path, folder: Path, config: Any) -> dict[str, int]:
+    """Where pages cannot be registered: what is asked, what torch takes, and what is told of it."""
+    import gc
+
+    from zerostart.transfer.memory import release_cached
+    from zerostart.transfer.page_locked import locked_bytes
+
+    device = join("cpu:gloo,npu:hccl", True)
+    del torch.npu.npurt  # type: ignore[attr-defined]
+    options: Any = {"engine": "fsdp2", "engine_config": config}
+    plan = zerostart.plan(path, world_size=dist.get_world_size(), host_memory=1 << 40, **options)
+    model: Any = zerostart.load(path, progress=False, **options)
+    asked = sum({share.data_ptr(): share.nbytes for share in shares(model)}.values())
+    found = {"asked": asked, "taken": pretend().pinned_bytes(), "told": locked_bytes()}
+    found["forecast"] = plan.ranks[dist.get_rank()].memory["load"].host["parameters"]
+    found["report"], found["peak"] = zerostart.report(model).peak_host_bytes, pretend().pinned_peak()
+    step(model, torch.optim.AdamW(model.parameters(), lr=1e-3), device)
+    del model
+    gc.collect()
+    release_cached()
+    return {**found, "left": pretend().pinned_bytes()}
+
+
+def states_page_locked(path: Path, stage: int, config: Any) -> tuple[int, dict[str, int]]:
+    """What DeepSpeed has page-locked after ``initialize``, and what was foreseen on the host."""
+    join("cpu:gloo,npu:hccl", True)
+    options: Any = {"engine": "deepspeed", "zero_stage": stage, "engine_config": config}
+    plan = zerostart.plan(path, world_size=dist.get_world_size(), **options)
+    model = zerostart.load(path, progress=False, **options)
+    assert not pretend().pinned_bytes()
+    engine = prepared(model, "deepspeed", config)
+    found = pretend().pinned_bytes()
+    del engine
+    return found, dict(plan.ranks[dist.get_rank()].memory["initialize"].host)
+
+
+def on_a_mesh_of_the_host(path: Path) -> tuple[str, bool]:
+    """Where a load with a mesh of CPUs lies, and whether it has begun an accelerator."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = zerostart.load(path, engine="fsdp2", engine_config={"mesh": mesh}, progress=False)
+    zerostart.digest(model)
+    kinds = {at.type for _, at in places(model)}
+    dist.destroy_process_group()
+    return " ".join(sorted(kinds)), torch.npu.is_initialized()  # type: ignore[attr-defined]
+
+
+def ring_without_kernels(path: Path) -> str:
+    """What a load says whose device has no attention that torch's ring knows."""
+    import torch_npu
+
+    join(None, False)
+    torch_npu.attention._destroy()
+    try:
+        zerostart.load(path, engine="fsdp2", sequence_parallel=2, progress=False)
+    except zerostart.errors.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def offloaded_activations() -> tuple[list[float], int, int, int]:
+    """How far gradients are off; bytes needed; registered ones after two steps; the most page-locked."""
+    device = join(None, True)
+    weight = torch.linspace(-1, 1, 100 * 100, device=device).view(100, 100).requires_grad_()
+
+    def gradient(rows: int, offload: bool) -> float:
+        weight.grad = None
+        x: Any = torch.linspace(0, 1, rows * 100, device=device).view(rows, 100).requires_grad_()
+        for _ in range(3):
+            x = zerostart.gradient_checkpoint(lambda given: (given @ weight).tanh(), x, offload=offload)
+        x.sum().backward()
+        assert weight.grad is not None
+        return float(weight.grad.abs().sum().item())
+
+    off, registered = [], []
+    for rows in (300, 300, 280, 300, 200, 170, 300):
+        off.append(abs(gradient(rows, True) - gradient(rows, False)))
+        registered.append(pretend().registered_bytes())
+    dist.destroy_process_group()
+    return off, 3 * 300 * 100 * 4, registered[1], max(registered) + pretend().pinned_bytes()
+
+
 def shares(model: torch.nn.Module) -> list[torch.Tensor]:
     from zerostart.engines.fsdp2.engine import current_shards
     from zerostart.upstream.deepspeed import partition_of
@@ -144,7 +235,7 @@ def peaks_stay(path: Path) -> tuple[int, int, int | None]:
 
 
 def waits_of_dispatch() -> tuple[int, bool]:
-    """How often the host waits for the device in one exchange of tokens, and whether they come back right."""
+    """How often the host waits in an exchange of tokens, there and back, and whether they come back right."""
     from torch import nn
 
     from zerostart.engines.exchange import exchange_tokens
@@ -158,13 +249,14 @@ def waits_of_dispatch() -> tuple[int, bool]:
     device = join(None, True)
     experts = Experts()
     exchange_tokens(experts, dist.group.WORLD, [2, 2])
-    tokens = torch.ones(6, 3, device=device)
+    tokens = torch.ones(6, 3, device=device, requires_grad=True)
     index = torch.tensor([[0, 3], [1, 2], [2, 0], [3, 1], [0, 1], [2, 3]], device=device)
     weights = torch.ones(6, 2, device=device)
     experts(tokens, index, weights)
     torch.accelerator.synchronize(device)
     before = pretend().waits()
     out = experts(tokens, index, weights)
+    out.sum().backward()
     waits = pretend().waits() - before
     expected = (index + 1).sum(dim=1, keepdim=True).expand(6, 3).to(out.dtype)
     return waits, torch.equal(out, expected)

@@ -23,6 +23,15 @@ def test_a_background_save_waits_for_the_device_of_its_copies(
     assert run_npu_ranks(findings.saved_beside_another_device, 2, path, tmp_path / "state") == [True, True]
 
 
+@pytest.mark.slow
+def test_a_background_save_that_does_not_wait_writes_something_else(
+    checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    """So that the test above can fail."""
+    arguments = (checkpoints("qwen3"), tmp_path / "state", False)
+    assert False in run_npu_ranks(findings.saved_beside_another_device, 2, *arguments)
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_page_locked_memory_is_not_rounded_up(
     engine: str, checkpoints: TinyCheckpoints, tmp_path: Path
@@ -52,6 +61,56 @@ def check_page_locked(engine: str, checkpoints: TinyCheckpoints, folder: Path, b
         assert asked > 20_000
         # In pages, and each tensor on a boundary of its own.
         assert allocated + registered <= 1.1 * asked + 3 * 4096
+
+
+@pytest.mark.slow
+def test_what_torch_adds_to_page_locked_memory_is_counted_and_given_back(
+    checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    config = {"offload_policy": CPUOffloadPolicy(pin_memory=True)}
+    arguments = (checkpoints("qwen3"), tmp_path, config)
+    for found in run_npu_ranks(findings.page_locked_by_torch, 2, *arguments):
+        assert found["asked"] < found["taken"] == found["told"] == found["forecast"]
+        assert found["report"] >= found["peak"]
+        assert found["left"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_deepspeed_has_page_locked_is_foreseen_as_torch_takes_it(
+    stage: int, checkpoints: TinyCheckpoints
+) -> None:
+    """At stage 3 its masters are not."""
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    for found, foreseen in run_npu_ranks(findings.states_page_locked, 2, checkpoints("qwen3"), stage, config):
+        locked = {name for name in foreseen if stage == 2 or name == "gradients"}
+        assert found == sum(foreseen[name] for name in locked)
+
+
+def test_a_mesh_of_the_host_begins_no_accelerator(checkpoints: TinyCheckpoints) -> None:
+    assert run_npu_ranks(findings.on_a_mesh_of_the_host, 2, checkpoints("qwen3")) == [("cpu", False)] * 2
+
+
+@pytest.mark.slow
+def test_a_ring_that_the_device_has_no_kernels_for_is_refused(checkpoints: TinyCheckpoints) -> None:
+    """It had failed in the first forward, in words of DTensor's."""
+    for said in run_npu_ranks(findings.ring_without_kernels, 2, checkpoints("qwen3_even")):
+        assert "torch's ring attention, which knows CUDA's kernels, and npu has none of them" in said
+
+
+def test_activations_on_the_host_take_what_they_need() -> None:
+    for off, needed, registered, most in run_npu_ranks(findings.offloaded_activations, 1):
+        assert off == [0.0] * len(off)
+        assert needed <= registered <= needed + 3 * 4096
+        assert most <= 2 * needed
 
 
 def test_page_locked_memory_concerns_one_device_and_one_process(

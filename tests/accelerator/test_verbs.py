@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.accelerator import scenes
 from tests.accelerator.verbs import all_verbs
 
 from npu_ranks import run_npu_ranks
+from parity import checkpoint
 from tiny import TinyCheckpoints
 
 
@@ -87,3 +89,66 @@ def test_deepspeed_parameters_offloaded(checkpoints: TinyCheckpoints, tmp_path: 
 def test_deepspeed_experts(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     config = deepspeed_config(3)
     run("qwen3_moe_even", checkpoints, tmp_path, "deepspeed", 3, {"expert_parallel": 2}, config)
+
+
+@pytest.mark.slow
+def test_replicas(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    losses = run_npu_ranks(
+        all_verbs, 4, checkpoints("qwen3"), tmp_path, "fsdp2", 3, {}, {"replicate": 2}, timeout=250
+    )
+    assert len(losses) == 4
+
+
+@pytest.mark.slow
+def test_secondary_partitions(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    config = deepspeed_config(3, zero_hpz_partition_size=2)
+    arguments = (checkpoints("qwen3"), tmp_path, "deepspeed", 3, {}, config)
+    assert len(run_npu_ranks(all_verbs, 4, *arguments, timeout=250)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "stage", "kind"),
+    [("fsdp2", 3, "padded"), ("deepspeed", 3, "packed"), ("deepspeed", 2, "padded")],
+)
+def test_sequences_that_ranks_share(engine: str, stage: int, kind: str, tmp_path: Path) -> None:
+    path = checkpoint("qwen3", tmp_path)
+    assert run_npu_ranks(scenes.shared_sequences, 2, path, engine, stage, kind) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zero3", "zero2", "fsdp2"])
+@pytest.mark.parametrize("library", ["trainer", "accelerate", "peft"])
+def test_adoption(library: str, kind: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """The same losses as with the library alone, on the accelerator as well."""
+    from tests.adoption import scripts
+
+    environments = {
+        "zero3": lambda: scripts.zero3(tmp_path),
+        "zero2": lambda: scripts.zero3(tmp_path, zero_optimization={"stage": 2}),
+        "fsdp2": scripts.fsdp2,
+    }
+    arguments = (library, environments[kind]())
+    path = checkpoints("qwen3")
+    stock, ours = (
+        run_npu_ranks(scenes.adopted, 2, path, tmp_path / name, *arguments, adopt)[0]
+        for name, adopt in (("stock", None), ("ours", {}))
+    )
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+    assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "stage", "transformer", "ranks"),
+    [("fsdp2", 3, "shard", 2), ("deepspeed", 3, "shard", 2), ("fsdp2", 3, "offload", 1)],
+)
+def test_a_pipeline_draws_what_it_draws_on_the_host(
+    engine: str, stage: int, transformer: str, ranks: int, tmp_path: Path
+) -> None:
+    from tests.pipelines.tiny_pipelines import make_pipeline
+
+    path = make_pipeline("wan", tmp_path / "wan")
+    placement = {"transformer": transformer, "vae": "replicate", "text_encoder": "offload"}
+    for off in run_npu_ranks(scenes.drawn, ranks, path, "wan", engine, stage, placement):
+        assert off < 1e-5

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.gpu_check import prepared, step
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -98,27 +99,3 @@ def compare(model: nn.Module, expected: Mapping[str, torch.Tensor]) -> None:
     assert seen.keys() == expected.keys()
     wrong = [name for name, tensor in seen.items() if not torch.equal(tensor, expected[name])]
     assert not wrong, f"changed by the load: {wrong}"
-
-
-def prepared(model: nn.Module, engine: str, config: Any) -> tuple[Any, Any]:
-    model.train()
-    if engine == "deepspeed":
-        import deepspeed
-
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        made, optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        return made, optimizer
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def step(model: Any, optimizer: Any, device: torch.device, batch: int = 0) -> float:
-    tokens = (torch.arange(32, device=device).view(2, 16) * (1 + batch)) % 60 + 3
-    loss = model(input_ids=tokens, labels=tokens).loss
-    if hasattr(model, "backward"):
-        model.backward(loss)
-        model.step()
-    else:
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return float(loss.item())

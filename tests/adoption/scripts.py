@@ -98,8 +98,7 @@ def trainer_script(
         disable_tqdm=True,
         seed=3,
         # accelerate makes one process of several without an accelerator, unless it is told the backend.
-        ddp_backend="gloo",
-        **arguments,
+        **{"ddp_backend": "gloo", **arguments},
     )
     model = AutoModelForCausalLM.from_pretrained(path, **loading)
     trainer = Trainer(model=model, args=args, train_dataset=Data())
@@ -126,6 +125,7 @@ def accelerate_script(
     adapter: bool = False,
     loading: dict[str, Any] | None = None,
     accumulation: int = 1,
+    on_host: bool = True,
 ) -> dict[str, Any]:
     """A loop of one's own over accelerate, as in transformers' ``run_clm_no_trainer``."""
     os.environ.update(environment)
@@ -143,6 +143,8 @@ def accelerate_script(
         Override(lambda model: False, lambda accelerator, model: None).open()
 
     def accelerated() -> Accelerator:
+        if not on_host:
+            return Accelerator(mixed_precision=precision)
         if "FSDP_VERSION" in environment:
             return Accelerator(mixed_precision=precision, cpu=True)
         handlers = [InitProcessGroupKwargs(backend="gloo")]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.documents.folders import character_tokenizer
+from tests.documents.folders import character_tokenizer, make_folders
 
 from tiny import TinyCheckpoints
 
@@ -48,7 +48,7 @@ def losses(out: Path) -> list[float]:
 @pytest.fixture
 def language(tmp_path: Path, checkpoints: TinyCheckpoints) -> Path:
     """A directory with ``run.json``, a short run of whole parameters of a model with dropout."""
-    shutil.copytree(checkpoints("qwen3"), tmp_path / "model")
+    shutil.copytree(checkpoints("qwen3_even"), tmp_path / "model")
     character_tokenizer(tmp_path / "model")
     described = tmp_path / "model" / "config.json"
     described.write_text(json.dumps({**json.loads(described.read_text()), "attention_dropout": 0.3}))
@@ -97,3 +97,71 @@ def test_random_numbers_of_the_accelerator_go_on_where_they_were(language: Path)
     start(language, *words, "train.seed=43", "output.directory=other", accelerator=True)
     assert losses(language / "other")[0] == losses(language / "out")[0]  # evaluation drops nothing out
     assert losses(language / "other")[-1] != losses(language / "out")[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("engine.name=fsdp2", "engine.zero_stage=3", "train.checkpoint_blocks=offload", "ema.decay=0.9"),
+        ("engine.name=deepspeed", "engine.zero_stage=3", "ema.decay=0.9"),
+        ("engine.name=deepspeed", "engine.zero_stage=2", "lora.rank=2"),
+        ("engine.name=fsdp2", "engine.zero_stage=3", "engine.sequence_parallel=2"),
+        ("engine.name=deepspeed", "engine.zero_stage=3", "engine.sequence_parallel=2"),
+    ],
+    ids=["fsdp2", "deepspeed", "lora", "fsdp2-sequences", "deepspeed-sequences"],
+)
+def test_two_ranks_on_another_accelerator_are_the_hosts(words: tuple[str, ...], language: Path) -> None:
+    """With states in the background, from which the accelerator's run goes on to the same end."""
+    described = language / "model" / "config.json"
+    described.write_text(json.dumps({**json.loads(described.read_text()), "attention_dropout": 0.0}))
+    common = ("train", "run.yaml", *words, "checkpoint.every=2", "checkpoint.background=true", "--nproc", "2")
+    assert start(language, *common, "output.directory=host", accelerator=False) == 0
+    assert start(language, *common, accelerator=True) > 1000
+    assert losses(language / "out") == pytest.approx(losses(language / "host"), rel=1e-5)
+    middle = language / "out" / "checkpoints" / "step-00000002"
+    start(language, *common, f"resume={middle}", "output.directory=again", accelerator=True)
+    assert losses(language / "again")[-2:] == losses(language / "out")[-2:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "options", "ranks"),
+    [
+        ("z-image", ("--engine", "fsdp2"), 1),
+        ("z-image", ("--engine", "deepspeed", "--zero-stage", "3"), 2),
+        ("flux", ("--engine", "deepspeed", "--zero-stage", "2", "--lora"), 2),
+        ("wan", ("--engine", "fsdp2"), 2),
+    ],
+    ids=["1-fsdp2", "2-deepspeed", "2-lora", "2-fsdp2-videos"],
+)
+def test_pictures_are_encoded_learnt_and_drawn_on_another_accelerator(
+    family: str, options: tuple[str, ...], ranks: int, checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    """``cache``, ``train`` with samples and an average of the weights, and ``export``, beside the host."""
+    pytest.importorskip("peft")
+    pipeline = f"pipeline:{family.replace('-', '_')}"
+    make_folders(tmp_path, {"model": pipeline, "pictures": "pictures:12"}, checkpoints)
+    start(tmp_path, "config", family, "run.yaml", *options, accelerator=False)
+    lora, videos = "--lora" in options, family == "wan"
+    values: dict[str, Any] = {
+        **{"model.source": "model", "media.source": "pictures/metadata.csv", "media.height": 16},
+        **{"media.width": 16, "train.steps": 4, "train.learning_rate": 1e-3, "train.mixed_precision": "no"},
+        **{"checkpoint.every": 2, "samples.prompts": '["a cat", "the sea sleeps"]', "samples.steps": 2},
+        **{"samples.height": 16, "samples.width": 16, "samples.seed": 5, "ema.decay": 0.9},
+        **{"train.batch_size": 6 // ranks, "train.checkpoint_blocks": "offload"},
+        **({"lora.rank": 4} if lora else {}),
+        **({"media.num_frames": 1, "samples.num_frames": 5} if videos else {}),
+    }
+    words = [f"{name}={value}" for name, value in values.items()]
+    for name in ("host", "out"):
+        own = [*words, f"output.directory={name}", "--nproc", str(ranks)]
+        for command in ("cache", "train"):
+            ran = start(tmp_path, command, "run.yaml", *own, accelerator=name == "out")
+            assert (ran > 0) == (name == "out")
+        if not lora:
+            state = f"{name}/checkpoints/step-00000004"
+            start(tmp_path, "export", state, f"exported-{name}", accelerator=name == "out")
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "host"), rel=1e-4)
+    drawn = sorted(path.name for path in (tmp_path / "host" / "samples" / "step-00000004").iterdir())
+    assert sorted(path.name for path in (tmp_path / "out" / "samples" / "step-00000004").iterdir()) == drawn

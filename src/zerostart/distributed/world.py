@@ -66,9 +66,12 @@ def _own_index(kind: torch.device) -> int:
     return int(rank) % max(1, torch.accelerator.device_count())
 
 
-def make_device_current() -> None:
-    """Let what other libraries put on the current device lie where this rank's shards lie."""
-    device = default_device()
+def make_device_current(device: torch.device | None = None) -> None:
+    """Let what other libraries put on the current device lie where this rank's shards lie.
+
+    That is ``device``, by default ``default_device()``; on the host no accelerator is begun.
+    """
+    device = device or default_device()
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
@@ -97,14 +100,14 @@ def current_world() -> World:
     return World(dist.get_rank(), dist.get_world_size(), _control_group())
 
 
-def joined_world() -> World:
-    """The process group's world, with this rank's device made current.
+def joined_world(device: torch.device | None = None) -> World:
+    """The process group's world, with this rank's ``device`` made current, see ``make_device_current``.
 
     A group of one is made for a process that is alone.
 
     Raises ConfigError in one of several ranks that a launcher has started, where there is no group.
     """
-    make_device_current()
+    make_device_current(device)
     if not dist.is_initialized():
         launched = int(os.environ.get("WORLD_SIZE", "1") or 1)
         if launched > 1:
@@ -112,7 +115,7 @@ def joined_world() -> World:
                 f"the launcher started {launched} ranks, but there is no process group: call "
                 "torch.distributed.init_process_group() before zerostart.load"
             )
-        backend = backend_of(default_device())
+        backend = backend_of(device or default_device())
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     return current_world()
 

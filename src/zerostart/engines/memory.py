@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["FP32", "Array", "Gathers", "Held", "Moment", "Optimizer", "Sizes", "Target"]
+from zerostart.transfer.page_locked import rounded_up
+
+__all__ = ["FP32", "Array", "Gathers", "Held", "Moment", "Optimizer", "Sizes", "Target", "pinned_by_torch"]
 
 #: A number for each rank in question.
 Array = npt.NDArray[np.int64]
@@ -17,6 +19,12 @@ Array = npt.NDArray[np.int64]
 Sizes = Mapping[str, Array | int]
 #: Bytes of a single-precision element.
 FP32 = 4
+
+
+def pinned_by_torch(nbytes: Array | int) -> Array:
+    """What torch's allocator takes of the host for page-locked buffers of so many bytes, one on each rank."""
+    found: Array = np.vectorize(rounded_up, otypes=[np.int64])(np.asarray(nbytes))
+    return found
 
 
 @dataclass(frozen=True)

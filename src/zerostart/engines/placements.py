@@ -40,6 +40,8 @@ class Placements:
     gathered: int = 0
     #: Where whole parameters would lie if the ranks had machines like this one.
     residence: Residence | None = None
+    #: Whether shards in host memory are page-locked.
+    pinned: bool = False
 
 
 def placed_on_mesh(
@@ -47,6 +49,7 @@ def placed_on_mesh(
     shapes: Mapping[str, Sequence[int]],
     homes: Mapping[str, str],
     share: Callable[[str, Section, int, int], Layout],
+    pinned: bool = False,
 ) -> Placements:
     """Placements where a mesh cuts each parameter, and ``share`` cuts the section among those that hold it.
 
@@ -63,4 +66,5 @@ def placed_on_mesh(
         alike=lambda name: (parallelism.is_expert(name), parallelism.cut(name)),
         twin=lambda rank: rank,
         homes=homes,
+        pinned=pinned,
     )

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from zerostart.engines.memory import Array, Gathers, Held
+from zerostart.engines.memory import Array, Gathers, Held, pinned_by_torch
 from zerostart.engines.placements import DEVICE, HOST, Placements
 from zerostart.layout import Parallelism
+from zerostart.transfer.page_locked import rounds_up
 
 __all__ = ["held_of"]
 
@@ -44,6 +45,8 @@ def held_of(
             shared[sharers] = shared.get(sharers, 0) + whole[name] * parameter.dtype.itemsize
         else:
             frozen += nbytes
+    if placed.pinned and rounds_up():  # in one piece, see ``Arena``; elsewhere it is whole pages
+        homes[HOST] = pinned_by_torch(homes[HOST])
     sizes = {name: whole[name] * p.dtype.itemsize for name, p in model.named_parameters()}
     modules: dict[str, int] = {}
     for name, size in sizes.items():

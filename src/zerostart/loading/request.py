@@ -9,6 +9,7 @@ import torch
 
 from zerostart import engines
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.distributed.world import default_device
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh
@@ -28,6 +29,12 @@ class Request(LoadArguments):
     #: Takes names and shapes of what has another shape in the checkpoint, which is then initialised as if it
     #: were missing; None: a mismatch is an error.
     reinitialised: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's shards will lie: the host, if the configuration has a mesh of the host's."""
+        mesh = self.engine_config.get("mesh") if isinstance(self.engine_config, Mapping) else None
+        return torch.device("cpu") if getattr(mesh, "device_type", None) == "cpu" else default_device()
 
     def resolve(self, world_size: int, rank: int | None = None) -> Engine:
         """The engine of this load over ``world_size`` ranks, all arguments checked.

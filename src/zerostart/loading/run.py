@@ -14,7 +14,7 @@ from torch import nn
 
 from zerostart.checkpoint.source import Files
 from zerostart.checkpoint.states import check_unchanged
-from zerostart.distributed.world import World, default_device, joined_world
+from zerostart.distributed.world import World, joined_world
 from zerostart.engines import Engine, Placements, Residence, Shard, ShardMaker
 from zerostart.errors import ConfigError
 from zerostart.loading.destinations import Destinations
@@ -29,6 +29,7 @@ from zerostart.models import Program
 from zerostart.planning import PlanOptions, join
 from zerostart.recipe import Recipe
 from zerostart.transfer import PeakMeter, Tuning
+from zerostart.transfer.page_locked import release_locked
 from zerostart.transfer.strategy import ReadDemand, TransferStats, agree_on_strategy
 from zerostart.upstream.stepped import watch_steps
 
@@ -38,8 +39,10 @@ __all__ = ["rehearse", "run"]
 def run(request: Request, then: Callable[[nn.Module], None] | None = None) -> nn.Module:
     """Load, collectively; see ``zerostart.load``. ``then`` is called with the model as the last of it."""
     with undisturbed():
-        world = joined_world()
-        return _Load(request, world, world, then).through()[0]
+        world = joined_world(request.device)
+        model = _Load(request, world, world, then).through()[0]
+        release_locked()
+        return model
 
 
 def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list[Shard]]:
@@ -79,7 +82,7 @@ class _Load:
         request, world, clock = self.request, self.world, self.clock
         # Phases inside tell a rank's error early; this one has what lies between them, and the end.
         with world.phase("loading"):
-            with PeakMeter(default_device()) as meter:
+            with PeakMeter(request.device) as meter:
                 with clock.phase("build"), world.phase("arguments"):
                     engine = self._engine(meter)
                 taking = not self.played

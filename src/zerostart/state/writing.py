@@ -23,6 +23,7 @@ from zerostart.errors import ConfigError
 from zerostart.layout import Layout
 from zerostart.planning.writes import GRAIN, Origin, WritePlan, own_part, plan_writes
 from zerostart.recipe import Recipe, Target
+from zerostart.transfer.page_locked import rounds_up
 from zerostart.transfer.tuning import MIN_CHUNK
 from zerostart.transfer.writing import SLACK, Change, Source, write_out
 
@@ -158,4 +159,6 @@ def _tuned(memory_limit: int | None) -> tuple[int, int]:
     limit = THREADS * (CHUNK + beside) if memory_limit is None else memory_limit
     threads = min(THREADS, max(2, int(cores()) // local_ranks()), max(1, limit // (MIN_CHUNK + beside)))
     chunk = min(CHUNK, max(MIN_CHUNK, limit // threads - beside))
+    if rounds_up():  # so that a buffer, which is a chunk and SLACK, is a power of two
+        chunk = max(MIN_CHUNK, (1 << ((chunk + SLACK).bit_length() - 1)) - SLACK)
     return chunk - chunk % 4096, threads

@@ -7,6 +7,9 @@ A copy has the values of the moment at which it was asked for. What is computed 
 for it, and may write to the tensor. The function itself runs beside it, and may not; nor may anybody write to
 what stays where it is. Both are found by the counter of writes that autograd keeps of each tensor, and looks
 at itself where no hooks stand in between.
+
+The memory is page-locked once and used again and again: steps that are alike take none anew, and all that is
+taken is the most that was in use (up to twice that, where the sizes of batches vary).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import nn
 
 from zerostart.errors import ConfigError
 from zerostart.transfer.memory import has_streams
+from zerostart.transfer.page_locked import page_locked
 
 __all__ = ["on_host"]
 
@@ -77,8 +81,8 @@ class _Stayed:
 class _Away:
     """One tensor in host memory, and its copy on the device once that is on its way back."""
 
-    def __init__(self, lane: _Lane, tensor: torch.Tensor, host: torch.Tensor, before: _Away | None) -> None:
-        self.lane, self.host = lane, host
+    def __init__(self, lane: _Lane, tensor: torch.Tensor, before: _Away | None) -> None:
+        self.lane, self.host = lane, lane.room_for(tensor, self)
         self._writes, self._torn = tensor._version, False
         #: What was packed before it is unpacked after it.
         self.before = None if before is None else weakref.ref(before)
@@ -102,16 +106,43 @@ class _Lane:
         self._device = device
         self._stream = torch.Stream(device)
         self._last: weakref.ref[_Away] | None = None
+        #: Page-locked memory in which nothing is, by address. Any thread may add to it, or take from it.
+        self._idle: dict[int, torch.Tensor] = {}
 
     def away(self, tensor: torch.Tensor) -> _Away:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        packed = _Away(self, tensor, None if self._last is None else self._last())
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
-            host.copy_(tensor.detach(), non_blocking=True)
+            packed.host.copy_(tensor.detach(), non_blocking=True)
         tensor.record_stream(self._stream)
-        packed = _Away(self, tensor, host, None if self._last is None else self._last())
         self._last = weakref.ref(packed)
         return packed
+
+    def room_for(self, tensor: torch.Tensor, packed: _Away) -> torch.Tensor:
+        """A host tensor like ``tensor``, whose memory is used again when ``packed`` is no more.
+
+        Copies out of it may be under way then: all are on one stream, and the next comes after them.
+        """
+        if type(tensor) is not torch.Tensor:  # a DTensor lies in memory as only torch knows
+            return torch.empty_like(tensor, device="cpu", pin_memory=True)
+        like = torch.empty_like(tensor, device="meta")
+        nbytes = like.untyped_storage().nbytes()
+        room = self._room(nbytes)
+        weakref.finalize(packed, self._idle.__setitem__, room.data_ptr(), room).atexit = False
+        return room[:nbytes].view(tensor.dtype).as_strided(like.shape, like.stride())
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        """At least ``nbytes`` of page-locked memory."""
+        idle = [(room.nbytes, address) for address, room in list(self._idle.items())]
+        for size, address in sorted(idle):
+            if nbytes <= size <= 2 * nbytes and (room := self._idle.pop(address, None)) is not None:
+                return room
+        freed = 0
+        for size, address in idle:  # of other sizes: no more is kept than was in use
+            if freed < nbytes:
+                freed += size
+                self._idle.pop(address, None)
+        return page_locked(nbytes, self._device)
 
     def wait(self) -> None:
         """What is computed from now on comes after the copies that were asked for."""

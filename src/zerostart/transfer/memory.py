@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 from zerostart.distributed.machine import UNKNOWN, available_memory
-from zerostart.transfer.page_locked import registered_bytes
+from zerostart.transfer.page_locked import locked_bytes, release_locked
 
 __all__ = [
     "Arena",
@@ -136,7 +136,7 @@ def anonymous_bytes() -> int:
         return 0
     for line in status.splitlines():
         if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024 + registered_bytes()
+            return int(line.split()[1]) * 1024 + locked_bytes()
     return 0
 
 
@@ -164,7 +164,11 @@ def _told(figure: Callable[[torch.device], int], device: torch.device) -> int | 
 
 
 def release_cached() -> None:
-    """Give the accelerator back what its allocator keeps of freed tensors; nothing where it keeps none."""
+    """Give the accelerator back what its allocator keeps of freed tensors; nothing where it keeps none.
+
+    And the host what is kept of page-locked memory.
+    """
+    release_locked()
     if torch.accelerator.is_available():
         with contextlib.suppress(RuntimeError, NotImplementedError):  # no allocator of torch's kind (MPS)
             torch.accelerator.empty_cache()

@@ -15,6 +15,7 @@ from zerostart.checkpoint.storage import Reader, Storage
 from zerostart.checkpoint.storage.direct import BOUNCE_BYTES
 from zerostart.distributed.machine import available_memory, cores, cores_of_node, local_ranks
 from zerostart.planning import Plan, Rates
+from zerostart.transfer.page_locked import rounds_up
 
 __all__ = ["MIN_CHUNK", "Tuning", "tune"]
 
@@ -138,7 +139,10 @@ def tune(
         remote=found.remote,
         ranks=ranks,
     )
-    return _within(tuning, computes, memory_limit, chunk_size, ranks)
+    tuning = _within(tuning, computes, memory_limit, chunk_size, ranks)
+    if staged_on_device and rounds_up():  # so that nothing is added to a chunk
+        tuning = replace(tuning, chunk_size=1 << (tuning.chunk_size.bit_length() - 1))
+    return tuning
 
 
 def _within(tuning: Tuning, computes: bool, limit: int | None, chunk_size: int | None, ranks: int) -> Tuning:

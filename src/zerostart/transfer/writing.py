@@ -14,7 +14,7 @@ from zerostart.planning.writes import Write, WritePlan
 from zerostart.recipe import one_thread
 from zerostart.transfer.copying import copy_strided
 from zerostart.transfer.crew import Crew
-from zerostart.transfer.page_locked import page_locked
+from zerostart.transfer.page_locked import page_locked, release_locked
 from zerostart.transfer.staging import bytes_view
 
 __all__ = ["SLACK", "Change", "Noted", "Source", "write_out"]
@@ -63,6 +63,8 @@ def write_out(
     with one_thread():
         crew = Crew(plan.writes, writing.work, device, "zerostart-writer")
         crew.run(min(threads, max(1, len(plan.writes))))
+    del crew
+    release_locked()  # its threads' buffers
     return plan.nbytes
 
 

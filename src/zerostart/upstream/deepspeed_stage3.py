@@ -30,6 +30,7 @@ import torch
 from zerostart.errors import EngineError
 from zerostart.upstream import deepspeed_start as starting
 from zerostart.upstream.deepspeed import require
+from zerostart.upstream.deepspeed_alignment import aligning
 from zerostart.upstream.deepspeed_edits import check_step, watching
 from zerostart.upstream.deepspeed_edits import note as note_edits
 from zerostart.upstream.deepspeed_masters import follow_partition, tell_changed
@@ -139,8 +140,7 @@ class Mark:
     name: str
     reader: Reader | None
     arrange: Arrange | None
-    ticket: Ticket
-    watched: Ticket
+    held: tuple[Ticket, ...]
     load: object = None
 
 
@@ -163,7 +163,8 @@ def mark(
 ) -> None:
     """Have the optimizer that gets ``parameter`` take it by the rules of this module, while it lives."""
     require_stage3()
-    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange, _held.ticket(), watch.ticket(), load))
+    held = (_held.ticket(), watch.ticket(), aligned.ticket())
+    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange, held, load))
     note_edits((parameter,))
 
 
@@ -175,6 +176,7 @@ def called(parameter: Any) -> str:
 
 #: Held while a marked parameter lives, or by others.
 watch = watching(called)
+aligned = aligning(lambda parameter: _mark_of(parameter) is not None)
 
 
 def _enter(stack: ExitStack) -> None:

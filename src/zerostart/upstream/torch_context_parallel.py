@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from zerostart.errors import EngineError
+from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.patches import Held, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.versions import ACCELERATE, TORCH
 
-__all__ = ["TOUCHED", "drop_masks", "head_and_tail", "require", "ring", "ring_on_cpu"]
+__all__ = ["TOUCHED", "check_kernels", "drop_masks", "head_and_tail", "require", "ring", "ring_on_cpu"]
 
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 _CPU_KERNEL = PatchPoint(
@@ -66,7 +66,15 @@ TOUCHED = (
         names=("context_parallel",),
         why="the ring itself, which is experimental",
     ),
+    Use(
+        library=TORCH,
+        owner="torch._C",
+        names=("_dispatch_has_kernel_for_dispatch_key", "_dispatch_key_for_device"),
+        why="whether a device has one of the kernels of attention that go around the ring",
+    ),
 )
+#: What torch sends around the ring, of CUDA's.
+_KERNELS = tuple(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 _SEQUENCE = 2  # of [rows, heads, length, size]
 
 
@@ -74,6 +82,17 @@ _SEQUENCE = 2  # of [rows, heads, length, size]
 def require() -> None:
     """Raise UnsupportedVersionError unless torch and accelerate have what is used of them."""
     demand(TOUCHED, "Use sequence_parallel=1")
+
+
+def check_kernels(kind: str) -> None:
+    """Raise ConfigError for an accelerator with no attention that torch sends around its ring."""
+    key = torch._C._dispatch_key_for_device(kind)
+    if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name in _KERNELS):
+        raise ConfigError(
+            f"sequence_parallel on fsdp2 is torch's ring attention, which knows CUDA's kernels, and {kind} "
+            "has none of them; use engine='deepspeed', whose sequence parallelism (Ulysses) needs none, or "
+            "sequence_parallel=1"
+        )
 
 
 def head_and_tail(place: int, size: int) -> tuple[tuple[int, int], int]:

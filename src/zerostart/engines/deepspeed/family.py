@@ -242,9 +242,8 @@ class ZeroThree(DeepSpeed):
         }
         homes = self.settings.homes(sizes, self.mesh.world_size)
         names = {"none": DEVICE, "cpu": HOST, "nvme": STORAGE}
-        return placed_on_mesh(
-            parallelism, shapes, {name: names[home] for name, home in homes.items()}, _partition
-        )
+        lying = {name: names[home] for name, home in homes.items()}
+        return placed_on_mesh(parallelism, shapes, lying, _partition, self.settings.pinned)
 
     def maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
-from zerostart.engines.memory import FP32, Array, Held, Moment, Optimizer, Sizes, Target
+from zerostart.engines.memory import FP32, Array, Held, Moment, Optimizer, Sizes, Target, pinned_by_torch
 
 __all__ = ["after_load"]
 
@@ -64,7 +64,7 @@ class _Stage12:
         """In the order in which they come."""
         copied = self.part if self.all_fp32 else 0  # by BF16_Optimizer
         begun = {**self._masters, "gradients": FP32 * self.trained if self.all_fp32 else 0}
-        ready = {**begun, **({"gradients": FP32 * self.n} if self.aside else {})}
+        ready = {**begun, **({"gradients": self._at_rest(FP32 * self.n)} if self.aside else {})}
         full = {**ready, "optimizer state": self.states}
         sent = self.held.gathers.total * self.target.copies
         return [
@@ -80,7 +80,13 @@ class _Stage12:
     def _masters(self) -> dict[str, Array | int]:
         if not self.aside:
             return {"master weights": FP32 * self.n}
-        return {"master weights": FP32 * self.n, "buckets": self.part + self.held.gathers.largest}
+        buckets = self._at_rest(self.part) + self._at_rest(self.held.gathers.largest)
+        return {"master weights": self._at_rest(FP32 * self.n), "buckets": buckets}
+
+    def _at_rest(self, nbytes: int) -> int:
+        """Of a buffer of DeepSpeed's on the host, which torch locks if ``offload_optimizer`` says so."""
+        pinned = self.settings.states_pinned and self.target.accelerator
+        return int(pinned_by_torch(nbytes)) if pinned else nbytes
 
     @property
     def _fp32(self) -> int:

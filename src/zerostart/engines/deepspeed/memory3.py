@@ -9,6 +9,8 @@ With n elements of a rank's share, p bytes each, g bytes of a kept gradient:
 - backward: what is gathered, the gradient at hand, the bucket, and what the reduce-scatter copies of it.
 - ``step``: the gradients of a sub-group flat, then in fp32; the states; what the update takes.
 
+What ``offload_optimizer`` has page-locked, gradients, comes in powers of two: it is of torch's allocator.
+
 What the constructor takes besides, a load spares it (``upstream/deepspeed_start.py``). Where that cannot be
 done (``docs/placements.md`` says where) the stock copies come on top, which are not foreseen here.
 """
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
-from zerostart.engines.memory import FP32, Array, Held, Moment, Optimizer, Sizes, Target
+from zerostart.engines.memory import FP32, Array, Held, Moment, Optimizer, Sizes, Target, pinned_by_torch
 
 __all__ = ["after_load"]
 
@@ -42,7 +44,9 @@ class _Stage3:
         # What is swapped is in memory a sub-group at a time, in so many buffers.
         resident = np.minimum(n, settings.swap_buffers * self.group) if swapped else n
         self.masters: Array = FP32 * resident
-        self.gradients: Array = kept.itemsize * n
+        self.pinned = self.settings.states_pinned and target.accelerator and settings.states_on_host
+        kept_bytes: Array = kept.itemsize * n
+        self.gradients: Array = pinned_by_torch(kept_bytes) if self.pinned else kept_bytes
         self.states: Array = FP32 * optimizer.states * (0 * n if swapped else n)
         fused = self.aside and settings.fused
         self.update: Array = FP32 * self.group * (0 if fused else optimizer.scratch(self._on_host))
@@ -75,6 +79,9 @@ class _Stage3:
     @property
     def _stays(self) -> Array:
         """The fp32 gradients of offloaded states, kept from the start."""
+        if self.pinned:  # each sub-group's by itself
+            groups, rest = np.divmod(self.held.trained, np.maximum(self.group, 1))
+            return groups * pinned_by_torch(FP32 * self.group) + pinned_by_torch(FP32 * rest)
         return FP32 * self.held.trained if self.settings.states_on_host else 0 * self.held.trained
 
     @property

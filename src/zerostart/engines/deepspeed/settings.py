@@ -66,6 +66,8 @@ class DeepSpeedSettings:
     stage: int | None = None
     dtype: torch.dtype | None = None
     offload: str = "none"
+    pinned: bool = False
+    states_pinned: bool = False
     secondary: int = 1
     stream_elements: int = 0
     names_leaves: bool = False
@@ -359,6 +361,8 @@ def _homes(zero: Mapping[str, Any]) -> dict[str, Any]:
     one_dtype = {"offload_param to nvme": offload == "nvme", _ALL_REDUCE: zero.get(_ALL_REDUCE) is True}
     return {
         "offload": offload,
+        "pinned": parameters.get("pin_memory") is True,
+        "states_pinned": states.get("pin_memory") is True,
         "optimizer_home": device_of(states, "offload_optimizer", zero.get("cpu_offload")),
         "swap_buffers": number(states, "buffer_count", SWAP_BUFFERS),
         "one_dtype": tuple(setting for setting, there in one_dtype.items() if there),

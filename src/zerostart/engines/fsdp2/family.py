@@ -117,8 +117,12 @@ class FSDP2(Engine):
         return None if policy is None else policy.param_dtype
 
     def check_sequences(self, model: nn.Module) -> None:
-        """See ``Engine``: torch's context parallelism."""
+        """See ``Engine``: torch's context parallelism, of a device that it has kernels for."""
+        from zerostart.upstream.torch_context_parallel import check_kernels
+
         check_ring(model, self.mesh.sequence_parallel)
+        if self.mesh.sequence_parallel > 1 and (kind := default_device().type) != "cpu":
+            check_kernels(kind)
 
     def share_sequences(self, model: nn.Module) -> None:
         """See ``Engine``: the ring is entered by whoever calls the model."""
@@ -152,6 +156,7 @@ class FSDP2(Engine):
             alike=lambda name: (parallelism.is_expert(name), parallelism.cut(name), dims.get(name)),
             twin=lambda rank: rank % shares.ranks,
             homes=homes,
+            pinned=self.settings.pinned,
         )
 
     def _over_all(self, parameters: Mapping[str, nn.Parameter], homes: Mapping[str, str]) -> Placements:
@@ -169,6 +174,7 @@ class FSDP2(Engine):
             alike=dims.get,
             twin=lambda rank: first[share_of(rank)],
             homes=homes,
+            pinned=self.settings.pinned,
         )
 
     def maker(

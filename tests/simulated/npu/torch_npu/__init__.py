@@ -6,7 +6,8 @@ group ``torch.backends``, and so does every process of a launch. There are eight
 ``csrc``: the host cannot touch a device's memory; copies and kernels happen when somebody waits for them, or
 ``ZEROSTART_TEST_NPU_DELAY`` milliseconds later, so that a wait that is missing gives wrong bytes; page-locked
 memory comes in powers of two; memory is counted, and limited; collectives refuse what NCCL refuses, and are
-gloo's under the name ``hccl``. What is random comes from generators of its own.
+gloo's under the name ``hccl``. What is random comes from generators of its own. Attention is CUDA's "flash"
+by name and signature, which torch's ring knows.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ _LOWER = ("linear", "matmul", "conv2d", "scaled_dot_product_attention")
 _FLOAT32 = ("layer_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss")
 _libraries: list[torch.library.Library] = []
 device: Any = None  # the compiled part
+attention: Any = None  # its kernels of attention
 
 
 def begin() -> None:
     """What torch calls when it is imported."""
-    global device
+    global attention, device
     os.environ.setdefault("ASCEND_HOME_PATH", str(Path(__file__).parent))  # DeepSpeed asks for a toolkit
     device = compiled()
     torch.utils.rename_privateuse1_backend(KIND)
@@ -47,6 +49,10 @@ def begin() -> None:
     aten = torch.library.Library("aten", "IMPL")
     for name, dtype in [*((name, None) for name in _LOWER), *((name, torch.float32) for name in _FLOAT32)]:
         aten.impl(name, _cast(name, dtype), "AutocastPrivateUse1")
+    attention = torch.library.Library("aten", "IMPL")
+    attention.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    attention.impl("_scaled_dot_product_flash_attention", _flash, "PrivateUse1")
+    attention.impl("_scaled_dot_product_flash_attention_backward", _flash_backward, "PrivateUse1")
     _libraries.append(aten)
     import torch.distributed as dist
 
@@ -252,6 +258,49 @@ def _cast(name: str, dtype: torch.dtype | None) -> Any:
             return operator(*map(cast, args), **kwargs)
 
     return run
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    aten = torch.ops.aten
+    if attn_mask is None and not dropout_p:
+        found, *_ = aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, False, scale=scale
+        )
+    else:
+        found, *_ = aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _flash(query: Any, key: Any, value: Any, *more: Any, scale: float | None = None) -> tuple[Any, ...]:
+    """Also where several heads of queries have one of keys."""
+    dropout, causal = more[0] if more else 0.0, more[1] if len(more) > 1 else False
+    of_host = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    every = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(every, 1) for x in (key, value))
+    out, sums = of_host(query, keys, values, dropout, causal, scale=scale)
+    none, number = query.new_empty(0), query.new_empty(())
+    return out, sums, None, None, query.shape[2], key.shape[2], number, number, none
+
+
+def _flash_backward(gradient: Any, *more: Any, scale: float | None = None) -> tuple[Any, ...]:
+    query, key, value, out, sums, _, _, _, _, dropout, causal, _, _ = more
+    of_host = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    every = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(every, 1) for x in (key, value))
+    of_query, *others = of_host(gradient, query, keys, values, out, sums, dropout, causal, scale=scale)
+    return of_query, *(x.unflatten(1, (-1, every)).sum(2) for x in others)
 
 
 def npu_fusion_attention(*_: Any, **__: Any) -> Any:

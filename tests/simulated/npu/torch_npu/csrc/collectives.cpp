@@ -115,6 +115,22 @@ struct Pretend final : c10d::Backend {
     enqueue(stream, [view, from]() mutable { view.copy_(from.view(view.sizes())); });
     results_.push_back(to);
   }
+  // On the host, for what comes into ``outputs``.
+  std::vector<Tensors> rooms(const std::vector<Tensors>& outputs) {
+    std::vector<Tensors> made;
+    for (auto& list : outputs) {
+      made.emplace_back();
+      for (auto& tensor : list) {
+        check(tensor);
+        made.back().push_back(at::empty(tensor.sizes(), tensor.scalar_type()));
+      }
+    }
+    return made;
+  }
+  void give(const std::vector<Tensors>& to, const std::vector<Tensors>& from) {
+    for (size_t i = 0; i < to.size(); ++i)
+      for (size_t j = 0; j < to[i].size(); ++j) give(to[i][j], from[i][j]);
+  }
   WorkPtr work() {
     ++sequence_;
     if (coalescing_) return nullptr;
@@ -170,17 +186,9 @@ struct Pretend final : c10d::Backend {
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     auto own = taken(inputs);
-    std::vector<Tensors> made;
-    for (auto& list : outputs) {
-      made.emplace_back();
-      for (auto& tensor : list) {
-        check(tensor);
-        made.back().push_back(at::empty(tensor.sizes(), tensor.scalar_type()));
-      }
-    }
+    auto made = rooms(outputs);
     gloo_->allgather(made, own, opts)->wait();
-    for (size_t i = 0; i < made.size(); ++i)
-      for (size_t j = 0; j < made[i].size(); ++j) give(outputs[i][j], made[i][j]);
+    give(outputs, made);
     return work();
   }
   void gather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& opts) {
@@ -233,17 +241,9 @@ struct Pretend final : c10d::Backend {
   }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
     auto own = taken(inputs);
-    std::vector<Tensors> made;
-    for (auto& list : outputs) {
-      made.emplace_back();
-      for (auto& tensor : list) {
-        check(tensor);
-        made.back().push_back(at::empty(tensor.sizes(), tensor.scalar_type()));
-      }
-    }
+    auto made = rooms(outputs);
     gloo_->gather(made, own, opts)->wait();
-    for (size_t i = 0; i < made.size(); ++i)
-      for (size_t j = 0; j < made[i].size(); ++j) give(outputs[i][j], made[i][j]);
+    give(outputs, made);
     return work();
   }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {

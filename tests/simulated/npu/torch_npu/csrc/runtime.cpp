@@ -328,8 +328,9 @@ struct PinnedMemory final : at::HostAllocator {
         block.users.clear();
         return {at, at, &free_pinned, Device(c10::kCPU)};
       }
-    void* at = nullptr;
-    TORCH_CHECK(posix_memalign(&at, kPage, rounded(bytes, kPage)) == 0, "no page-locked memory");
+    // As a driver's, it is no anonymous memory of the process.
+    void* at = mmap(nullptr, rounded(bytes, kPage), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK(at != MAP_FAILED, "no page-locked memory");
     w.pinned[static_cast<char*>(at)] = {bytes, true, {}};
     w.pinned_bytes += bytes;
     w.pinned_peak = std::max(w.pinned_peak, w.pinned_bytes);
@@ -347,7 +348,7 @@ struct PinnedMemory final : at::HostAllocator {
     for (auto it = w.pinned.begin(); it != w.pinned.end();) {
       if (it->second.in_use || !left(it->second)) { ++it; continue; }
       w.pinned_bytes -= it->second.bytes;
-      std::free(it->first);
+      munmap(it->first, rounded(it->second.bytes, kPage));
       it = w.pinned.erase(it);
     }
   }
