@@ -126,7 +126,10 @@ def _as_it_lies(name: str, tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
 
 
 def first_rank_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
-    """A tensor of which every rank has one, maybe with other values: the first rank's counts."""
+    """A tensor of which every rank has one, maybe with other values: the first rank's counts.
+
+    Raises ConfigError as ``whole_shard`` does.
+    """
     shard = whole_shard(name, tensor, world)
     layout = shard.layout if world.rank == 0 else Layout(shard.layout.shape, 0, 0, ())
     return replace(shard, layout=layout, held=(0, 1))

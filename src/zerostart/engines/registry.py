@@ -80,7 +80,10 @@ def resolve_engine(
 
 
 def titled(name: str, zero_stage: int) -> str:
-    """The engine of that name at a stage, in words."""
+    """The engine of that name at a stage, in words.
+
+    Raises ConfigError for a name or a stage that is not known.
+    """
     return check_choice(name, zero_stage).titled(zero_stage)
 
 
