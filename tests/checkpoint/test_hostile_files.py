@@ -85,7 +85,7 @@ def piece(origin: tuple[int, ...], axes: Any, offset: int = 0, unit: int = 8) ->
         ((8,), (piece((0,), (((8, 2),),), 0, 15),), "outside of what is stored"),
         ((8,), (piece((0,), (((4, 1),),)), piece((2,), (((4, 1),),))), "fill the same elements"),
         ((8,), (piece((4,), (((4, 1),),)), piece((0,), (((4, 1),),), 4)), ""),
-        ((-8,), (), "shape that is none"),
+        ((-8,), (), "invalid shape"),
     ],
 )
 def test_pieces_lie_inside_and_tile(shape: tuple[int, ...], pieces: tuple[Piece, ...], message: str) -> None:
@@ -264,7 +264,7 @@ def test_a_zip_file_in_the_place_of_safetensors(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("model-Q4_K_M.gguf", "GGUF files, of llama.cpp, are not read"),
-        ("model.safetensors.incomplete", "a download that did not end: run it again"),
+        ("model.safetensors.incomplete", "an incomplete download: run it again"),
         ("weights.tar", "an archive: unpack it first"),
     ],
 )

@@ -153,5 +153,5 @@ def test_what_is_no_file_is_not_verified(kind: str, tmp_path: Path) -> None:
     document = json.loads((tmp_path / "zerostart.json").read_text())
     document["files"]["more"] = {"bytes": 0, "sha256": "0"}
     (tmp_path / "zerostart.json").write_text(json.dumps(document))
-    with pytest.raises(VerifyError, match="more is no regular file"):
+    with pytest.raises(VerifyError, match="more is not a regular file"):
         zerostart.verify(tmp_path)

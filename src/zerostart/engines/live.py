@@ -111,8 +111,8 @@ def _as_it_lies(name: str, tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
     """The layout of a whole tensor in its memory, and that as a row of elements."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise ConfigError(
-            f"{name} is no dense tensor ({'nested' if tensor.is_nested else tensor.layout}), and cannot be "
-            "saved or restored; convert it (to_dense())"
+            f"{name} is not a dense tensor ({'nested' if tensor.is_nested else tensor.layout}), and cannot "
+            "be saved or restored; convert it (to_dense())"
         )
     if not _has_own_memory(tensor):
         tensor = tensor.resolve_conj().resolve_neg().contiguous()

@@ -32,7 +32,7 @@ def register_engine(kind: type[Engine]) -> type[Engine]:
     installed = _installed().get(kind.name)
     others = installed and installed.module.partition(".")[0] != kind.__module__.partition(".")[0]
     if others or kind.name in _OWN or _registered.get(kind.name, kind) is not kind:
-        raise ConfigError(f"an engine named {kind.name!r} is there already; choose another name")
+        raise ConfigError(f"an engine named {kind.name!r} is already registered; choose another name")
     _registered[kind.name] = kind
     return kind
 

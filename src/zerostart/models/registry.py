@@ -39,7 +39,7 @@ def register_model_library(kind: type[ModelLibrary]) -> type[ModelLibrary]:
     installed = entry_points(group=GROUP, name=kind.name)
     others = any(point.module.partition(".")[0] != package for point in installed)
     if others or kind.name in _OWN or (there is not None and type(there) is not kind):
-        raise ConfigError(f"a model library named {kind.name!r} is there already; choose another name")
+        raise ConfigError(f"a model library named {kind.name!r} is already registered; choose another name")
     if there is None:
         _registered[kind.name] = kind()
     return kind

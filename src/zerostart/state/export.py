@@ -79,7 +79,7 @@ def export(
     alone, ReadError and WriteError.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and spelling(dtype) in _PLAIN_FLOATS):
-        raise ConfigError(f"dtype={dtype!r} is none of the floating types in which weights are kept")
+        raise ConfigError(f"dtype={dtype!r} is not a floating type that weights are stored in")
     catalog = _opened(source)
     _check_whole(catalog)
     config = read_config(catalog.root) if catalog.root else None

@@ -101,7 +101,7 @@ def training_of(model: nn.Module, optimizer: Any, world: World) -> Training:
         accumulation = getattr(getattr(optimizer, "gradient_state", None), "num_steps", None)
         optimizer = optimizer.optimizer
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, and no torch optimizer")
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, and not a torch optimizer")
     steps = plain_steps(optimizer) if optimizer is not None else []
     return Training(places, None, steps, scaler, accumulation)
 

@@ -101,8 +101,8 @@ def load_state(
 
     Raises:
         ZerostartError: the same on every rank; the model is then of no use. CheckpointNotFoundError for a
-            directory that is no complete checkpoint, CoverageError for one of another model, CheckpointError
-            for groups or numbers that do not fit the running optimizer.
+            directory that is not a complete checkpoint, CoverageError for one of another model,
+            CheckpointError for groups or numbers that do not fit the running optimizer.
 
     Example:
         >>> import tempfile, torch, zerostart

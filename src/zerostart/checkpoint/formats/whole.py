@@ -57,7 +57,7 @@ def _check_stored(entry: TensorEntry, sizes: Sequence[int]) -> None:
 def _check_assembled(tensor: Assembled, tensors: Mapping[str, TensorEntry]) -> None:
     shape, name = tensor.shape, shown(tensor.name)
     if any(type(size) is not int or size < 0 for size in shape):
-        raise CheckpointError(f"tensor {name} has a shape that is none")
+        raise CheckpointError(f"tensor {name} has an invalid shape")
     for piece in tensor.pieces:
         ends = [at + size for at, size in zip(piece.origin, piece.extent, strict=True)]
         if len(ends) != len(shape) or any(

@@ -157,7 +157,7 @@ class Task(ABC):
 
         Raises ConfigError for a text of which they have made nothing.
         """
-        raise ConfigError(f"samples: there are no encoders that have seen the text {text!r}")
+        raise ConfigError(f"samples: no encoders have encoded the text {text!r}")
 
     # The model.
 
