@@ -1,4 +1,4 @@
-"""The sums of a digest over words of 8 bytes (``digest.py`` has the formula), in integers: exact on any device.
+"""The sums of a digest over words of 8 bytes (``digest.py`` has the formula), exact on any device.
 
 Run on the CPU and on the pretend accelerator (docs/configuring.md), on no real one.
 
