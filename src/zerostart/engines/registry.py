@@ -25,7 +25,7 @@ _registered: dict[str, type[Engine]] = {}
 
 
 def register_engine(kind: type[Engine]) -> type[Engine]:
-    """Have ``engine=kind.name`` choose ``kind`` in this process; also a decorator.
+    """Register ``kind`` as ``engine=kind.name`` in this process; also a decorator.
 
     Raises ConfigError for a name that another engine has, zerostart's own, registered or installed.
     """

@@ -30,7 +30,7 @@ _registered: dict[str, ModelLibrary] = {}
 
 
 def register_model_library(kind: type[ModelLibrary]) -> type[ModelLibrary]:
-    """Have ``kind`` asked, before zerostart's own, for what it handles; also a decorator.
+    """Register ``kind``, which is asked before zerostart's own for what it handles; also a decorator.
 
     Raises ConfigError for a name that another library has, zerostart's own, registered or installed.
     """

@@ -21,7 +21,7 @@ _TASKS: dict[str, str | type[Task]] = {
 
 
 def register_task(name: str, task: type[Task]) -> None:
-    """Have ``task.name: NAME`` of a configuration mean the class ``task``.
+    """Register ``task`` as the class that ``task.name: NAME`` of a configuration means.
 
     Raises :class:`ConfigError` for a name that is taken by another class, or one with a colon in it.
     """

@@ -20,7 +20,7 @@ _registered: dict[str, type[Storage]] = {}
 
 
 def register_storage(kind: type[Storage]) -> type[Storage]:
-    """Have sources with one of ``kind.schemes`` read from ``kind``, in this process; also a decorator.
+    """Register ``kind`` for sources with one of ``kind.schemes``, in this process; also a decorator.
 
     Capitals in a scheme mean nothing. Raises ConfigError for a scheme that another storage has, registered or
     installed, for what is no scheme or where there is none, and for a class without an ``at`` of its own.
