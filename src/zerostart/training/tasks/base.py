@@ -171,7 +171,7 @@ class Task(ABC):
         """The model, as the argument ``model`` of ``zerostart.load``."""
 
     def begin(self, model: nn.Module) -> None:
-        """Called before training with the loaded model, which no engine has wrapped yet. Raises ConfigError."""
+        """Called before training with the loaded model, not yet wrapped by an engine. Raises ConfigError."""
         return
 
     # Batches.
@@ -216,7 +216,7 @@ class Task(ABC):
         return directory
 
     def beside(self, folder: Path) -> None:
-        """Write the files that belong beside the weights to ``folder``; on one rank. Raises ZerostartError."""
+        """Write files that belong beside the weights to ``folder``; on one rank. Raises ZerostartError."""
         return
 
     def finish(self, directory: Path) -> None:
