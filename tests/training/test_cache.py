@@ -344,7 +344,7 @@ def test_what_is_damaged_is_named(place: Path) -> None:
 def test_what_cannot_be_encoded_is_told(
     made: dict[str, Any], pipeline: Path, media: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="no section media that says of what to make one"):
+    with pytest.raises(ConfigError, match="no section media to make one from"):
         cached(configured(pipeline, None, tmp_path))
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "thesis.txt").write_text("mine")

@@ -190,7 +190,7 @@ def test_a_checkpoint_of_a_run_is_gone_on_from(tmp_path: Path) -> None:
             delta = model.get_submodule(name).get_delta_weight("default")
             torch.testing.assert_close(delta, factors[name][1] @ factors[name][0] * 4.0)
     (tmp_path / "state.json").write_text(json.dumps({"extra": {"mine": 1}, "files": files}))
-    with pytest.raises(ConfigError, match="is a training state that says nothing of alpha"):
+    with pytest.raises(ConfigError, match="is a training state without lora"):
         start_from(model, names, given, current_world())
 
 

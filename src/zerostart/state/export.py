@@ -124,8 +124,8 @@ def _check_whole(catalog: Catalog) -> None:
         marker = folder / STATE_MARKER
         if marker.is_file() and read_json(marker, "training state", MAX_DOCUMENT_BYTES).get("left_out"):
             raise ConfigError(
-                f"{folder} holds what was trained alone, and not the model that this was a part of: what its "
-                "run has saved in its output directory is what can be opened"
+                f"{folder} holds only what was trained, and not the rest of the model: export what its run "
+                "has saved in its output directory instead"
             )
 
 

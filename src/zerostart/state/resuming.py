@@ -129,7 +129,7 @@ def _check_names(training: Training, saved: Saved) -> None:
     if missing or unexpected or mismatched:
         first = (missing or unexpected or sorted(mismatched))[0]
         raise CoverageError(
-            f"{saved.path} is of another model: {len(missing)} tensors are missing, {len(unexpected)} "
+            f"{saved.path} belongs to another model: {len(missing)} tensors are missing, {len(unexpected)} "
             f"unexpected, {len(mismatched)} of another shape, among them {first}; build the model as it was "
             "when the state was saved, with the same adapters",
             missing,

@@ -140,8 +140,8 @@ def _check_alike(config: TrainConfig, settings: CacheConfig, texts: list[str], w
 def _check_place(place: Path, media: MediaItems | None) -> None:
     if media is None:
         raise ConfigError(
-            f"there is no cache at {place}, and no section media that says of what to make one: name the "
-            "cache in cache.directory, or the data in media"
+            f"there is no cache at {place}, and no section media to make one from: name the cache in "
+            "cache.directory, or the data in media"
         )
     if place.is_dir() and not all(entry.name.startswith(_LEFT) for entry in place.iterdir()):
         raise ConfigError(

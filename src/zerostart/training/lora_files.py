@@ -94,9 +94,8 @@ def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     alpha = decoded(course, {}).get("lora.alpha") if isinstance(course, dict) else None
     if not isinstance(alpha, int | float):
         raise ConfigError(
-            f"lora.start_from {state} is a training state that says nothing of alpha, so that nobody "
-            f"knows what "
-            "its factors are multiplied by; save the adapter by itself (zerostart.save with adapters_only), "
+            f"lora.start_from {state} is a training state without lora.alpha, so the scale of its "
+            "factors is unknown; save the adapter by itself (zerostart.save with adapters_only), "
             "and name that"
         )
     tensors: dict[str, torch.Tensor] = {}

@@ -128,7 +128,7 @@ class FlowMatching(Task):
         """What the cache has of a text alone. Raises :class:`ConfigError` where it has nothing of it."""
         prompt: Any = getattr(self._encoded, "prompt", None)
         if prompt is None:
-            raise ConfigError(f"samples: these data say nothing of the text {text!r} by itself")
+            raise ConfigError(f"samples: these data have no embeddings of the text {text!r} alone")
         found: Mapping[str, torch.Tensor] = prompt(text)
         return found
 
