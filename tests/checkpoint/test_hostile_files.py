@@ -135,7 +135,7 @@ def test_pickles_that_hold_themselves_over_and_over(tmp_path: Path) -> None:
     zero3(tmp_path, (4, 4), shared_params={"a": doubled(60)})
     assert "model_states.pt" in soon(lambda: open_catalog(tmp_path), "members in all")
     zero3(tmp_path, (4, 4), shared_params={"a": [[1, 2]]})
-    soon(lambda: open_catalog(tmp_path), "called by no name")
+    soon(lambda: open_catalog(tmp_path), "has no name")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"])
@@ -185,7 +185,7 @@ def test_files_of_nothing_but_their_length(tmp_path: Path, name: str) -> None:
 
         soon(lambda: read_config(tmp_path), "beyond the limit")
     else:
-        soon(lambda: open_catalog(tmp_path), "beyond the limit|is no pickle")
+        soon(lambda: open_catalog(tmp_path), "beyond the limit|is not a pickle")
 
 
 def header(tmp_path: Path, text: bytes, data: int = 0) -> Path:

@@ -207,7 +207,7 @@ def loaded_name(url: str, config: Any) -> str:
 
 @pytest.mark.parametrize("schemes", [(), "mine", ("my_store",), ("7z",), ("a:b",), ("",)])
 def test_what_is_no_scheme(schemes: Any) -> None:
-    with pytest.raises(errors.ConfigError, match=r"set schemes, a tuple|is no scheme of a URL"):
+    with pytest.raises(errors.ConfigError, match=r"set schemes, a tuple|is not a URL scheme"):
         register_storage(type("Odd", (HttpFile,), {"schemes": schemes}))
 
 

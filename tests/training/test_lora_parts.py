@@ -162,7 +162,7 @@ def test_files_that_are_gone_on_from(tmp_path: Path) -> None:
             CheckpointError,
             r"than lora\.targets gives: 1 of these",
         ),
-        (model, names, config, "no", CheckpointNotFoundError, "is no LoRA file"),
+        (model, names, config, "no", CheckpointNotFoundError, "is neither a LoRA file"),
     ]
     for refused, wanted, how, file, error, message in cases:
         given = how.model_copy(update={"start_from": str(tmp_path / file)})
