@@ -151,7 +151,7 @@ def plan(
     optimizer: str | None = None,
     trust_remote_code: bool = False,
 ) -> WorldPlan:
-    """What every rank of ``world_size`` would read and hold; reads headers only, and needs no process group.
+    """Forecast what every rank of ``world_size`` would read and hold; reads headers, needs no process group.
 
     The arguments that are not told of here are those of ``load``; an ``engine_config`` that keeps shards on
     the host or on NVMe, makes replicas, or shards along another dimension is followed. Where bytes could be
@@ -206,7 +206,7 @@ def plan(
 
 
 def report(model: nn.Module) -> Report:
-    """What the load of ``model`` (or of the model inside an engine's wrapper) did on this rank.
+    """Report what the load of ``model`` (or of the model inside an engine's wrapper) did on this rank.
 
     Of a module that was put together out of several loads it is what they did together: names with their
     prefixes, and seconds, bytes and peaks summed up. Raises ConfigError for a model that was not loaded here.
@@ -227,7 +227,7 @@ def report(model: nn.Module) -> Report:
 
 
 def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """The unsharded model, one whole CPU tensor at a time, under its own state-dict names.
+    """Iterate over the unsharded model, one whole CPU tensor at a time, by its own state-dict names.
 
     Collective: every rank must run through the whole iteration. ``rank`` gets the tensors and the others
     None; with ``rank=None`` all get them. Parameters and persistent buffers, tied names included. Raises
@@ -249,7 +249,7 @@ def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, 
 def gathered(
     model: nn.Module, name: str, modifier_rank: int | None = None
 ) -> AbstractContextManager[torch.Tensor]:
-    """Inside, one whole parameter of a loaded model as a CPU tensor on every rank, experts whole too.
+    """Context manager that gives one whole parameter as a CPU tensor on every rank, experts included.
 
     Collective, with the same arguments on every rank; ``name`` is a state-dict name of the unsharded model.
     ``model`` may be inside wrappers (an engine, DDP, PEFT, ``torch.compile``). With ``modifier_rank`` the
@@ -286,7 +286,7 @@ def enabled(
     progress: bool = True,
     fp32_masters: bool = True,
 ) -> AbstractContextManager[None]:
-    """Inside, transformers' ``from_pretrained`` loads through zerostart where ranks are to share the model.
+    """Context manager in which ``from_pretrained`` loads models in shards, where ranks are to share them.
 
     That is wherever a DeepSpeed ZeRO or accelerate FSDP2 configuration is active when it is called (of the
     launcher, an ``Accelerator``, ``TrainingArguments``, ``HfDeepSpeedConfig`` or ``zero.Init``), or where
@@ -343,7 +343,7 @@ def enable(
     progress: bool = True,
     fp32_masters: bool = True,
 ) -> None:
-    """``enabled`` from here on, until ``disable``; takes the same arguments, and raises the same.
+    """Turn ``enabled`` on until ``disable`` is called; takes the same arguments, and raises the same.
 
     Example:
         >>> import zerostart
@@ -369,7 +369,7 @@ def enable(
 
 
 def disable() -> None:
-    """End what the last ``enable`` began. Raises ConfigError where nothing is enabled.
+    """Undo the last ``enable``. Raises ConfigError where nothing is enabled.
 
     Example:
         >>> import zerostart

@@ -107,7 +107,7 @@ class UnsupportedVersionError(ZerostartError, ImportError):
 
 
 class DivergedError(ZerostartError, FloatingPointError):
-    """What is trained is not made of finite numbers any more: a loss, a gradient norm, or the weights."""
+    """What is trained is no longer finite: a loss, a gradient norm, or the weights."""
 
 
 class PeerError(ZerostartError, RuntimeError):

@@ -217,7 +217,7 @@ def test_bytes_that_do_not_fit(name: str, length: int, offset: int, tmp_path: Pa
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(WriteError, match="cannot be made a directory"):
+        with pytest.raises(WriteError, match="the directory cannot be created"):
             CheckpointWriter(place, plan_shards(THREE)).create()
 
 

@@ -85,7 +85,7 @@ def piece(origin: tuple[int, ...], axes: Any, offset: int = 0, unit: int = 8) ->
         ((8,), (piece((0,), (((8, 2),),), 0, 15),), "outside of what is stored"),
         ((8,), (piece((0,), (((4, 1),),)), piece((2,), (((4, 1),),))), "fill the same elements"),
         ((8,), (piece((4,), (((4, 1),),)), piece((0,), (((4, 1),),), 4)), ""),
-        ((-8,), (), "shape that is none"),
+        ((-8,), (), "invalid shape"),
     ],
 )
 def test_pieces_lie_inside_and_tile(shape: tuple[int, ...], pieces: tuple[Piece, ...], message: str) -> None:
@@ -135,7 +135,7 @@ def test_pickles_that_hold_themselves_over_and_over(tmp_path: Path) -> None:
     zero3(tmp_path, (4, 4), shared_params={"a": doubled(60)})
     assert "model_states.pt" in soon(lambda: open_catalog(tmp_path), "members in all")
     zero3(tmp_path, (4, 4), shared_params={"a": [[1, 2]]})
-    soon(lambda: open_catalog(tmp_path), "called by no name")
+    soon(lambda: open_catalog(tmp_path), "has no name")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"])
@@ -185,7 +185,7 @@ def test_files_of_nothing_but_their_length(tmp_path: Path, name: str) -> None:
 
         soon(lambda: read_config(tmp_path), "beyond the limit")
     else:
-        soon(lambda: open_catalog(tmp_path), "beyond the limit|is no pickle")
+        soon(lambda: open_catalog(tmp_path), "beyond the limit|is not a pickle")
 
 
 def header(tmp_path: Path, text: bytes, data: int = 0) -> Path:
@@ -264,7 +264,7 @@ def test_a_zip_file_in_the_place_of_safetensors(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("model-Q4_K_M.gguf", "GGUF files, of llama.cpp, are not read"),
-        ("model.safetensors.incomplete", "a download that did not end: run it again"),
+        ("model.safetensors.incomplete", "an incomplete download: run it again"),
         ("weights.tar", "an archive: unpack it first"),
     ],
 )

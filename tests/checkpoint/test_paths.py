@@ -40,5 +40,5 @@ def test_home_directories_are_found_and_a_nul_is_no_path(
     (tmp_path / "text.txt").write_text("one")
     assert expanded("~/model") == tmp_path / "model"
     assert list(iter_documents(DataConfig(source="~/text.txt"))) == ["one"]
-    with pytest.raises(ConfigError, match=r"'a\\x00b' is no path: it has a NUL"):
+    with pytest.raises(ConfigError, match=r"'a\\x00b' is not a path: it has a NUL character"):
         zerostart.verify("a\0b")

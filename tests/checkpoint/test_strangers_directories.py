@@ -94,7 +94,7 @@ def test_a_document_of_somebodys_own(tmp_path: Path) -> None:
         save_model(path, value)
         assert zerostart.verify(path).tensors == 3
     assert json.loads((path / "tokenizer.json").read_text()) == {"value": 2.0}
-    with pytest.raises(WriteError, match=r"state\.json is not of zerostart"):
+    with pytest.raises(WriteError, match=r"state\.json was not written by zerostart"):
         save_state(path, 1.0)
     assert (path / "state.json").read_text() == '{"my": "state"}'
     assert not (path / ".zerostart").exists()
@@ -153,5 +153,5 @@ def test_what_is_no_file_is_not_verified(kind: str, tmp_path: Path) -> None:
     document = json.loads((tmp_path / "zerostart.json").read_text())
     document["files"]["more"] = {"bytes": 0, "sha256": "0"}
     (tmp_path / "zerostart.json").write_text(json.dumps(document))
-    with pytest.raises(VerifyError, match="more is no regular file"):
+    with pytest.raises(VerifyError, match="more is not a regular file"):
         zerostart.verify(tmp_path)

@@ -28,7 +28,7 @@ SECONDS = 420
 COMMANDS = typer.main.get_command(application())
 SHELL = [block for page in pages() for block in blocks_of(page) if block.language == "sh"]
 #: What else a page may have; text is not run, and says what is seen.
-LANGUAGES = {"python", "sh", "yaml", "json", "text", "mermaid"}
+LANGUAGES = {"python", "sh", "yaml", "json", "text", "mermaid", "diff"}
 _QUOTED = re.compile(r"(?<!`)`(zerostart [a-z]+(?:\s[^`]*)?)`")
 
 

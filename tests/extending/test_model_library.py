@@ -73,9 +73,9 @@ class TestDiffusers(ModelLibraryConformance):
 
 def test_a_name_is_registered_once() -> None:
     models.register_model_library(Toy)
-    with pytest.raises(ConfigError, match="'toy' is there already"):
+    with pytest.raises(ConfigError, match="'toy' is already registered"):
         models.register_model_library(type("Toy", (Toy,), {}))
-    with pytest.raises(ConfigError, match="'plain' is there already"):
+    with pytest.raises(ConfigError, match="'plain' is already registered"):
         models.register_model_library(type("Plain", (Toy,), {"name": "plain"}))
 
 

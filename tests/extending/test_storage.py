@@ -149,7 +149,7 @@ def test_schemes_that_nobody_has_registered() -> None:
     class Other(Storage):
         schemes = ("http",)
 
-    with pytest.raises(errors.ConfigError, match="http:// is there already"):
+    with pytest.raises(errors.ConfigError, match="http:// is already registered"):
         register_storage(Other)
     assert register_storage(HttpFile) is HttpFile
 
@@ -207,7 +207,7 @@ def loaded_name(url: str, config: Any) -> str:
 
 @pytest.mark.parametrize("schemes", [(), "mine", ("my_store",), ("7z",), ("a:b",), ("",)])
 def test_what_is_no_scheme(schemes: Any) -> None:
-    with pytest.raises(errors.ConfigError, match=r"set schemes, a tuple|is no scheme of a URL"):
+    with pytest.raises(errors.ConfigError, match=r"set schemes, a tuple|is not a URL scheme"):
         register_storage(type("Odd", (HttpFile,), {"schemes": schemes}))
 
 
@@ -234,7 +234,7 @@ def test_what_another_package_has_installed_is_there(
         monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     try:
         mine = type("Mine", (base,), {"name": "taken", "schemes": ("TAKEN",)})
-        with pytest.raises(errors.ConfigError, match="is there already"):
+        with pytest.raises(errors.ConfigError, match="is already registered"):
             register(mine)
         mine.__module__ = "theirs.parts"
         assert register(mine) is mine

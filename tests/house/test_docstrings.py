@@ -1,7 +1,8 @@
 """Public docstrings say what is raised, by syntax trees.
 
 Of a function that is exported, and of the public methods of a class that is, the docstring names each error
-that it or the private functions of its module raise. What lies deeper is told by the docstrings there.
+that it or the private functions of its module raise. What lies deeper is told by the docstrings there; but a
+public name of a package says at least that something is raised, however deep.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from test_structure import TREES, name_of
 
 import zerostart
 from zerostart import errors
@@ -166,3 +168,108 @@ def caught(x):
         pass
 """
     assert Module.of(source).silent() == ["load: ConfigError", "Kind.close: WriteError"]
+
+
+Key = tuple[str, str]
+PACKAGES = {name_of(path) for path in ROOT.rglob("__init__.py")}
+#: What a conformance class has are tests, and what they raise fails them.
+TESTS = "zerostart.testing"
+
+
+def _definitions() -> dict[Key, ast.AST]:
+    found: dict[Key, ast.AST] = {}
+
+    def walk(module: str, body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, Function | ast.ClassDef):
+                found.setdefault((module, prefix + node.name), node)
+            if isinstance(node, ast.ClassDef):
+                walk(module, node.body, f"{prefix}{node.name}.")
+
+    for module, tree in TREES.items():
+        walk(module, tree.body, "")
+    return found
+
+
+DEFINED = _definitions()
+IMPORTED = {
+    module: {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in TREES
+        for alias in node.names
+    }
+    for module, tree in TREES.items()
+}
+
+
+def _meant(module: str, name: str) -> Key | None:
+    """Where what ``module`` calls ``name`` is defined; None if it cannot be seen."""
+    while (module, name) not in DEFINED:
+        head, _, rest = name.partition(".")
+        if head not in IMPORTED.get(module, {}):
+            return None
+        origin, original = IMPORTED[module][head]
+        inner = f"{origin}.{original}"
+        module, name = (inner, rest) if inner in TREES else (origin, f"{original}.{rest}".rstrip("."))
+    return module, name
+
+
+def _raised_deep() -> dict[Key, set[str]]:
+    """The errors of ours that each function may raise, itself or by others that it calls by their names."""
+    found: dict[Key, set[str]] = {}
+    calls: dict[Key, set[Key]] = {}
+    for (module, name), node in DEFINED.items():
+        if not isinstance(node, Function):
+            continue
+        raised, called = found.setdefault((module, name), set()), calls.setdefault((module, name), set())
+        for inner in _uncaught(node.body):
+            if isinstance(inner, ast.Raise) and inner.exc is not None:
+                kind = inner.exc.func if isinstance(inner.exc, ast.Call) else inner.exc
+                word = ast.unparse(kind).rpartition(".")[2]
+                raised |= {GIVEN.get(word, word)} & set(vars(errors))
+            elif isinstance(inner, ast.Call):
+                target = ast.unparse(inner.func)
+                if target.startswith(("self.", "cls.")):
+                    target = f"{name.rpartition('.')[0]}.{target.partition('.')[2]}"
+                key = _meant(module, target)
+                if key is not None and isinstance(DEFINED[key], ast.ClassDef):
+                    key = (key[0], f"{key[1]}.__init__")
+                if key is not None:
+                    called.add(key)
+    grew = True
+    while grew:
+        before = sum(map(len, found.values()))
+        for key, others in calls.items():
+            found[key] |= set().union(*(found.get(other, set()) for other in others))
+        grew = sum(map(len, found.values())) > before
+    return found
+
+
+def _public() -> Iterator[Key]:
+    """Functions that packages export, and public methods of the classes that they do."""
+    for package in sorted(PACKAGES - {TESTS}):
+        for node in TREES[package].body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                for exported in ast.literal_eval(node.value):
+                    if (key := _meant(package, exported)) is None:
+                        continue
+                    inside = [
+                        other for other in DEFINED if other[0] == key[0] and _is_method(other[1], key[1])
+                    ]
+                    yield from inside if isinstance(DEFINED[key], ast.ClassDef) else [key]
+
+
+def _is_method(name: str, owner: str) -> bool:
+    outer, _, leaf = name.rpartition(".")
+    return outer == owner and not leaf.startswith("_")
+
+
+def test_public_names_say_that_they_raise() -> None:
+    raised = _raised_deep()
+    public = sorted({key for key in _public() if raised.get(key)})
+    silent = [key for key in public if "aise" not in (ast.get_docstring(DEFINED[key]) or "")]
+    told = 1 - len(silent) / len(public)
+    assert len(public) > 60
+    assert told >= 0.95, f"{told:.0%}; silent: {silent}"
+    assert not [key for key in silent if key[0] == "zerostart"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,3 +63,29 @@ def test_functions_that_are_named_are_there() -> None:
                 lost.append(f"{path.relative_to(REPOSITORY)}: {file}::{name}")
     assert lost == []
     assert named > 20  # and are told apart from other words
+
+
+def test_targets_that_are_named_are_in_the_makefile() -> None:
+    """In CONTRIBUTING, README and what GitHub runs and asks."""
+    targets = set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text("utf-8"), re.M))
+    hidden = REPOSITORY / ".github"
+    places = [
+        REPOSITORY / "CONTRIBUTING.md",
+        REPOSITORY / "README.md",
+        *hidden.rglob("*.yml"),
+        *hidden.glob("*.md"),
+    ]
+    named = {
+        (path.name, target)
+        for path in places
+        for target in re.findall(r"(?:`|run: |^)make ([a-z][\w-]*)", path.read_text("utf-8"), re.M)
+    }
+    assert {target for _, target in named} >= {"install", "check", "test", "conformance", "next", "gpu-check"}
+    assert sorted(one for one in named if one[1] not in targets) == []
+
+
+def test_one_version() -> None:
+    """A release sets it in three places (CONTRIBUTING.md)."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+    cited = re.findall(r"^version: (.+)$", (REPOSITORY / "CITATION.cff").read_text("utf-8"), re.M)
+    assert [project["version"], *cited] == [zerostart.__version__] * 2

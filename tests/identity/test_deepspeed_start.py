@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from test_deepspeed_placements import BATCH, LENGTH, configuration
+from tests.upstream.sent import patches, use
 from torch import nn
 
 import zerostart
@@ -55,11 +56,29 @@ def test_the_optimizer_starts_as_without_an_override(
         assert not moved
 
 
-def with_and_without(path: Path, config: dict[str, Any], groups: str) -> list[tuple[Any, bool]]:
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["accelerator", "offload-param", "offload-optimizer"])
+def test_a_patched_deepspeed_needs_no_override(
+    placement: str, checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    """With docs/patches in it DeepSpeed keeps the load's buffer by itself, and the bits are those of ours."""
+    path, config = checkpoints(KIND, torch.bfloat16), configuration(placement, torch.bfloat16)
+    results = run_ranks(with_and_without, 2, path, config, "two", tmp_path)
+    for (ours, in_place), (theirs, left_there) in results:
+        assert ours == theirs
+        assert in_place
+        assert left_there
+
+
+def with_and_without(
+    path: Path, config: dict[str, Any], groups: str, patched: Path | None = None
+) -> list[tuple[Any, bool]]:
     found = []
     known = deepspeed_start.known
     for kept in (known, lambda: False):
         deepspeed_start.known = kept  # type: ignore[assignment]
+        if patched is not None and kept is not known:
+            use(patches("deepspeed"), patched / str(dist.get_rank()))
         found.append(start(path, config, groups))
     deepspeed_start.known = known
     return found
@@ -109,21 +128,28 @@ KEPT = {"accelerator": 2 + 4 + 2, "offload-param": 2 + 4 + 2, "offload-both": 2 
 
 
 @pytest.mark.parametrize("placement", KEPT)
-def test_memory_through_initialize_is_what_is_kept(placement: str, tmp_path: Path) -> None:
-    """Gradients are accumulated in bf16: in fp32 they would be larger than what a second master takes."""
+@pytest.mark.parametrize("patched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_memory_through_initialize_is_what_is_kept(patched: bool, placement: str, tmp_path: Path) -> None:
+    """Gradients are accumulated in bf16: in fp32 they would be larger than what a second master takes.
+
+    ``patched``: what docs/patches has for DeepSpeed is in it, and none of our own overrides of its start.
+    """
     path = tmp_path / "model.safetensors"
     names = [f"{number}.weight" for number in range(LAYERS)]
     save_file({name: torch.randn(SIDE, SIDE).bfloat16() for name in names}, path)
     config = configuration(placement, torch.bfloat16) | {"data_types": {"grad_accum_dtype": "bf16"}}
     config["zero_optimization"] |= {"reduce_bucket_size": 1_000_000, "sub_group_size": 10**9}
     share = LAYERS * SIDE * SIDE // 2
-    for peak, stays in run_ranks(through_initialize, 2, path, config):
+    for peak, stays in run_ranks(through_initialize, 2, path, config, tmp_path if patched else None):
         assert stays <= KEPT[placement] * share + 32 * MIB, stays / share
         assert peak <= stays + 32 * MIB, (peak / share, stays / share)
 
 
-def through_initialize(path: Path, config: dict[str, Any]) -> tuple[int, int]:
+def through_initialize(path: Path, config: dict[str, Any], patched: Path | None) -> tuple[int, int]:
     """Anonymous bytes above the level before the load: at their highest, and after ``initialize``."""
+    if patched is not None:
+        use(patches("deepspeed"), patched / str(dist.get_rank()))
+        deepspeed_start.known = lambda: False  # type: ignore[assignment]
     initialized(nn.Sequential(nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)), config)  # imports, groups
     before = anonymous_bytes()
     with PeakMeter(torch.device("cpu")) as meter:

@@ -236,7 +236,7 @@ def test_model_types_heads_and_norms() -> None:
         ({"preset": "llama"}, "tensor_parallel has unknown keys preset"),
         ({"preset_model": "gpt9"}, "preset_model='gpt9' is unknown"),
         ({"partition_config": {"layer_specs": [{"pattern": "x"}]}}, "layer_specs has unknown keys pattern"),
-        ({"partition_config": {"layer_specs": [{"patterns": ["("]}]}}, "is no regular expression"),
+        ({"partition_config": {"layer_specs": [{"patterns": ["("]}]}}, "is not a regular expression"),
         (
             {"partition_config": {"layer_specs": [{"patterns": [], "partition_type": "both"}]}},
             "'both' is unknown",

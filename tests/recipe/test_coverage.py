@@ -19,5 +19,5 @@ def test_patterns_stand_for_themselves() -> None:
 
 
 def test_what_is_no_pattern_is_named() -> None:
-    with pytest.raises(BuildError, match=r"'\(open', which is none"):
+    with pytest.raises(BuildError, match=r"'\(open', which is not a regular expression"):
         Coverage(("a",), ()).ignoring(["(open"], [])

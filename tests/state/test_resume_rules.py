@@ -186,7 +186,7 @@ def refusals(path: Path, folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "state" / "state.json").rename(folder / "state" / "aside.json")
     dist.barrier()
-    with pytest.raises(FileNotFoundError, match="no complete training checkpoint"):
+    with pytest.raises(FileNotFoundError, match="not a complete training checkpoint"):
         zerostart.load_state(folder / "state", *run.state)
     engine = Run(path, ZERO)
     with pytest.raises(zerostart.errors.ConfigError, match=r"pass what deepspeed\.initialize"):

@@ -83,7 +83,7 @@ def test_tensors_in_any_order_in_memory_come_back(tmp_path: Path) -> None:
     [
         (torch.ones(1).expand(4), "which cannot be restored"),
         (torch.ones(2, dtype=torch.complex64).conj(), "which cannot be restored"),
-        (torch.eye(2).to_sparse(), "is no dense tensor"),
+        (torch.eye(2).to_sparse(), "is not a dense tensor"),
         (torch.ones(2, dtype=torch.complex128), "torch.complex128, which safetensors files do not know"),
     ],
 )

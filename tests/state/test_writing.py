@@ -122,7 +122,7 @@ def test_a_place_that_cannot_be_is_a_named_error(tmp_path: Path) -> None:
     """And not what putting it right has failed with."""
     (tmp_path / "file").touch()
     shard = _shard("w", torch.zeros(2), replicated((2,)))
-    with pytest.raises(WriteError, match="file: cannot be made a directory"):
+    with pytest.raises(WriteError, match="file: the directory cannot be created"):
         write_tensors(tmp_path / "file", [("w", "F32", (2,))], [plain("w", shard)], World(0, 1, None))
 
 

@@ -44,7 +44,7 @@ def test_defaults_overrides_and_yaml_spellings(path):
         ("train.steps", "an override is KEY=VALUE"),
         ("train.steps.more=1", "train.steps.more=1.*steps is a value"),
         ("train.steps=[", "train.steps=.*not valid YAML"),
-        ("train={steps: 1, steps: 2}", "train=.*line 1: steps is there twice"),
+        ("train={steps: 1, steps: 2}", "train=.*line 1: steps is given twice"),
         ("tracking.project=2026-02-30", "tracking.project=.*not valid YAML: day"),
         ("output.max_shard_size=5 apples", "output.max_shard_size: '5 apples' is not a size"),
         ("train.steps=yes", "train.steps: a number is wanted, not True"),

@@ -1,4 +1,4 @@
-"""Runs whose loss is no number any more: told, ended, and nothing that was good before lost for them."""
+"""Runs whose loss is not a number any more: told, ended, and nothing that was good before lost for them."""
 
 import json
 import os

@@ -105,7 +105,9 @@ def test_odd_sides_are_told_before_the_transformer_is_called(name):
     (item,) = examples(name, 1)
     for key in ("latents", "image_latents.0"):
         odd = {**item, key: noise(*item["latents"].shape[:-1], 7, seed=1)}
-        with pytest.raises(ConfigError, match=rf"{key} of 8 by 7 are no tokens of 2 by 2: make sides even"):
+        with pytest.raises(
+            ConfigError, match=rf"{key} of 8 by 7 cannot be cut into tokens of 2 by 2: make both sides even"
+        ):
             kind.conditions([odd])
 
 
@@ -261,7 +263,7 @@ def test_in_bf16_latents_are_mixed_at_the_times_that_are_told(tmp_path, name, un
 
 def test_texts_are_dropped_for_the_one_that_stands_for_none(tmp_path):
     task = opened(tmp_path, drop_prompt=0.5)
-    with pytest.raises(ConfigError, match="say nothing of what stands for no text"):
+    with pytest.raises(ConfigError, match="have no embeddings of an empty text"):
         task.items(None)
     empty = torch.zeros(6, 16)
 
@@ -394,5 +396,5 @@ def test_tasks_are_known_by_name():
         register_task("a:b", Mine)
     with pytest.raises(ConfigError, match="cannot be imported: No module named 'nowhere'"):
         task_class("nowhere:Task")
-    with pytest.raises(ConfigError, match="names no class that derives from"):
+    with pytest.raises(ConfigError, match="does not name a class derived from"):
         task_class("pathlib:Path")

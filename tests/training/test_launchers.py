@@ -185,7 +185,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
         {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "/nowhere.json"}},
         {},
         ConfigError,
-        "deepspeed_config_file /nowhere.json of the launcher's configuration is no readable JSON",
+        "deepspeed_config_file /nowhere.json of the launcher's configuration is not a readable JSON",
     ),
 ]
 

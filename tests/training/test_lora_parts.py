@@ -162,7 +162,7 @@ def test_files_that_are_gone_on_from(tmp_path: Path) -> None:
             CheckpointError,
             r"than lora\.targets gives: 1 of these",
         ),
-        (model, names, config, "no", CheckpointNotFoundError, "is no LoRA file"),
+        (model, names, config, "no", CheckpointNotFoundError, "is neither a LoRA file"),
     ]
     for refused, wanted, how, file, error, message in cases:
         given = how.model_copy(update={"start_from": str(tmp_path / file)})
@@ -190,7 +190,7 @@ def test_a_checkpoint_of_a_run_is_gone_on_from(tmp_path: Path) -> None:
             delta = model.get_submodule(name).get_delta_weight("default")
             torch.testing.assert_close(delta, factors[name][1] @ factors[name][0] * 4.0)
     (tmp_path / "state.json").write_text(json.dumps({"extra": {"mine": 1}, "files": files}))
-    with pytest.raises(ConfigError, match="is a training state that says nothing of alpha"):
+    with pytest.raises(ConfigError, match="is a training state without lora"):
         start_from(model, names, given, current_world())
 
 
@@ -322,18 +322,18 @@ def test_contradictions_are_told() -> None:
             {**lora, "output": {"directory": "c", "merge": True, "remove_prefix": "a."}},
             "output.remove_prefix is for files",
         ),
-        ({"output": {"directory": "c", "format": "peft"}}, "output.format peft is of adapters"),
+        ({"output": {"directory": "c", "format": "peft"}}, "output.format peft is for adapters"),
         ({"output": {"directory": "c", "remove_prefix": "a."}}, "output.remove_prefix is for files"),
         ({"lora": {"ranks": 2}}, "unknown key lora.ranks; did you mean lora.rank?"),
         ({"ema": {"decays": 2}}, "unknown key ema.decays; did you mean ema.decay?"),
         ({"ema": {"decay": 0.1, "min_decay": 0.9}}, "ema: min_decay 0.9 is more than decay 0.1"),
         (
             {"ema": {"evaluate": True}},
-            "ema.evaluate is of examples that are held out, and none are: set data.h",
+            "ema.evaluate needs examples that are held out, and none are: set data.h",
         ),
         (
             {"train": {"steps": 1, "evaluate_every": 5}},
-            "train.evaluate_every is of examples that are held out",
+            "train.evaluate_every needs examples that are held out",
         ),
         ({"output": {"directory": "c", "pipeline": True}}, "output.pipeline is for pipelines of diffusers"),
         ({**lora, "engine": {"name": "fsdp2", "expert_parallel": 2}}, "expert_parallel 2 is not available"),

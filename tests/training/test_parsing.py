@@ -29,13 +29,13 @@ train:
 output: {directory: o}
 """
 TWICE = [
-    (f"{RUN}train: {{steps: 6}}\n", r"run\.yaml, line 8: train is there twice, first in line 5; leave one"),
+    (f"{RUN}train: {{steps: 6}}\n", r"run\.yaml, line 8: train is given twice, first in line 5; leave one"),
     (
         RUN.replace("  steps: 5", "  steps: 5\n  seed: 1\n  steps: 6"),
         "line 8: steps is .* twice, .* line 6",
     ),
-    (RUN.replace("{source: m}", "{source: m, source: n}"), "line 2: source is there twice, first in line 2"),
-    (f"{RUN}engine: {{config: {{a: {{b: 1, b: 1}}}}}}\n", "line 8: b is there twice"),
+    (RUN.replace("{source: m}", "{source: m, source: n}"), "line 2: source is given twice, first in line 2"),
+    (f"{RUN}engine: {{config: {{a: {{b: 1, b: 1}}}}}}\n", "line 8: b is given twice"),
 ]
 
 
@@ -48,7 +48,7 @@ def test_no_key_is_there_twice(text: str, message: str, tmp_path: Path) -> None:
 
 def test_overrides_have_no_key_twice_either(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
-    with pytest.raises(ConfigError, match=r"override 'engine=.*: name is there twice"):
+    with pytest.raises(ConfigError, match=r"override 'engine=.*: name is given twice"):
         load_config(tmp_path / "run.yaml", ["engine={name: fsdp2, name: deepspeed}"])
 
 
@@ -70,8 +70,8 @@ def test_json_of_users(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     config = parse_config(given | {"engine": {"config": str(file)}})
     for text, message in (
-        ('{"zero_optimization": {"a": 1, "a": 2}}', r"ds\.json: the name 'a' is there twice"),
-        ("[]", r"ds\.json holds no JSON object"),
+        ('{"zero_optimization": {"a": 1, "a": 2}}', r"ds\.json: the name 'a' is given twice"),
+        ("[]", r"ds\.json is not a JSON object"),
         ("{", r"ds\.json: not valid JSON"),
     ):
         file.write_text(text)
@@ -97,7 +97,7 @@ def test_lora_files_that_say_something_else(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=rf"adapter_config\.json: .*{message}"):
             _read(path)
     (tmp_path / "adapter_config.json").write_text('{"lora_alpha": [8]}')
-    with pytest.raises(CheckpointError, match=r"lora_alpha is \[8\], and no number"):
+    with pytest.raises(CheckpointError, match=r"lora_alpha is \[8\], and not a number"):
         _parsed(*_read(path), path)
 
 

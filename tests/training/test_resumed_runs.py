@@ -86,13 +86,13 @@ def test_what_cannot_be_gone_on_with_is_named(checkpoints, values, tmp_path):
     assert "go on with the run that is in it with resume=auto" in message
     elsewhere = given | {"output": {"directory": str(tmp_path / "other")}}
     (message,) = run_ranks(refused, 1, elsewhere | {"resume": str(tmp_path)})
-    assert "is no complete checkpoint" in message
+    assert "is not a complete checkpoint" in message
     last = Path(given["output"]["directory"], "checkpoints", "step-00000002")
     Path(given["data"]["source"]).write_text("another text, and another. " * 40)
     shutil.rmtree(tmp_path / "other")
     elsewhere |= {"resume": str(last), "train": given["train"] | {"seed": 7, "batch_size": 1}}
     (message,) = run_ranks(refused, 1, elsewhere)
-    assert f"{last} is of another run than this: it was trained on other data" in message
+    assert f"{last} belongs to another run: it was trained on other data" in message
     assert "; train.seed was 42 and is 7. Put back what it was, or start anew" in message
 
 

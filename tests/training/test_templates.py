@@ -78,7 +78,7 @@ def test_files_for_launchers_and_no_file_twice(tmp_path: Path, capsys: pytest.Ca
             main(["config", "causal-lm", str(out), "--zero-stage", "2", "--accelerate", "--deepspeed"])
         assert ended.value.code == expected
     assert "run.yaml, " in (told := capsys.readouterr().err)
-    assert told.count("there already; choose another name") == 1
+    assert told.count("already there; choose another name") == 1
     assert yaml.safe_load((tmp_path / "run.accelerate.yaml").read_text())["deepspeed_config"] == {
         "deepspeed_config_file": str(tmp_path / "run.deepspeed.json")
     }
@@ -106,7 +106,7 @@ def test_a_directory_is_looked_at(tmp_path: Path) -> None:
         assert template_of(str(folder)) == (TEMPLATES[family], {"model.source": str(folder)})
     (folder / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DConditionModel"]}')
     for named, message in (
-        (folder, "of no family that is known"),
+        (folder, "belongs to no known family"),
         (tmp_path, "has neither"),
         ("gpt", "no family"),
     ):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.upstream.sent import Patch, patches
+
 from zerostart.upstream.registry import Otherwise, PatchPoint, Touched, touched
 from zerostart.upstream.versions import LIBRARIES, Library
 
@@ -43,6 +45,16 @@ ones are refused.
 {versions}
 """
 
+_SENT = """## Patches ready to be sent
+
+A few lines in the library itself would take these patches of ours away. Each stands by itself against the
+release that it names, as a file of `docs/patches` (`patch -p1 < FILE` beside the package; the first lines are
+its message). `tests/upstream/test_sent.py` applies each to a copy of what is installed, and fails when
+upstream moves; it trains stock models of DeepSpeed with all of them at stages 0 to 3 and finds the same bits;
+and in `tests/identity/test_deepspeed_start.py` DeepSpeed starts a loaded model with them, in place of our
+own overrides, in the same memory. Run on the CPU, in November 2026, not on an accelerator. Sent: none yet.
+"""
+
 
 def text() -> str:
     """The whole page."""
@@ -50,7 +62,12 @@ def text() -> str:
     versions = "\n".join(f"| {library.name} | {library.specifier} |" for library in LIBRARIES)
     parts = [_HEAD.format(versions=versions, refused=Otherwise.REFUSED, stock=Otherwise.STOCK)]
     parts += [_section(library, [(f, p) for f, p in points if p.library == library]) for library in LIBRARIES]
-    return "\n".join(parts)
+    return "\n".join([*parts, _SENT, *(_patch(patch) for patch in patches())])
+
+
+def _patch(patch: Patch) -> str:
+    head = f"### {patch.subject}\n\nAgainst {patch.against}. Takes away {patch.replaces}.\n\n{patch.reason}"
+    return f"{head}\n```diff\n{patch.difference}```\n"
 
 
 def _section(library: Library, points: list[tuple[str, Touched]]) -> str:

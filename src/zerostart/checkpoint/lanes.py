@@ -1,4 +1,6 @@
-"""The sums of a digest over words of 8 bytes (``digest.py`` has the formula), exact on every device.
+"""The sums of a digest over words of 8 bytes (``digest.py`` has the formula), exact on any device.
+
+Run on the CPU and on the pretend accelerator (docs/configuring.md), on no real one.
 
 Two ways to the same integers. An accelerator, and a processor that has no faster one, multiplies words by
 keys of 64 bits. Where the processor multiplies bytes (AVX-512), a lane's sum over a block is a product of

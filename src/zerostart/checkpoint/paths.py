@@ -20,5 +20,5 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     except RuntimeError:
         raise ConfigError(f"{os.fspath(path)}: there is no home directory of that name") from None
     if "\0" in str(found):
-        raise ConfigError(f"{os.fspath(path)!r} is no path: it has a NUL")
+        raise ConfigError(f"{os.fspath(path)!r} is not a path: it has a NUL character")
     return found

@@ -87,8 +87,8 @@ class Staging:
                     raise WriteError(f"{self.path} is a file; save to a directory, or remove it")
                 if marker and is_foreign(self.path / marker):
                     raise WriteError(
-                        f"{self.path / marker} is not of zerostart, which would write its own in its place: "
-                        "call it something else, or save to another directory"
+                        f"{self.path / marker} was not written by zerostart, which would replace it: rename "
+                        "it, or save to another directory"
                     )
                 _clear(self.path)
                 self._begin()

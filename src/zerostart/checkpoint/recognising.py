@@ -28,9 +28,9 @@ _BEGINNINGS = (
 #: Suffixes of files of weights that are not read, and what to do about each.
 OTHER_FORMATS = {
     ".gguf": "GGUF files, of llama.cpp, are not read: take the repository with the safetensors",
-    ".incomplete": "a download that did not end: run it again",
-    ".part": "a download that did not end: run it again",
-    ".crdownload": "a download that did not end: run it again",
+    ".incomplete": "an incomplete download: run it again",
+    ".part": "an incomplete download: run it again",
+    ".crdownload": "an incomplete download: run it again",
     ".h5": "HDF5 files, of Keras, are not read: take the repository with the safetensors",
     ".msgpack": "files of Flax are not read: take the repository with the safetensors",
     ".onnx": "ONNX files are not read: take the repository with the safetensors",
@@ -52,5 +52,5 @@ def named_kind(head: bytes) -> str:
     if head[257:262] == b"ustar":
         return "it is a tar archive; unpack it first"
     if len(head) >= 8 and not any(head):
-        return f"it begins with nothing but zeros, as a download that did not end; {_LATER}"
+        return f"it begins with nothing but zeros, like an incomplete download; {_LATER}"
     return ""

@@ -289,7 +289,9 @@ def _open_index(index: Path) -> Catalog:
     document = read_json(index, "index")
     wanted = document.get("weight_map")
     if not isinstance(wanted, dict) or not wanted:
-        raise CheckpointError(f"{index}: no weight_map that says which file holds which tensor: {DAMAGED}")
+        raise CheckpointError(
+            f"{index}: there is no weight_map that says which file holds which tensor: {DAMAGED}"
+        )
     checked: set[object] = set()
     for name, file in wanted.items():
         if not isinstance(file, str) or file not in checked:

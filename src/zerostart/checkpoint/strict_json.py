@@ -89,7 +89,8 @@ def read_json(path: Path, what: str, most: int = MAX_JSON_BYTES, repeated: bool 
 
     See ``load_json`` for names that are ``repeated``.
 
-    Raises ReadError if reading fails, CheckpointError if it is no regular file, too large or no JSON object.
+    Raises ReadError if reading fails, CheckpointError if it is not a regular file or not a
+    JSON object, or too large.
     """
     try:
         raw = read_small(str(path), most, what)

@@ -142,7 +142,7 @@ def _catalog(found: Found, files: PartFiles, tensors: dict[str, Assembled], root
 def _found(directory: Path, depth: int = 0) -> Path | None:
     """The directory itself, the newest one that it names, or the one within that accelerate makes."""
     if depth > _DEEPEST:
-        raise CheckpointError(f"{directory}: the directories that name each other have no end: {DAMAGED}")
+        raise CheckpointError(f"{directory}: directories name each other in a circle: {DAMAGED}")
     kinds = (dcp.is_dcp, universal.is_universal, zero.is_zero, rank_files.has_rank_files)
     if any(is_one(directory) for is_one in kinds):
         return directory
@@ -150,7 +150,9 @@ def _found(directory: Path, depth: int = 0) -> Path | None:
         if (directory / name).is_file():
             tag = read_small(str(directory / name)).decode("utf-8", "replace").strip()
             if not tag or "/" in tag or "\\" in tag or "\0" in tag or tag in (".", ".."):
-                raise CheckpointError(f"{directory / name}: names {shown(tag)}, which is no folder beside it")
+                raise CheckpointError(
+                    f"{directory / name}: names {shown(tag)}, which is not a folder beside it"
+                )
             if not (directory / tag).is_dir():
                 raise CheckpointNotFoundError(f"{directory / tag}: not there, but {name} names it")
             return _found(directory / tag, depth + 1)

@@ -70,7 +70,7 @@ def _faults_of_files(place: Path, document: Mapping[str, Any]) -> Iterator[str]:
         try:
             status = file.stat()
             if not stat.S_ISREG(status.st_mode):  # which may have no end, or none for now
-                yield f"{file} is no regular file"
+                yield f"{file} is not a regular file"
             elif status.st_size != described["bytes"]:
                 yield f"{file} has {status.st_size} bytes and had {described['bytes']}"
             elif "sha256" in described and _hash(file) != described["sha256"]:

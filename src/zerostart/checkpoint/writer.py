@@ -93,7 +93,9 @@ class CheckpointWriter:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise WriteError(f"{self.directory}: cannot be made a directory: {error.strerror}") from error
+            raise WriteError(
+                f"{self.directory}: the directory cannot be created: {error.strerror}"
+            ) from error
         try:
             for position, file in enumerate(self.layout.files):
                 self._truncate(self._open(position, os.O_CREAT | os.O_EXCL), position, file.size)

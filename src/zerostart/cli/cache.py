@@ -35,7 +35,7 @@ def _run(arguments: list[str]) -> dict[str, Any]:
     config = load_config(arguments[0], arguments[1:])
     if "cache" not in task_class(config.task.name).sections:
         raise ConfigError(
-            f"task.name {config.task.name} trains on no encoded media, so there is nothing to cache"
+            f"task.name {config.task.name} does not train on encoded media, so there is nothing to cache"
         )
     join_group()
     world = current_world()

@@ -82,7 +82,7 @@ def _write(files: dict[Path, str]) -> None:
     """All of them, or an error before the first: nothing that is there is touched."""
     there = [str(path) for path in files if path.exists() or path.is_symlink()]
     if there:
-        raise ConfigError(f"{', '.join(there)}: there already; choose another name, or remove it")
+        raise ConfigError(f"{', '.join(there)}: already there; choose another name, or remove it")
     for path, text in files.items():
         try:
             with path.open("x", encoding="utf-8") as file:

@@ -59,7 +59,11 @@ __all__ = [
 
 
 def contexts_aside() -> contextlib.AbstractContextManager[None]:
-    """Suspend what an engine's own context does to the models that are built inside it."""
+    """Suspend what an engine's own context does to the models that are built inside it.
+
+    Raises UnsupportedVersionError for a DeepSpeed whose ``zero.Init`` cannot be suspended, where one is
+    open.
+    """
     from zerostart.upstream.deepspeed import contexts_aside as aside
 
     return aside()

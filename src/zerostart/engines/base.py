@@ -265,7 +265,7 @@ class Engine(abc.ABC):
 
     @classmethod
     def found(cls, model: nn.Module, world: World) -> dict[str, Shard]:
-        """The shards of a live model in which this kind of engine keeps it, whoever has loaded it.
+        """The shards in which this kind of engine holds a live model, whoever loaded it.
 
         By parameter name, aliases included; what is not there is not sharded by it.
         """
@@ -310,7 +310,7 @@ class Engine(abc.ABC):
 
     @property
     def averaging(self) -> int:
-        """Of how many ranks the engine takes the mean gradient; it is the sum where they are fewer than all.
+        """The number by which the engine divides the sum of the ranks' gradients.
 
         So a rank's gradient counts as one ``averaging``-th.
         """

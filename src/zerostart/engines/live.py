@@ -111,8 +111,8 @@ def _as_it_lies(name: str, tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
     """The layout of a whole tensor in its memory, and that as a row of elements."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise ConfigError(
-            f"{name} is no dense tensor ({'nested' if tensor.is_nested else tensor.layout}), and cannot be "
-            "saved or restored; convert it (to_dense())"
+            f"{name} is not a dense tensor ({'nested' if tensor.is_nested else tensor.layout}), and cannot "
+            "be saved or restored; convert it (to_dense())"
         )
     if not _has_own_memory(tensor):
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
@@ -126,7 +126,10 @@ def _as_it_lies(name: str, tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
 
 
 def first_rank_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
-    """A tensor of which every rank has one, maybe with other values: the first rank's counts."""
+    """A tensor of which every rank has one, maybe with other values: the first rank's counts.
+
+    Raises ConfigError as ``whole_shard`` does.
+    """
     shard = whole_shard(name, tensor, world)
     layout = shard.layout if world.rank == 0 else Layout(shard.layout.shape, 0, 0, ())
     return replace(shard, layout=layout, held=(0, 1))

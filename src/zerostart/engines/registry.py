@@ -25,14 +25,14 @@ _registered: dict[str, type[Engine]] = {}
 
 
 def register_engine(kind: type[Engine]) -> type[Engine]:
-    """Have ``engine=kind.name`` choose ``kind`` in this process; also a decorator.
+    """Register ``kind`` as ``engine=kind.name`` in this process; also a decorator.
 
     Raises ConfigError for a name that another engine has, zerostart's own, registered or installed.
     """
     installed = _installed().get(kind.name)
     others = installed and installed.module.partition(".")[0] != kind.__module__.partition(".")[0]
     if others or kind.name in _OWN or _registered.get(kind.name, kind) is not kind:
-        raise ConfigError(f"an engine named {kind.name!r} is there already; choose another name")
+        raise ConfigError(f"an engine named {kind.name!r} is already registered; choose another name")
     _registered[kind.name] = kind
     return kind
 
@@ -91,7 +91,10 @@ def resolve_engine(
 
 
 def titled(name: str, zero_stage: int) -> str:
-    """The engine of that name at a stage, in words."""
+    """The engine of that name at a stage, in words.
+
+    Raises ConfigError for a name or a stage that is not known.
+    """
     return check_choice(name, zero_stage).titled(zero_stage)
 
 

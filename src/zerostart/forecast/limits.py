@@ -30,7 +30,7 @@ class Limits:
         """The limits that are given; where none is, those of this machine, if it could run all ranks.
 
         A given ``device`` means that ranks compute on accelerators, wherever the plan is made. Raises
-        ConfigError for a limit that is no number of bytes.
+        ConfigError for a limit that is not a number of bytes.
         """
         for name, value in (("device_memory", device), ("host_memory", host)):
             if value is not None and value < 1:

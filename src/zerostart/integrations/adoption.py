@@ -96,7 +96,7 @@ def _check(settings: EnabledArguments) -> None:
         return
     for name in ("zero_stage", "engine_config"):
         if getattr(settings, name) is not None:
-            raise ConfigError(f"{name} is given, but no engine; name it: enabled(engine=..., {name}=...)")
+            raise ConfigError(f"{name} is given without an engine; name one: enabled(engine=..., {name}=...)")
 
 
 def _choose(served: type[Chosen], kind: type, arguments: dict[str, Any]) -> Chosen | None:

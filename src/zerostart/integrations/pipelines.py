@@ -110,7 +110,7 @@ def _looked_at(request: PipelineRequest) -> tuple[Path, tuple[Component, ...], d
     found = components(root)
     if found is None:
         raise CheckpointError(
-            f"{root} has no {PIPELINE_INDEX}, so it is no pipeline; zerostart.load takes a single model"
+            f"{root} has no {PIPELINE_INDEX}, so it is not a pipeline; zerostart.load takes a single model"
         )
     given = {} if request.placement is None else request.placement
     names = [component.name for component in found]

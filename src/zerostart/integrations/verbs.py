@@ -100,7 +100,7 @@ def load_pipeline(
 
 
 def drop_components(pipe: DiffusionPipeline, *names: str) -> tuple[str, ...]:
-    """Let go the components of a pipeline that are not needed any more; every rank by itself.
+    """Free the components of a pipeline that are no longer needed; each rank by itself.
 
     Without ``names`` those that ``load_pipeline`` placed ``"drop"``: encoders whose results are cached. They
     are None in the pipeline afterwards.
@@ -130,7 +130,7 @@ def drop_components(pipe: DiffusionPipeline, *names: str) -> tuple[str, ...]:
 
 
 def synced(pipe: DiffusionPipeline | nn.Module) -> AbstractContextManager[None]:
-    """Inside, ranks may call the sharded models of ``pipe`` as each of them likes; collective.
+    """Context manager in which ranks may call the sharded models of ``pipe`` independently; collective.
 
     Prompts of other lengths, other numbers of steps, an autoencoder that one rank runs alone: who is not
     calling what another rank calls runs it along, with inputs that it is sent, and who has done waits for the

@@ -235,7 +235,9 @@ def _rule(spec: Mapping[str, Any]) -> _Rule:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"partition_config: {pattern!r} is no regular expression: {error}") from error
+            raise ConfigError(
+                f"partition_config: {pattern!r} is not a regular expression: {error}"
+            ) from error
     return _Rule(
         patterns,
         kind,

@@ -141,7 +141,10 @@ def rules_without(rules: Mapping[str, str], plan: ParallelPlan) -> dict[str, str
 def tensor_plan(
     rules: Mapping[str, str], parameters: Mapping[str, int], modules: Sequence[str]
 ) -> ParallelPlan:
-    """A plan out of transformers' tensor-parallel styles; ``parameters`` gives names and dimensions."""
+    """A plan out of transformers' tensor-parallel styles; ``parameters`` gives names and dimensions.
+
+    Raises ConfigError for a style that is not known.
+    """
     cuts: dict[str, Cut | Ranges] = {}
     for name, dimensions in parameters.items():
         style = expand(rules, name, parameter=True)

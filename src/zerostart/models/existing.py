@@ -56,7 +56,10 @@ class Taken:
 
 
 def existing_recipes(built: Built, catalog: Catalog) -> Recipes:
-    """Each parameter and buffer as it is, ties once; a dtype that the model is to have is a cast."""
+    """Each parameter and buffer as it is, ties once; a dtype that the model is to have is a cast.
+
+    Raises CheckpointError for a dtype that torch does not have, ConversionError as ``matched`` does.
+    """
     kept = [] if built.dtype is None else built.library.dtype_plan(built.model, built.dtype)
     targets = {}
     for name, tensor, buffer in named_tensors(built.model):

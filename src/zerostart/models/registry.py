@@ -30,7 +30,7 @@ _registered: dict[str, ModelLibrary] = {}
 
 
 def register_model_library(kind: type[ModelLibrary]) -> type[ModelLibrary]:
-    """Have ``kind`` asked, before zerostart's own, for what it handles; also a decorator.
+    """Register ``kind``, which is asked before zerostart's own for what it handles; also a decorator.
 
     Raises ConfigError for a name that another library has, zerostart's own, registered or installed.
     """
@@ -39,7 +39,7 @@ def register_model_library(kind: type[ModelLibrary]) -> type[ModelLibrary]:
     installed = entry_points(group=GROUP, name=kind.name)
     others = any(point.module.partition(".")[0] != package for point in installed)
     if others or kind.name in _OWN or (there is not None and type(there) is not kind):
-        raise ConfigError(f"a model library named {kind.name!r} is there already; choose another name")
+        raise ConfigError(f"a model library named {kind.name!r} is already registered; choose another name")
     if there is None:
         _registered[kind.name] = kind()
     return kind

@@ -32,7 +32,7 @@ class Coverage:
     def ignoring(self, missing: Iterable[str], unexpected: Iterable[str]) -> Coverage:
         """Without the names that match the model's own patterns (regular expressions, searched).
 
-        Raises BuildError for what is no regular expression.
+        Raises BuildError for what is not a regular expression.
         """
         lost, kept_missing = _partition(self.missing, missing)
         extra, kept_unexpected = _partition(self.unexpected, unexpected)
@@ -88,7 +88,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise BuildError(
-            f"the model ignores names by the pattern {pattern!r}, which is none: {error}; correct the class"
+            f"the model ignores names by the pattern {pattern!r}, which is not a regular expression: "
+            f"{error}; correct the class"
         ) from error
 
 

@@ -86,7 +86,10 @@ def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def main_dtype(entries: Iterable[TensorEntry | Assembled]) -> torch.dtype | None:
-    """The floating dtype that most elements are stored in, None if there is no floating tensor."""
+    """The floating dtype that most elements are stored in, None if there is no floating tensor.
+
+    Raises CheckpointError for a dtype that torch does not have.
+    """
     elements = Counter[torch.dtype]()
     for entry in entries:
         if (dtype := torch_dtype(entry.dtype, entry.name)).is_floating_point:

@@ -20,7 +20,10 @@ __all__ = ["copies_of", "symbols_of"]
 
 
 def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
-    """A symbolic tensor for each tensor of the checkpoint, by its name."""
+    """A symbolic tensor for each tensor of the checkpoint, by its name.
+
+    Raises CheckpointError for a dtype that torch does not have.
+    """
     made: dict[str, SymbolicTensor] = {}
     storages: dict[tuple[int, int], list[TensorEntry]] = {}
     for name, tensor in catalog.weights.items():

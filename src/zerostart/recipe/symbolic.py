@@ -205,7 +205,10 @@ class SymbolicTensor(Sealed, torch.Tensor):
         return self
 
     def become(self, other: SymbolicTensor) -> None:
-        """Be another view, as ``t.data = other`` and ``t.t_()`` have it."""
+        """Be another view, as ``t.data = other`` and ``t.t_()`` have it.
+
+        Raises UnsupportedVersionError for a torch without the private parts that this needs.
+        """
         become_wrapper(self, other)
         self.memory, self.steps = other.memory, other.steps
         self._meta, self._known = other.meta, None

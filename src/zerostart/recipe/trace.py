@@ -67,7 +67,10 @@ def _state_dict(name: str, made: Any) -> dict[str, SymbolicTensor]:
 def matched(
     tensors: Mapping[str, SymbolicTensor], targets: Mapping[str, Target], ignored: tuple[str, ...] = ()
 ) -> Recipes:
-    """Recipes out of a state dict whose names are the model's."""
+    """Recipes out of a state dict whose names are the model's.
+
+    Raises ConversionError as ``assembled`` does.
+    """
     unexpected = [key for key in tensors if key not in targets]
     return assembled(tensors, targets, unexpected, frozenset(tensors), (), ignored)
 
@@ -79,7 +82,10 @@ def loaded_into(
     versions: Mapping[str, Mapping[str, Any]] | None,
     log: AbstractContextManager[object],
 ) -> Recipes:
-    """Recipes out of what the module's own ``load_state_dict`` makes of ``symbols``; see ``load_module``."""
+    """Recipes out of what the module's own ``load_state_dict`` makes of ``symbols``; see ``load_module``.
+
+    Raises ConversionError where what it does to a tensor cannot be followed.
+    """
     before = {name: tensor.dtype for name, (tensor, _) in _tensors(model).items()}
     return _loaded(load_module(model, symbols, targets, versions, log), model, targets, before)
 
@@ -125,7 +131,10 @@ def assembled(
     conversions: tuple[object, ...],
     ignored: tuple[str, ...] = (),
 ) -> Recipes:
-    """Match what a conversion gives, of which ``converted`` are not merely renamed, with what is expected."""
+    """Match what a conversion gives, of which ``converted`` are not merely renamed, with what is expected.
+
+    Raises ConversionError for a cast of values that cannot be followed.
+    """
     by_name: dict[str, Recipe] = {}
     missing: list[str] = []
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}

@@ -83,9 +83,9 @@ def _check_alike(content: Content, world: World) -> None:
     other = next((rank for rank, theirs in enumerate(told) if theirs != told[0]), None)
     if other is not None:
         raise ConfigError(
-            f"extra (or a schedule) of rank {other} is not that of rank 0, and one is kept: give the same on "
-            "every rank, and what each rank has of its own as a list of all (torch.distributed."
-            "all_gather_object)"
+            f"extra (or a schedule) of rank {other} differs from that of rank 0, and only one is saved: pass "
+            "the same on every rank, and values that differ as one list of all ranks' "
+            "(torch.distributed.all_gather_object)"
         )
 
 

@@ -79,6 +79,6 @@ def _check_fields(
         if name not in document or not isinstance(document[name], kinds):
             what = "no" if name not in document else "another kind of"
             raise CheckpointError(
-                f"{path} has {what} entry {where}{name}: it is damaged, or no document of a training state; "
-                "take another checkpoint"
+                f"{path} has {what} entry {where}{name}: it is damaged, or is not the document of a "
+                "training state; take another checkpoint"
             )

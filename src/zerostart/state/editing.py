@@ -50,7 +50,7 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
             if given not in shards and has_own_values(parameter):
                 raise ConfigError(
                     f"{name} is of an expert of DeepSpeed's MoE, and other ranks have other experts under "
-                    "that name: it is no one tensor; use deepspeed.utils.safe_set_full_fp32_param"
+                    "that name: it is not one tensor; use deepspeed.utils.safe_set_full_fp32_param"
                 )
         whole = _whole(shards.get(given), parameter)
         form, before = _form(whole), _fingerprint(whole)

@@ -79,7 +79,7 @@ def export(
     alone, ReadError and WriteError.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and spelling(dtype) in _PLAIN_FLOATS):
-        raise ConfigError(f"dtype={dtype!r} is none of the floating types in which weights are kept")
+        raise ConfigError(f"dtype={dtype!r} is not a floating type that weights are stored in")
     catalog = _opened(source)
     _check_whole(catalog)
     config = read_config(catalog.root) if catalog.root else None
@@ -124,8 +124,8 @@ def _check_whole(catalog: Catalog) -> None:
         marker = folder / STATE_MARKER
         if marker.is_file() and read_json(marker, "training state", MAX_DOCUMENT_BYTES).get("left_out"):
             raise ConfigError(
-                f"{folder} holds what was trained alone, and not the model that this was a part of: what its "
-                "run has saved in its output directory is what can be opened"
+                f"{folder} holds only what was trained, and not the rest of the model: export what its run "
+                "has saved in its output directory instead"
             )
 
 

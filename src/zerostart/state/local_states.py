@@ -82,9 +82,7 @@ def local_states(
     for name in own:
         described = [one[name] for one in every if name in one]
         if len(described) < world.size or len({one["whole"] for one in described}) > 1:
-            raise ConfigError(
-                f"the optimizer's states of {name} are not on all ranks alike, and are not saved"
-            )
+            raise ConfigError(f"the optimizer's states of {name} differ between ranks, and are not saved")
         whole = own[name]["whole"]
         document[name] = described[:1] if whole else described
         for key, tensor in tensors[name].items():

@@ -65,8 +65,8 @@ def _described(path: Path) -> Saved:
                     "loaded (zerostart.load)"
                 )
         raise CheckpointNotFoundError(
-            f"{path} is no complete training checkpoint: {MARKER} is not there, which zerostart.save_state "
-            "writes last"
+            f"{path} is not a complete training checkpoint: {MARKER} is not there, which "
+            "zerostart.save_state writes last"
         )
     tell_of_newer(path, own)
     path = own

@@ -63,7 +63,7 @@ def check_own(steps: Sequence[Stepped], document: Mapping[str, Any]) -> None:
     if document.get("own") and any(class_of(one) != document["class"] for one in optimizers):
         raise CheckpointError(
             f"the state was saved by {document['class']}, which keeps values of its own beside the states of "
-            "parameters, and cannot be gone on with by another class: resume with the optimizer that it was "
+            "parameters, and cannot be resumed with another class: resume with the optimizer that it was "
             "saved with"
         )
 

@@ -129,7 +129,7 @@ def _check_names(training: Training, saved: Saved) -> None:
     if missing or unexpected or mismatched:
         first = (missing or unexpected or sorted(mismatched))[0]
         raise CoverageError(
-            f"{saved.path} is of another model: {len(missing)} tensors are missing, {len(unexpected)} "
+            f"{saved.path} belongs to another model: {len(missing)} tensors are missing, {len(unexpected)} "
             f"unexpected, {len(mismatched)} of another shape, among them {first}; build the model as it was "
             "when the state was saved, with the same adapters",
             missing,
@@ -180,8 +180,8 @@ def _beside(beside: Sequence[Kept], saved: Saved) -> list[_Wanted]:
     for kept in beside:
         if f"{kept.key}/{kept.name}" not in saved.state.weights:
             raise CheckpointError(
-                f"{saved.path} has no {kept.key} of {kept.name}: it was saved without; leave {kept.key} out, "
-                "or start anew"
+                f"{saved.path} has no {kept.key} of {kept.name}: it was saved without it; leave "
+                f"{kept.key} out, or start anew"
             )
     return [(f"{kept.key}/{kept.name}", kept.shard.layout, kept.shard.storage) for kept in beside]
 
@@ -333,7 +333,7 @@ def _restore_modules(training: Training, saved: Saved, tensors: Mapping[str, tor
     for name, state in saved.document.get("modules", {}).items():
         if name not in modules:
             raise CoverageError(
-                f"{saved.path} has a state of the module {name}, and the model no such module"
+                f"{saved.path} has a state of the module {name}, and the model has no such module"
             )
         modules[name].set_extra_state(decoded(state, tensors))
 

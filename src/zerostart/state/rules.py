@@ -30,7 +30,7 @@ def check_rule(optimizer: torch.optim.Optimizer, document: Mapping[str, Any]) ->
     lacking = _lacking(optimizer, document)
     if lacking:
         raise CheckpointError(
-            f"the state was saved by {saved_class}, {lacking}, and cannot be gone on with as it was: resume "
+            f"the state was saved by {saved_class}, {lacking}, and cannot be resumed: resume "
             "with the optimizer that it was saved with, or load the weights alone (zerostart.load of the "
             "checkpoint's folder model/) and begin with a new optimizer"
         )

@@ -101,7 +101,7 @@ def training_of(model: nn.Module, optimizer: Any, world: World) -> Training:
         accumulation = getattr(getattr(optimizer, "gradient_state", None), "num_steps", None)
         optimizer = optimizer.optimizer
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, and no torch optimizer")
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, and not a torch optimizer")
     steps = plain_steps(optimizer) if optimizer is not None else []
     return Training(places, None, steps, scaler, accumulation)
 
@@ -192,8 +192,8 @@ def _tell_of_gradients(training: Training, known: bool, world: World) -> None:
     """Say so where nobody can tell whether a step has taken the gradients that are there."""
     if not known and world.rank == 0 and training.engine is None and _has_gradients(training):
         logger.warning(
-            "gradients are saved with the state, to be added to: whether a step has taken them is not known "
-            "of steps before the first call of zerostart; call zero_grad() before, if one has"
+            "gradients are saved with the state, and a resumed run adds to them. If an optimizer step has "
+            "already used them, call zero_grad() before saving: zerostart has not seen the steps so far"
         )
 
 

@@ -51,7 +51,7 @@ def _ordered(values: Any, encoded: Encoded) -> list[Any]:
 
 def _array(value: np.ndarray[Any, Any], _: Encoded) -> dict[str, Any]:
     if value.dtype.kind not in _KINDS or value.dtype.char in "gG" or value.dtype.names:
-        raise ConfigError(f"an array of {value.dtype} has elements that are not kept: convert it")
+        raise ConfigError(f"an array of {value.dtype} has elements that cannot be saved: convert it")
     raw = value.tobytes()
     data = raw if len(raw) <= _INLINE else torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     return {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}
@@ -66,14 +66,14 @@ def _to_array(found: dict[str, Any]) -> np.ndarray[Any, Any]:
 def _to_numpy_dtype(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.kind not in _KINDS or dtype.names:
-        raise CheckpointError(f"{name!r} is no dtype of an array that is kept")
+        raise CheckpointError(f"{name!r} is not an array dtype that can be saved")
     return dtype
 
 
 def _moment(value: Any, _: Encoded) -> dict[str, Any]:
     """A ``datetime`` or a ``time``, with its time zone by its offset or its name."""
     if value.tzinfo is not None and type(value.tzinfo) not in (timezone, ZoneInfo):
-        raise ConfigError(f"the time zone {value.tzinfo!r} is not kept: use timezone or ZoneInfo")
+        raise ConfigError(f"the time zone {value.tzinfo!r} cannot be saved: use timezone or ZoneInfo")
     zone = value.tzinfo.key if isinstance(value.tzinfo, ZoneInfo) else None
     local = value.replace(tzinfo=None) if zone else value
     return {"iso": local.isoformat(), "zone": zone, "fold": value.fold}
@@ -96,7 +96,7 @@ def _to_dtype(name: str) -> torch.dtype:
 
 def _generator(value: np.random.Generator, _: Encoded) -> Any:
     if type(value.bit_generator).__name__ not in _GENERATORS:
-        raise ConfigError(f"{type(value.bit_generator).__name__} is no generator of NumPy's own")
+        raise ConfigError(f"{type(value.bit_generator).__name__} is not one of NumPy's own generators")
     return value.bit_generator.state
 
 
@@ -186,7 +186,7 @@ def made(name: str, simpler: Any) -> Any:
     """What was written as ``simpler`` under a form's ``name``; raises CheckpointError for what is none."""
     form = _BY_NAME.get(name) if isinstance(name, str) else None
     if form is None:
-        raise CheckpointError(f"{name!r} is no type that this version knows: update zerostart")
+        raise CheckpointError(f"{name!r} is not a type that this version knows: update zerostart")
     try:
         return form.made(simpler)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:

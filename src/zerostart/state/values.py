@@ -53,7 +53,7 @@ def encoded_whole(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> A
         text = json.dumps({where: found}, ensure_ascii=False).encode()
         load_json(text, where, "value", any_number=True)
     except RecursionError:
-        raise ConfigError(f"{where} is nested too deeply, or holds itself: {_REMEDY}") from None
+        raise ConfigError(f"{where} is nested too deeply, or contains itself: {_REMEDY}") from None
     except ConfigError:
         raise
     except (ValueError, CheckpointError) as error:  # half a surrogate pair, an integer of thousands of digits
@@ -109,7 +109,9 @@ def encoded(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         return {_TYPE: form.name, "of": encoded(simpler, where, tensors)}
-    raise ConfigError(f"{where} is a {type(value).__name__}, which is no JSON value and no tensor: {_REMEDY}")
+    raise ConfigError(
+        f"{where} is a {type(value).__name__}, which is neither a JSON value nor a tensor: {_REMEDY}"
+    )
 
 
 def _is_key(key: Any) -> bool:

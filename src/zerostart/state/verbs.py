@@ -90,7 +90,7 @@ def save_state(
 def load_state(
     path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> Extra:
-    """Put a training checkpoint into a model, its optimizer and its engine; gives its ``extra``. Collective.
+    """Load a training checkpoint into a model, its optimizer and its engine; returns ``extra``. Collective.
 
     Each rank reads what it holds, so that the number of ranks, the ZeRO stage, expert and tensor parallel
     degrees, offloading and the engine may be others than when it was saved. No step is taken: an optimizer
@@ -101,8 +101,8 @@ def load_state(
 
     Raises:
         ZerostartError: the same on every rank; the model is then of no use. CheckpointNotFoundError for a
-            directory that is no complete checkpoint, CoverageError for one of another model, CheckpointError
-            for groups or numbers that do not fit the running optimizer.
+            directory that is not a complete checkpoint, CoverageError for one of another model,
+            CheckpointError for groups or numbers that do not fit the running optimizer.
 
     Example:
         >>> import tempfile, torch, zerostart
@@ -203,7 +203,7 @@ def digest(model: nn.Module) -> dict[str, str]:
 
 
 def verify(path: str | os.PathLike[str]) -> Verified:
-    """Compare a directory that zerostart saved with what was saved, in files, bytes and digests of tensors.
+    """Check that a directory is what zerostart saved, by files, bytes and digests of tensors.
 
     Reads all of it once, in one process and without one of ``torch.distributed``, in bounded memory.
 

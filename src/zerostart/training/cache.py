@@ -140,12 +140,12 @@ def _check_alike(config: TrainConfig, settings: CacheConfig, texts: list[str], w
 def _check_place(place: Path, media: MediaItems | None) -> None:
     if media is None:
         raise ConfigError(
-            f"there is no cache at {place}, and no section media that says of what to make one: name the "
-            "cache in cache.directory, or the data in media"
+            f"there is no cache at {place}, and no section media to make one from: name the cache in "
+            "cache.directory, or the data in media"
         )
     if place.is_dir() and not all(entry.name.startswith(_LEFT) for entry in place.iterdir()):
         raise ConfigError(
-            f"{place} has files in it and is no complete cache: remove it, or name another cache.directory"
+            f"{place} has files in it and is not a complete cache: remove it, or name another cache.directory"
         )
 
 
@@ -156,7 +156,7 @@ def _check_fits(place: Path, made: dict[str, Any], now: Facts, growth: Growth | 
         document["data"] = None
     if found := differences(made["facts"], document):
         raise ConfigError(
-            f"the cache {place} is not of what is asked for now: {'; '.join(found)}. Remove it to have "
+            f"the cache {place} does not match what is asked for now: {'; '.join(found)}. Remove it to have "
             "it made anew, name another cache.directory, or put back what it was made of"
         )
 

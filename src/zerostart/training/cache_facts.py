@@ -55,7 +55,7 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             if before != after
             else f"{after} items, of other contents or sizes"
         )
-        found.append(f"it was made of other data than media gives ({counts})")
+        found.append(f"it was made from other data than media gives ({counts})")
     if now["encoders"] is not None:
         found += _of_encoders(made["encoders"], now["encoders"])
     for key, value in now["settings"].items():

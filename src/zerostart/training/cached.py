@@ -254,7 +254,7 @@ class CachedItems:
                 f"{self.directory} has no embeddings of the text {text!r}; name it in cache.prompts, and run "
                 "zerostart cache again: its items stay"
                 if self.texts
-                else f"{self.directory} has embeddings of no text alone: its encoders take pictures, too"
+                else f"{self.directory} has no embeddings of text alone: its encoders take pictures as well"
             )
         # Between its header and its bytes another run may have put another file there: once more, then.
         path = self._path(PROMPTS_FILE)

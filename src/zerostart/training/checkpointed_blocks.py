@@ -45,7 +45,7 @@ def checkpoint_blocks(
     found = _blocks(model, blocks)
     if not found:
         raise ConfigError(
-            f"{type(model).__name__} says not which modules are its blocks; name them: "
+            f"{type(model).__name__} does not say which modules are its blocks; name them: "
             "blocks=['EncoderLayer'] (a class) or blocks=['encoder.layers.*'] (names of modules)"
         )
     chosen = dict(list(found.items())[::every])

@@ -52,7 +52,7 @@ class Past:
 def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
     """The checkpoint that the run goes on from, the same on every rank; None to start anew.
 
-    Raises :class:`ConfigError` for a ``resume`` that is no complete checkpoint.
+    Raises :class:`ConfigError` for a ``resume`` that is not a complete checkpoint.
     """
 
     def find() -> Path | None:
@@ -62,7 +62,7 @@ def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
             return next(reversed(complete(directory / FOLDER, counts)), None)
         path = expanded(config.resume.path).absolute()
         if path not in complete(path.parent):
-            raise ConfigError(f"resume: {path} is no complete checkpoint; write auto for the newest one")
+            raise ConfigError(f"resume: {path} is not a complete checkpoint; write auto for the newest one")
         return path
 
     return world.broadcast_object(find, "looking for a checkpoint")
@@ -189,11 +189,11 @@ class Checkpoints:
             words = [word for word, keys in ACCEPTED.items() if (other.keys() - allowed) & keys]
             way = f"; resume.accept: [{', '.join(words)}] goes on with it as it is now" if words else ""
             raise ConfigError(
-                f"{path} is of another run than this: {'; '.join(refused)}. Put back what it was, or start "
+                f"{path} belongs to another run: {'; '.join(refused)}. Put back what it was, or start "
                 f"anew in another output.directory{model}{way}"
             )
         if other:
-            logger.warning("%s is gone on from as resume.accept says: %s", path, "; ".join(other.values()))
+            logger.warning("resuming from %s as resume.accept allows: %s", path, "; ".join(other.values()))
 
     @contextmanager
     def ended(self) -> Iterator[None]:

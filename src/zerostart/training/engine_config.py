@@ -49,5 +49,5 @@ def own_config(config: TrainConfig) -> dict[str, Any]:
         raise ConfigError(f"engine.config {given} is not a readable JSON file: {error}") from error
     loaded = parsed_json(text, f"engine.config {given}")
     if not isinstance(loaded, dict):
-        raise ConfigError(f"engine.config {given} holds no JSON object")
+        raise ConfigError(f"engine.config {given} is not a JSON object")
     return loaded

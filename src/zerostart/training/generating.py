@@ -39,7 +39,7 @@ def template_of(family: str) -> tuple[Template, Mapping[str, Any]]:
     path = expanded(family)
     if not path.is_dir():
         raise ConfigError(
-            f"{family} is no family and no directory of a model; choose one of {', '.join(TEMPLATES)}"
+            f"{family} is neither a family nor the directory of a model; families are {', '.join(TEMPLATES)}"
         )
     return TEMPLATES[_family_in(path)], {"model.source": str(path)}
 
@@ -114,8 +114,10 @@ def _family_in(path: Path) -> str:
         if file.is_file():
             if (found := family(read_json(file, "configuration"))) is not None:
                 return found
-            raise ConfigError(f"{file} is of no family that is known; choose one of {', '.join(TEMPLATES)}")
-    raise ConfigError(f"{path} has neither model_index.json nor config.json, and is no directory of a model")
+            raise ConfigError(f"{file} belongs to no known family; choose one of {', '.join(TEMPLATES)}")
+    raise ConfigError(
+        f"{path} has neither model_index.json nor config.json, so it is not the directory of a model"
+    )
 
 
 def _of_pipeline(settings: Mapping[str, Any]) -> str | None:

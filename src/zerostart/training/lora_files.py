@@ -94,9 +94,8 @@ def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     alpha = decoded(course, {}).get("lora.alpha") if isinstance(course, dict) else None
     if not isinstance(alpha, int | float):
         raise ConfigError(
-            f"lora.start_from {state} is a training state that says nothing of alpha, so that nobody "
-            f"knows what "
-            "its factors are multiplied by; save the adapter by itself (zerostart.save with adapters_only), "
+            f"lora.start_from {state} is a training state without lora.alpha, so the scale of its "
+            "factors is unknown; save the adapter by itself (zerostart.save with adapters_only), "
             "and name that"
         )
     tensors: dict[str, torch.Tensor] = {}
@@ -112,7 +111,9 @@ def _file_of(path: Path) -> Path:
     files = named or (sorted(path.glob("*.safetensors")) if path.is_dir() else [])
     if len(files) != 1:
         what = (
-            "has several safetensors files; name one" if files else "is no LoRA file, nor a directory of one"
+            "has several safetensors files; name one"
+            if files
+            else "is neither a LoRA file nor a directory with one"
         )
         raise CheckpointNotFoundError(f"lora.start_from {path} {what}")
     return files[0]
@@ -150,7 +151,7 @@ def _parsed(
             continue
         match = _FACTOR.fullmatch(name)
         if match is None or tensor.dim() < 2:
-            raise CheckpointError(f"lora.start_from {path} has {name}, which is no factor of an adapter")
+            raise CheckpointError(f"lora.start_from {path} has {name}, which is not a factor of an adapter")
         factors = found.setdefault(match["module"], _Factors())
         if match["kind"] in ("A", "down"):
             factors.a = tensor
@@ -166,13 +167,13 @@ def _parsed(
         )
     for module, factors in found.items():
         if factors.a is None or factors.b is None:
-            raise CheckpointError(f"lora.start_from {path} has one factor alone of {module}")
+            raise CheckpointError(f"lora.start_from {path} has only one of the two factors of {module}")
         rank = factors.a.shape[0]
         if module in alphas:
             factors.scaling = alphas[module] / rank
         elif said is not None:
             if not isinstance(said, int | float):
-                raise CheckpointError(f"lora.start_from {path}: lora_alpha is {said!r}, and no number")
+                raise CheckpointError(f"lora.start_from {path}: lora_alpha is {said!r}, and not a number")
             factors.scaling = said / (math.sqrt(rank) if metadata.get("use_rslora") else rank)
     return found
 

@@ -27,7 +27,7 @@ def parsed_yaml(text: str, where: str) -> Any:
     except _Twice as error:
         key, first, line = error.args
         raise ConfigError(
-            f"{where}, line {line}: {key} is there twice, first in line {first}; leave one of them out"
+            f"{where}, line {line}: {key} is given twice, first in line {first}; leave one of them out"
         ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # 2026-02-30 is taken for a date
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
@@ -43,7 +43,7 @@ def parsed_json(text: str, where: str) -> Any:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise ConfigError(f"{where}: the name {key!r} is there twice; leave one of them out")
+                raise ConfigError(f"{where}: the name {key!r} is given twice; leave one of them out")
             found[key] = value
         return found
 

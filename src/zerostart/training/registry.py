@@ -21,12 +21,14 @@ _TASKS: dict[str, str | type[Task]] = {
 
 
 def register_task(name: str, task: type[Task]) -> None:
-    """Have ``task.name: NAME`` of a configuration mean the class ``task``.
+    """Register ``task`` as the class that ``task.name: NAME`` of a configuration means.
 
     Raises :class:`ConfigError` for a name that is taken by another class, or one with a colon in it.
     """
     if ":" in name or not name:
-        raise ConfigError(f"register_task: {name!r} is no name for a task: it must have no colon in it")
+        raise ConfigError(
+            f"register_task: {name!r} is not a valid name for a task: it must have no colon in it"
+        )
     if _TASKS.get(name, task) is not task:
         raise ConfigError(f"register_task: {name!r} is the name of another task already")
     _TASKS[name] = task
@@ -65,5 +67,5 @@ def _imported(name: str, module: str) -> Any:
 
 def _checked(name: str, found: Any) -> type[Task]:
     if not (isinstance(found, type) and issubclass(found, Task)):
-        raise ConfigError(f"{name!r} names no class that derives from zerostart.training.Task")
+        raise ConfigError(f"{name!r} does not name a class derived from zerostart.training.Task")
     return found

@@ -28,7 +28,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch(cls, value: object, info: ValidationInfo) -> object:
-        """`yes` is no number, though Python takes it for 1."""
+        """`yes` is not a number, though Python takes it for 1."""
         if isinstance(value, bool) and info.field_name is not None:
             kinds = set(_kinds(cls.model_fields[info.field_name].annotation))
             if bool not in kinds and kinds & {int, float}:

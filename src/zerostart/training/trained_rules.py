@@ -27,7 +27,7 @@ def check_trained(config: TrainConfig) -> None:
     if output.merge and config.ema is not None:
         raise ValueError("output.merge with ema is not available: averaged adapters are saved as adapters")
     if output.format == "peft" and lora is None:
-        raise ValueError("output.format peft is of adapters, and there is no section lora; leave it out")
+        raise ValueError("output.format peft is for adapters, and there is no section lora; leave it out")
     if output.merge and (output.format is not None or output.trainable_only):
         raise ValueError("output.merge saves a whole model; leave output.format and trainable_only out")
     part = lora is not None or output.trainable_only or output.format == "diffsynth"
@@ -62,6 +62,6 @@ def _check_held_out(config: TrainConfig) -> None:
     if sections and not any(getattr(config, name).held_out for name in sections):
         for key in (key for key, value in asked.items() if value):
             raise ValueError(
-                f"{key} is of examples that are held out, and none are: set {sections[0]}.held_out, or leave "
+                f"{key} needs examples that are held out, and none are: set {sections[0]}.held_out, or leave "
                 "it out"
             )

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 def gradient_checkpoint(
     function: Callable[..., Result], *args: object, offload: bool = False, **kwargs: object
 ) -> Result:
-    """What ``function(*args, **kwargs)`` gives; in the backward it is run again for what it did not keep.
+    """Call ``function(*args, **kwargs)`` without keeping its activations; the backward runs it again.
 
     Values and gradients are those without it, to the bit, on every engine, random numbers included. Keywords
     stay keywords; tensors may stand anywhere in tuples, lists and dictionaries, need no gradient, and be
@@ -32,7 +32,8 @@ def gradient_checkpoint(
 
     Args:
         offload: let what has to be kept, the tensors among the arguments that need a gradient, wait in pinned
-            host memory, copied there and back while the device computes. Nothing moves where there is none.
+            host memory, copied there and back while the device computes (run so far on the pretend
+            accelerator of the tests only). Nothing moves where there is none.
 
     Raises:
         ConfigError: for a transformers cache with tokens in it, or a list or dictionary of a class of its
@@ -57,7 +58,7 @@ def checkpoint_blocks(
     offload: bool = False,
     every: int = 1,
 ) -> tuple[str, ...]:
-    """Run the blocks of ``model`` through ``gradient_checkpoint`` from now on, whatever their code is.
+    """Apply ``gradient_checkpoint`` to the blocks of ``model`` from now on, whatever their code is.
 
     Before or after the engine has the model. Nothing of it changes but the ``forward`` of its blocks; names
     and state dict stay.

@@ -277,8 +277,8 @@ def check_quantising() -> None:
 
     if get_accelerator().device_name() == "cpu" or not QuantizerBuilder().is_compatible(verbose=False):
         raise EngineError(
-            "zero_quantized_weights needs DeepSpeed's CUDA quantising kernels, which this host has not; "
-            "remove it from engine_config['zero_optimization']"
+            "zero_quantized_weights needs DeepSpeed's CUDA quantising kernels, which this host does not "
+            "have; remove it from engine_config['zero_optimization']"
         )
 
 

@@ -72,7 +72,7 @@ class Library:
         return release is not None and release >= self.before
 
     def _release(self) -> tuple[int, ...] | None:
-        """The numbers of what runs; None where nothing is there, or its version is no number (a build)."""
+        """The numbers of what runs; None where nothing is there, or its version is not a number (a build)."""
         with contextlib.suppress(InvalidVersion):
             version = self.running()
             return None if version is None else Version(version).release

@@ -49,7 +49,7 @@ def read_dcp(directory: Path, files: PartFiles) -> Found:
             raise CheckpointError(f"{path}: {size} bytes are beyond the limit of {MAX_METADATA_BYTES}")
         # From its first byte and its last one: a sparse file of any length has neither.
         if handle.read(1, 0) != b"\x80" or handle.read(1, size - 1) != b".":
-            raise CheckpointError(f"{path}: is no pickle, or only a part of one: {DAMAGED}")
+            raise CheckpointError(f"{path}: is not a pickle, or only a part of one: {DAMAGED}")
         value = read_inert_pickle(handle.read(size, 0), str(path))
     described = _described(value, path)
     stored, pickled = _stored(directory, value, described, files)
@@ -100,7 +100,7 @@ def _described(value: Any, path: Path) -> dict[str, Described]:
     """The tensors that the description speaks of."""
     entries = value.get("state_dict_metadata") if type(value) is Made else None
     if type(entries) is not dict:
-        raise CheckpointError(f"{path}: no description of torch.distributed.checkpoint: {DAMAGED}")
+        raise CheckpointError(f"{path}: not a metadata file of torch.distributed.checkpoint: {DAMAGED}")
     out: dict[str, Described] = {}
     for key, entry in entries.items():
         if type(entry) is not Made or not entry.name.endswith("TensorStorageMetadata"):
@@ -155,7 +155,7 @@ def _stored(
                     pickled[place.key] = tensor
                     continue
                 if type(tensor) is not StoredTensor:
-                    raise CheckpointError(f"{path}: {shown(place.key)} is no tensor there: {DAMAGED}")
+                    raise CheckpointError(f"{path}: {shown(place.key)} is not a tensor there: {DAMAGED}")
                 name = f"{place.key} at {list(place.origin)}"
                 out[place.key, place.origin] = archive.entry(name, tensor, number)
     return out, pickled
@@ -164,10 +164,10 @@ def _stored(
 def _places(value: Made, path: Path) -> Iterator[tuple[str, _Place]]:
     storage = value.get("storage_data")
     if type(storage) is not dict:
-        raise CheckpointError(f"{path}: does not say where anything lies: {DAMAGED}")
+        raise CheckpointError(f"{path}: does not say where tensors are stored: {DAMAGED}")
     for index, info in storage.items():
         if type(index) is not Made or type(info) is not Made:
-            raise CheckpointError(f"{path}: does not say where anything lies: {DAMAGED}")
+            raise CheckpointError(f"{path}: does not say where tensors are stored: {DAMAGED}")
         origin = index.get("offset") or ()  # what is no tensor has none
         if info.get("transform_descriptors"):
             raise CheckpointError(
@@ -175,7 +175,7 @@ def _places(value: Made, path: Path) -> Iterator[tuple[str, _Place]]:
             )
         file, offset, length = (info.get(key) for key in ("relative_path", "offset", "length"))
         if type(file) is not str or type(offset) is not int or type(length) is not int:
-            raise CheckpointError(f"{path}: says of a part no file and place: {DAMAGED}")
+            raise CheckpointError(f"{path}: gives no file and offset for a part: {DAMAGED}")
         yield file, _Place(str(index.get("fqn")), _sizes(origin, path), offset, length)
 
 
@@ -217,5 +217,5 @@ def _route(route: Any, key: str) -> tuple[str, ...]:
 
 def _sizes(value: Any, path: Path) -> tuple[int, ...]:
     if not is_shape(value):
-        raise CheckpointError(f"{path}: a shape is no shape: {DAMAGED}")
+        raise CheckpointError(f"{path}: a shape is not a list of sizes: {DAMAGED}")
     return value

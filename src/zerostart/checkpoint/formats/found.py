@@ -54,5 +54,5 @@ def is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
 def names_of(value: Any) -> tuple[str, ...]:
     """Names out of a pickle; a number is one as well. Raises CheckpointError for anything else."""
     if type(value) not in (list, tuple) or any(type(name) not in (str, int) for name in value):
-        raise CheckpointError(f"the parameters of a group are called by no names: {DAMAGED}")
+        raise CheckpointError(f"the parameters of an optimizer group have no names: {DAMAGED}")
     return tuple(map(str, value))

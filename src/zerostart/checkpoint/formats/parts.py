@@ -54,7 +54,7 @@ class PartFiles:
         form = _NUMBERS.get(entry.dtype)
         self.reading, self.record = self.paths[entry.file], entry.name
         if form is None or entry.numel != 1:
-            raise CheckpointError(f"{self.reading}: {shown(entry.name)} is no number")
+            raise CheckpointError(f"{self.reading}: {shown(entry.name)} is not a number")
         with open_regular(self.reading, "training") as (handle, _):
             return float(struct.unpack(form, handle.read(struct.calcsize(form), entry.offset))[0])
 

@@ -52,7 +52,7 @@ def read_header(
             entries, metadata = parse_header(raw, size, name, file_index)
         except CheckpointError as error:
             if kind := named_kind(handle.read(HEAD_BYTES, 0)):
-                raise CheckpointError(f"{name}: no safetensors file: {kind}") from error
+                raise CheckpointError(f"{name}: not a safetensors file: {kind}") from error
             raise
     return entries, metadata, size
 

@@ -31,8 +31,8 @@ def from_runs(
             _check_dtype(name, dtype, entry)
             if first + count > entry.numel:
                 raise CheckpointError(
-                    f"tensor {shown(name)}: of {shown(entry.name)} the elements up to {first + count} are "
-                    f"wanted, and it has {entry.numel}: it is cut off, or of another job"
+                    f"tensor {shown(name)} needs {first + count} elements of {shown(entry.name)}, which has "
+                    f"{entry.numel}: the file is truncated, or belongs to another job"
                 )
             if entry.strides is not None:
                 raise CheckpointError(f"tensor {shown(name)}: {shown(entry.name)} is not stored as one row")

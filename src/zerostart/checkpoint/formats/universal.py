@@ -49,7 +49,7 @@ def read_universal(directory: Path, files: PartFiles) -> Found:
                 found.assembled[key] = _shaped(key, entry, shapes.get(name, entry.shape), path)
     absent = [name for name in shapes if name not in found.assembled]
     if absent:
-        raise CheckpointError(f"{directory / 'zero' / absent[0]}: not here, nor {len(absent) - 1} more")
+        raise CheckpointError(f"{directory / 'zero' / absent[0]} is missing, and {len(absent) - 1} more")
     _add_groups(directory / "zero" / "optimizer_state.pt", states, found, files)
     return states.ended(found)
 

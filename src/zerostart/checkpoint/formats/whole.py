@@ -46,7 +46,7 @@ def _check_stored(entry: TensorEntry, sizes: Sequence[int]) -> None:
         and all(stride >= 0 for stride in strides)
     )
     if not right:
-        raise CheckpointError(f"tensor {shown(entry.name)} is stored in no way that makes sense")
+        raise CheckpointError(f"tensor {shown(entry.name)} has an impossible offset, shape or strides")
     if not entry.numel:
         return
     span = 1 + sum((size - 1) * stride for size, stride in zip(entry.shape, strides, strict=True))
@@ -57,7 +57,7 @@ def _check_stored(entry: TensorEntry, sizes: Sequence[int]) -> None:
 def _check_assembled(tensor: Assembled, tensors: Mapping[str, TensorEntry]) -> None:
     shape, name = tensor.shape, shown(tensor.name)
     if any(type(size) is not int or size < 0 for size in shape):
-        raise CheckpointError(f"tensor {name} has a shape that is none")
+        raise CheckpointError(f"tensor {name} has an invalid shape")
     for piece in tensor.pieces:
         ends = [at + size for at, size in zip(piece.origin, piece.extent, strict=True)]
         if len(ends) != len(shape) or any(
@@ -69,13 +69,13 @@ def _check_assembled(tensor: Assembled, tensors: Mapping[str, TensorEntry]) -> N
     have = sum(piece.numel for piece in tensor.pieces)
     if have != prod(shape):
         raise CheckpointError(
-            f"tensor {name} has {prod(shape)} elements, and the files hold {have} of it: one is missing, is "
-            "there twice, or is of another job"
+            f"tensor {name} has {prod(shape)} elements, and the files hold {have} of it: a file is missing, "
+            "is there twice, or belongs to another job"
         )
     if len(tensor.pieces) > 1 and not _apart(tensor.pieces, shape):
         raise CheckpointError(
-            f"two parts of tensor {name} fill the same elements, and others are filled by none: they are of "
-            "two jobs, or damaged"
+            f"two parts of tensor {name} fill the same elements, and other elements are not filled: the "
+            "files belong to two jobs, or are damaged"
         )
 
 

@@ -175,7 +175,7 @@ class _Rank:
         value, place = files.torch_file(path)
         states = value.get("optimizer_state_dict") if type(value) is dict else None
         if type(states) is not dict or "zero_stage" not in states:
-            raise CheckpointError(f"{path}: no states of a ZeRO optimizer: {DAMAGED}")
+            raise CheckpointError(f"{path}: not a file of ZeRO optimizer states: {DAMAGED}")
         stage, partitions = _number(states["zero_stage"]), states.get("partition_count")
         if type(partitions) is list:
             if len(set(partitions)) > 1:
@@ -207,7 +207,7 @@ class _Rank:
 def _paddings(value: Any) -> Sequence[Sequence[int]] | None:
     groups = value if type(value) is list else []
     if any(type(n) is not int or n < 0 for group in groups for n in group):
-        raise CheckpointError(f"the padding behind parameters is no number: {DAMAGED}")
+        raise CheckpointError(f"the padding behind parameters is not a number: {DAMAGED}")
     return groups or None
 
 

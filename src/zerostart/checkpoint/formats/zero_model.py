@@ -90,7 +90,7 @@ def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
     for path in by_rank(directory, _MODEL):
         value, place = files.torch_file(path)
         if type(value) is not dict or type(value.get("module")) is not dict:
-            raise CheckpointError(f"{path}: no states of a model: {DAMAGED}")
+            raise CheckpointError(f"{path}: not a file of model states: {DAMAGED}")
         _refuse_experts(value, path)
         found.append((value, place, path))
     value, place, path = found[0]
@@ -108,7 +108,7 @@ def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
     tied = dict(_pairs(value.get("shared_params") or {}))
     buffers = value.get("buffer_names") or ()
     if any(type(name) is not str for name in (*tied, *tied.values(), *buffers)):
-        raise CheckpointError(f"{path}: a tied parameter or a buffer is called by no name: {DAMAGED}")
+        raise CheckpointError(f"{path}: a tied parameter or a buffer has no name: {DAMAGED}")
     plain = set(buffers)
     if path.name.startswith("mp_rank"):
         # Whole parameters: one that nothing else names is frozen, at stage 1. At stage 3 they are empty here.
@@ -156,7 +156,7 @@ def _shapes(group: Any) -> dict[str, tuple[int, ...]]:
     pairs = list(_pairs(group))
     for name, shape in pairs:
         if type(name) is not str:
-            raise CheckpointError(f"a parameter is called by a {type(name).__name__}: {DAMAGED}")
+            raise CheckpointError(f"the name of a parameter is a {type(name).__name__}: {DAMAGED}")
         if not is_shape(shape):
             raise CheckpointError(f"the shape of parameter {shown(name)} is none: {DAMAGED}")
     return dict(pairs)

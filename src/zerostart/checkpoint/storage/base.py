@@ -79,7 +79,7 @@ class Reader(ABC):
         return  # not abstract: most have no use for it
 
     def note(self) -> str:
-        """What came up while reading, in a few words for a person."""
+        """How reading went, in a few words for a person."""
         return ""
 
 
@@ -137,7 +137,7 @@ class Storage(ABC):
 
     @abstractmethod
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
-        """What reads its bytes, on any rank that has them; one for each transfer.
+        """The reader of its bytes, on any rank that has them; a new one for each transfer.
 
         ``cold`` and ``direct`` say how the transfer is to read, see ``Residency``. A storage for which they
         mean nothing leaves them alone.
@@ -162,14 +162,14 @@ class Storage(ABC):
         return Residency(kind=self.schemes[0] if self.schemes else "", resident=None, remote=True)
 
     def identity(self, file: int) -> Hashable:
-        """What tells file number ``file`` from another under its name, and from itself once it is changed.
+        """A value that identifies file number ``file``, and changes when its contents do.
 
         None if it is not there any more. By default nothing but the length that is known.
         """
         return self.sizes[file]
 
     def kept(self, used: Iterable[int] = ()) -> Storage:
-        """What to hold on to when the load is done, to read the files ``used`` once more.
+        """What to keep after the load in order to read the files ``used`` again.
 
         It keeps nothing alive and nothing open, and knows what those files are now.
         """
@@ -179,7 +179,7 @@ class Storage(ABC):
         )
 
     def recalled(self, purpose: str) -> Storage:
-        """What ``kept`` gave, with its bytes to be had again.
+        """The storage that ``kept`` returned, readable again.
 
         Raises ReadError where they are not what they were; ``purpose`` is what the message ends with.
         """

@@ -69,7 +69,7 @@ def open_regular(path: str, kind: str) -> Iterator[tuple[HeaderBytes, int]]:
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path}: not a regular file, so it is no {kind} file")
+            raise CheckpointError(f"{path}: not a regular file, so it is not a {kind} file")
         yield _Opened(handle, path), status.st_size
     finally:
         os.close(handle)

@@ -20,25 +20,25 @@ _registered: dict[str, type[Storage]] = {}
 
 
 def register_storage(kind: type[Storage]) -> type[Storage]:
-    """Have sources with one of ``kind.schemes`` read from ``kind``, in this process; also a decorator.
+    """Register ``kind`` for sources with one of ``kind.schemes``, in this process; also a decorator.
 
     Capitals in a scheme mean nothing. Raises ConfigError for a scheme that another storage has, registered or
     installed, for what is no scheme or where there is none, and for a class without an ``at`` of its own.
     """
     given: object = kind.schemes
     if not given or isinstance(given, str):
-        raise ConfigError(f"{kind.__name__} names no schemes of URLs; set schemes, a tuple")
+        raise ConfigError(f"{kind.__name__} has no URL schemes; set schemes, a tuple of names")
     schemes = [scheme.lower() for scheme in kind.schemes]
     for scheme in schemes:
         if _SCHEME.fullmatch(scheme) is None:
             raise ConfigError(
-                f"{kind.__name__}: {scheme!r} is no scheme of a URL: a letter, then letters, digits, +, -, ."
+                f"{kind.__name__}: {scheme!r} is not a URL scheme: a letter, then letters, digits, +, -, ."
             )
         installed = _installed().get(scheme)
         if (installed and _package(installed.module) != _package(kind.__module__)) or _registered.get(
             scheme, kind
         ) is not kind:
-            raise ConfigError(f"a storage of {scheme}:// is there already; choose another scheme")
+            raise ConfigError(f"a storage of {scheme}:// is already registered; choose another scheme")
     _check_reached(kind)
     _registered.update(dict.fromkeys(schemes, kind))
     return kind

@@ -51,10 +51,13 @@ def _read(path: str) -> dict[str, Any]:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"deepspeed_config_file {path} of the launcher's configuration is no readable JSON file: {error}"
+            f"deepspeed_config_file {path} of the launcher's configuration is not a readable JSON file: "
+            f"{error}"
         ) from error
     if not isinstance(config, dict):
-        raise ConfigError(f"deepspeed_config_file {path} of the launcher's configuration holds no object")
+        raise ConfigError(
+            f"deepspeed_config_file {path} of the launcher's configuration is not a JSON object"
+        )
     return config
 
 

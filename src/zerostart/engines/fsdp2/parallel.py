@@ -124,7 +124,8 @@ class FSDP2ParallelShards:
         unit: Any = module
         unit.set_gradient_divide_factor(float(self._parallelism.mesh.world_size))
         # As a sum that is divided afterwards: gloo has no reduction with a factor, and NCCL's gives zeros in
-        # bfloat16 (pytorch #190745). One owner has nothing to reduce, and FSDP2 divides anyway.
+        # bfloat16 (pytorch #190745; read there, not run here). One owner has nothing to reduce, and FSDP2
+        # divides anyway.
         unit.set_force_sum_reduction_for_comms(not alone)
 
 

@@ -124,7 +124,7 @@ def _named_class(root: str) -> type[nn.Module]:
         import diffusers
 
         raise BuildError(
-            f"{Path(root) / CONFIG_NAME} names the class {name}, which is no model of diffusers "
+            f"{Path(root) / CONFIG_NAME} names the class {name}, which is not a model of diffusers "
             f"{diffusers.__version__}; pass model= with the class or a callable that builds it"
         )
     return kind

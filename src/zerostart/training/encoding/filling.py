@@ -161,7 +161,7 @@ def _not_finite(made: Encoded, what: str) -> str | None:
         if not bool(torch.isfinite(tensor).all()):
             settings = "vae_dtype" if "latents" in name or name == "condition" else "dtype"
             return (
-                f"{what}: its {name} is not made of finite numbers: the encoder overflows in its dtype, or "
+                f"{what}: its {name} has values that are not finite: the encoder overflows in its dtype, or "
                 f"its files are damaged; set cache.{settings} to bfloat16 or float32, or replace them"
             )
     return None

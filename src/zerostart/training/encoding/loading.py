@@ -58,7 +58,7 @@ def _looked_at(source: str) -> tuple[object, list[str]]:
     found = components(root) if root.is_dir() else None
     if found is None:
         raise ConfigError(
-            f"{root} is no pipeline of diffusers (it has no {PIPELINE_INDEX}), so that it has no encoders: "
+            f"{root} is not a diffusers pipeline (it has no {PIPELINE_INDEX}), so it has no encoders: "
             "name one in cache.source"
         )
     kind = read_json(Path(root) / PIPELINE_INDEX, "pipeline index").get("_class_name")

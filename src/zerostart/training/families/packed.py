@@ -29,7 +29,8 @@ class Packed(Family):
                 height, width = value.shape[-2:]
                 if height % 2 or width % 2:
                     raise ConfigError(
-                        f"{name} of {height} by {width} are no tokens of 2 by 2: make sides even"
+                        f"{name} of {height} by {width} cannot be cut into tokens of 2 by 2: "
+                        "make both sides even"
                     )
 
     def velocity(

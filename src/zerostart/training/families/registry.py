@@ -30,4 +30,4 @@ def family_of(transformer: str, chosen: str | None = None) -> type[Family]:
     if chosen is not None:
         return FAMILIES[chosen]
     known = ", ".join(sorted(name for family in FAMILIES.values() for name in family.classes))
-    raise ConfigError(f"{transformer} is of no family that flow-matching knows; it knows {known}")
+    raise ConfigError(f"{transformer} belongs to no family that flow-matching knows; known are {known}")

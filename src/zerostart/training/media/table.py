@@ -173,7 +173,7 @@ def _files_in(folder: Path, prompt: str | None, items: int, notes: list[str]) ->
     if passed:
         told = ", ".join(f"{len(names)} {suffix} ({names[0]})" for suffix, names in sorted(passed.items()))
         notes.append(
-            f"media.source {folder}: passed over are {told}: pictures are known by "
+            f"media.source {folder}: skipped: {told}: pictures are known by "
             f"{' '.join(IMAGE_SUFFIXES)}, "
             f"videos by {' '.join(VIDEO_SUFFIXES)}; convert them, or name them in a table"
         )

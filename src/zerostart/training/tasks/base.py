@@ -128,7 +128,7 @@ class Task(ABC):
         """
 
     def facts(self) -> dict[str, str]:
-        """By what people call them: short digests of what ``open`` has read, which all ranks have alike."""
+        """Short digests of what ``open`` has read, by readable names; the same on all ranks."""
         return {}
 
     @property
@@ -141,11 +141,11 @@ class Task(ABC):
         """All the data; collective. Raises ZerostartError."""
 
     def split(self, items: Items) -> tuple[Items, Items | None]:
-        """What of ``items`` is trained on, and what is held out, if anything. Raises ConfigError."""
+        """Split ``items`` into what is trained on and what is held out, if anything. Raises ConfigError."""
         return items, None
 
     def described(self, items: Items) -> str:
-        """How much ``items`` is, in words."""
+        """The size of ``items`` in words, for the log."""
         return f"{len(items):,} {self.examples}"
 
     def files(self) -> dict[str, str]:
@@ -157,21 +157,21 @@ class Task(ABC):
 
         Raises ConfigError for a text of which they have made nothing.
         """
-        raise ConfigError(f"samples: there are no encoders that have seen the text {text!r}")
+        raise ConfigError(f"samples: no encoders have encoded the text {text!r}")
 
     # The model.
 
     @property
     def source(self) -> str:
-        """Where the weights are, as ``zerostart.load`` takes it."""
+        """Where the weights are, as the argument ``source`` of ``zerostart.load``."""
         return self.config.model.source
 
     @abstractmethod
     def builder(self) -> type[nn.Module] | Callable[[], nn.Module] | None:
-        """The model, as ``zerostart.load`` takes it."""
+        """The model, as the argument ``model`` of ``zerostart.load``."""
 
     def begin(self, model: nn.Module) -> None:
-        """The loaded model is about to be trained; no engine has wrapped it yet. Raises ConfigError."""
+        """Called before training with the loaded model, not yet wrapped by an engine. Raises ConfigError."""
         return
 
     # Batches.
@@ -200,7 +200,7 @@ class Task(ABC):
 
     @abstractmethod
     def seen(self, batch: Batch) -> int:
-        """How much a batch is, in what ``counted`` says."""
+        """The size of a batch, in the unit that ``counted`` names."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -216,11 +216,11 @@ class Task(ABC):
         return directory
 
     def beside(self, folder: Path) -> None:
-        """Write what belongs beside the weights in ``folder``; on one rank. Raises ZerostartError."""
+        """Write files that belong beside the weights to ``folder``; on one rank. Raises ZerostartError."""
         return
 
     def finish(self, directory: Path) -> None:
-        """The model is saved: what else belongs into the output directory; on one rank.
+        """Called when the model is saved, to write what else belongs in the output directory; on one rank.
 
         Raises ZerostartError.
         """

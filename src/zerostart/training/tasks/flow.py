@@ -91,7 +91,7 @@ class FlowMatching(Task):
         """
         self.where = where = read_source(self.config.model)
         if self.config.output.pipeline and where.root is None:
-            raise ConfigError(f"output.pipeline: {where.directory} is one model, and no pipeline")
+            raise ConfigError(f"output.pipeline: {where.directory} is one model, and not a pipeline")
         family = family_of(where.config["_class_name"], self.settings.family)
         self.family = family(where.config, where.index)
         self.times = Times(self.settings, self.family, self.settings.boundaries or where.boundaries)
@@ -116,7 +116,10 @@ class FlowMatching(Task):
         if self.settings.drop_prompt:
             prompt: Any = getattr(items, "prompt", None)
             if prompt is None:
-                raise ConfigError("task.drop_prompt: these data say nothing of what stands for no text")
+                raise ConfigError(
+                    "task.drop_prompt: these data have no embeddings of an empty text, which stands for a "
+                    "dropped prompt"
+                )
             self._without = prompt("")
         self._encoded = items
         return Numbered(items)
@@ -125,7 +128,7 @@ class FlowMatching(Task):
         """What the cache has of a text alone. Raises :class:`ConfigError` where it has nothing of it."""
         prompt: Any = getattr(self._encoded, "prompt", None)
         if prompt is None:
-            raise ConfigError(f"samples: these data say nothing of the text {text!r} by itself")
+            raise ConfigError(f"samples: these data have no embeddings of the text {text!r} alone")
         found: Mapping[str, torch.Tensor] = prompt(text)
         return found
 

@@ -58,7 +58,7 @@ def read_source(model: ModelConfig) -> FlowSource:
             raise ConfigError(f"model.component {name}: the models of {root} are {', '.join(found)}")
         path = found[name]
     elif model.component is not None:
-        raise ConfigError(f"model.component: {path} is no pipeline, but one model; leave it out")
+        raise ConfigError(f"model.component: {path} is not a pipeline, but one model; leave it out")
     directory = path if path.is_dir() else path.parent
     config = read_config(directory)
     if config is None or not isinstance(config.get("_class_name"), str):
@@ -89,7 +89,7 @@ def copy_others(root: Path, component: str, directory: Path) -> None:
                 for folder, inner, names in os.walk(entry):
                     for path in (Path(folder, name) for name in inner):
                         if path.is_symlink():
-                            raise OSError(f"{path} is a link to a directory, which may have no end")
+                            raise OSError(f"{path} is a link to a directory, which may lead back to itself")
                     _copy_files(Path(folder), names, directory / Path(folder).relative_to(root))
         _replaced(root / PIPELINE_INDEX, directory / PIPELINE_INDEX, shutil.copyfile)
     except OSError as error:
@@ -109,7 +109,7 @@ def _copy_files(source: Path, names: Sequence[str], target: Path) -> None:
     for name in names:
         real, there = Path(os.path.realpath(source / name)), target / name
         if not real.is_file():
-            raise OSError(f"{source / name} is no regular file")
+            raise OSError(f"{source / name} is not a regular file")
         if there.is_symlink() or not there.exists() or not there.samefile(real):
             _replaced(real, there, _link)
 

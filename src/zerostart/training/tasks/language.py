@@ -277,7 +277,7 @@ def _read_settings(source: str, trusted: bool) -> Any:
     except (OSError, ValueError) as error:
         if not trusted and _runs_code(directory / "config.json"):
             raise ConfigError(_REMOTE.format(directory=directory, what="model")) from error
-        raise CheckpointError(f"{directory}: no readable model configuration: {error}") from error
+        raise CheckpointError(f"{directory}: not a readable model configuration: {error}") from error
 
 
 def _load_tokenizer(source: str, trusted: bool) -> Any:
