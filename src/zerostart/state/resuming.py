@@ -42,7 +42,6 @@ from zerostart.transfer.strategy import execute_together
 from zerostart.transfer.tuning import tune
 from zerostart.upstream import deepspeed_state as deepspeed
 from zerostart.upstream import deepspeed_steps
-from zerostart.upstream.stepped import watch_steps
 
 __all__ = ["load_state", "planned_reads"]
 
@@ -74,8 +73,8 @@ def load_state(
         finish_last(world, place)
         saved = opened(place, world)
         with world.phase("looking at what is restored"):
-            watch_steps()
             training = training_of(model, optimizer, world)
+            training.watch()
             check_restorable(training.places)
             _check_names(training, saved)
             if stepped:
