@@ -126,6 +126,7 @@ def _remove(handle: RemovableHandle) -> None:
 
 _all_steps = Held(_enter)
 
+
 def _adopt(stack: ExitStack) -> None:
     _all_steps.open()
     stack.callback(_all_steps.close)
