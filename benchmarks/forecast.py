@@ -48,6 +48,8 @@ class Cell:
     bf16: bool = True
     masters: bool = True
     exchange: bool | None = None
+    #: As `zerostart train` has `model.dtype: bfloat16` on FSDP2: shards in fp32, which are the masters.
+    as_trained: bool = False
 
     def config(self) -> dict[str, Any] | None:
         """The ``engine_config``, which has objects of torch for FSDP2."""
@@ -57,7 +59,8 @@ class Cell:
 
             made = dict(self.fsdp)
             if made.pop("computes_in_bf16", False):
-                made["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+                reduced = torch.float32 if self.as_trained else None
+                made["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
             if made.pop("offloaded", False):
                 made["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
             return made
@@ -78,7 +81,7 @@ class Cell:
             "engine": self.engine,
             "zero_stage": self.stage,
             "engine_config": self.config(),
-            "dtype": torch.bfloat16 if casts else None,
+            "dtype": torch.float32 if self.as_trained else torch.bfloat16 if casts else None,
             "exchange": self.exchange,
         }
 
@@ -123,6 +126,7 @@ CELLS: dict[str, Cell] = {
     "fsdp2-bf16-4": Cell("bf16", 4, "fsdp2"),
     "fsdp2-fp32-2": Cell("fp32", 2, "fsdp2", bf16=False),
     "fsdp2-masters-2": Cell("fp32", 2, "fsdp2", fsdp={"computes_in_bf16": True}),
+    "fsdp2-trained-2": Cell("bf16", 2, "fsdp2", fsdp={"computes_in_bf16": True}, as_trained=True),
     "fsdp2-sgd-2": Cell("bf16", 2, "fsdp2", optimizer="sgd"),
     "fsdp2-offload-2": Cell("bf16", 2, "fsdp2", fsdp={"offloaded": True}),
     "fsdp2-replicas-4": Cell("bf16", 4, "fsdp2", fsdp={"replicate": 2}),

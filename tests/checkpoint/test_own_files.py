@@ -32,7 +32,7 @@ from ranks import run_ranks
 from syscalls import Calls
 from zerostart.checkpoint import folders
 from zerostart.checkpoint.source import open_catalog
-from zerostart.errors import WriteError
+from zerostart.errors import CheckpointError, WriteError
 from zerostart.state.export import export
 from zerostart.state.keeping import complete, prune
 from zerostart.state.publishing import publishing
@@ -299,6 +299,38 @@ def test_what_a_kill_leaves_goes_with_a_save_beside_it(tmp_path: Path) -> None:
             assert not (tmp_path / place / ".zerostart").exists()
             assert value_of(tmp_path / "checkpoint-5", "state") == 1.0
     assert (tmp_path / "others").stat().st_mtime == 1
+
+
+def test_a_reader_finishes_a_save_that_was_killed_after_its_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would read new weights with the old configuration; where it may not write, it says so."""
+
+    def values() -> tuple[float | None, float]:
+        return value_of(path, "model"), json.loads((path / "config.json").read_text())["value"]
+
+    calls, path = Calls(), tmp_path / "out"
+    save_model(path, 1.0)
+    with calls.watched():
+        save_model(path, 1.0)
+    for at in (at for at, name in enumerate(calls.names) if name == "replace"):
+        with Calls().watched(chosen=at):
+            save_model(path, 3.0)
+        if values() == (3.0, 1.0):
+            break
+        save_model(path, 1.0)
+    assert values() == (3.0, 1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(folders.Folder, "replace", denied)
+        with pytest.raises(CheckpointError, match=r"config\.json is that of an earlier checkpoint"):
+            open_catalog(path)
+    open_catalog(path)
+    assert values() == (3.0, 3.0)
+    assert not (path / ".zerostart").exists()
+
+
+def denied(*_: object, **__: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 def test_a_save_that_goes_on_is_not_taken_for_one_that_was_killed(tmp_path: Path) -> None:

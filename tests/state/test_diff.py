@@ -206,3 +206,13 @@ def test_live_models(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
         else:
             assert one.same, (name, str(one))
             assert set(one.equal) == expected, name
+
+
+def test_a_folder_of_somebodys_own_in_a_state_is_none_of_it(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    zerostart.save_state(tmp_path / "a", model)
+    zerostart.save_state(tmp_path / "b", model)
+    made(tmp_path / "a" / "own", a_few())
+    found = zerostart.diff(tmp_path / "a", tmp_path / "b")
+    assert not found.only_a
+    assert "model/weight" in found.equal

@@ -101,7 +101,9 @@ def test_many_parameters_are_saved_and_loaded(tmp_path: Path) -> None:
     zerostart.verify(tmp_path / "state")
 
 
-def test_gradients_that_a_step_has_taken_are_not_added_again(tmp_path: Path) -> None:
+def test_gradients_that_a_step_has_taken_are_not_added_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(2, 2)
         nn.init.constant_(model.weight, 1.0)
@@ -124,6 +126,26 @@ def test_gradients_that_a_step_has_taken_are_not_added_again(tmp_path: Path) -> 
         zerostart.load_state(tmp_path / name, other, resumed)
         grad = next(other.parameters()).grad
         assert count == (0 if grad is None else grad[0, 0].item()), name
+    assert "did not know" not in caplog.text
+    marker = tmp_path / "window" / "state.json"  # as of the version before, which saved them always
+    marker.write_text(json.dumps({k: v for k, v in json.loads(marker.read_text()).items() if k != "seal"}))
+    zerostart.load_state(tmp_path / "window", *made())
+    assert "did not know whether a step had taken them" in caplog.text
+
+
+def test_another_dtype_than_it_was_trained_in_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a run on FSDP2 has it that was saved in bfloat16, before its weights were held in fp32."""
+
+    def made(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2, dtype=dtype)
+        return model, torch.optim.AdamW(model.parameters())
+
+    zerostart.save_state(tmp_path / "state", *made(torch.bfloat16))
+    for dtype, told in ((torch.bfloat16, False), (torch.float32, True)):
+        zerostart.load_state(tmp_path / "state", *made(dtype))
+        assert ("was trained in torch.bfloat16, and is in torch.float32 now" in caplog.text) is told
 
 
 def test_a_wrong_generation_configuration_does_not_stop_a_state(

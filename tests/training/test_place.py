@@ -16,7 +16,7 @@ from zerostart.errors import ConfigError, WriteError
 from zerostart.state.keeping import complete
 from zerostart.state.values import encoded
 from zerostart.training.configuring import parse_config
-from zerostart.training.place import claimed, clear, counts, set_aside
+from zerostart.training.place import claimed, clear, counts, set_aside, standing
 
 __all__ = ["values"]
 
@@ -72,19 +72,23 @@ def test_what_another_run_made_goes_and_nothing_else(tmp_path):
         path.mkdir(parents=True, exist_ok=True)
         (path / "weights").touch()
         (path / "zerostart.json").write_text(json.dumps({"format": 1, "files": {"weights": {"bytes": 0}}}))
+    (folder / "log").write_text("another process appends")
+    before = {path: path.stat() for path in (folder, *folder.rglob("*"))}
     with set_aside(tmp_path, None, ALONE):
-        (aside,) = tmp_path.glob(".checkpoints.replaced.*")
-        assert not folder.exists()
-        assert (aside / "step-00000001" / "state.json").is_file()
-    checkpoint(folder, "step-00000009", 2)  # of an older zerostart, say
+        assert standing(tmp_path) == []
+        assert {path: path.stat() for path in (folder, *folder.rglob("*"))} == before
+    assert standing(tmp_path) == []  # killed here
+    later = checkpoint(folder, "step-00000009", 2)  # of an older zerostart, say
+    assert standing(tmp_path) == [later]
     with set_aside(tmp_path, None, ALONE):
-        assert not folder.exists()
+        assert standing(tmp_path) == []
         clear(tmp_path, None)
-    assert sorted(path.name for path in folder.iterdir()) == ["by-hand", "mine"]
+    assert sorted(path.name for path in folder.iterdir()) == ["by-hand", "log", "mine"]
     assert all(path.is_dir() for path in own)
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
         [
             "checkpoints",
+            "log",
             "by-hand",
             "state.json",
             "weights",
@@ -117,9 +121,23 @@ def test_a_run_that_fails_before_it_begins_puts_checkpoints_back(tmp_path):
     folder = tmp_path / "checkpoints"
     first = checkpoint(folder, "step-00000001", 1)
     with pytest.raises(FileNotFoundError), set_aside(tmp_path, None, ALONE):
-        first.stat()  # set aside, and here a mistake in the configuration
+        (first / "missing").stat()  # set aside, and here a mistake in the configuration
     assert list(tmp_path.iterdir()) == [folder]
-    assert list(folder.iterdir()) == [first]
+    assert standing(tmp_path) == [first]
+    with set_aside(tmp_path, None, ALONE):
+        pass  # killed
+    second = checkpoint(folder, "step-00000002", 2)
+    with pytest.raises(FileNotFoundError), set_aside(tmp_path, None, ALONE):
+        (first / "missing").stat()
+    assert standing(tmp_path) == [second]
+    note = tmp_path / ".checkpoints.replaced"
+    (tmp_path / "state.json").write_text((second / "state.json").read_text())
+    for made_up in ("[]", "{", '{"..": 2, "step-00000002/../..": 2, "step-00000002": null}'):
+        note.write_text(made_up)
+        assert standing(tmp_path) == [first, second]
+        clear(tmp_path, second)
+    assert (tmp_path / "state.json").is_file()
+    assert standing(tmp_path) == [first, second]
 
 
 def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, monkeypatch):
@@ -153,17 +171,16 @@ def test_files_of_others_stay_wherever_they_are(tmp_path):
     save_model(tmp_path / "exports" / "step-1", 1.0)
     with set_aside(tmp_path, None, ALONE):
         clear(tmp_path, None)
-    (aside,) = tmp_path.glob(".checkpoints.replaced.*")
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {
         *(str((place / "notes").relative_to(tmp_path)) for place in (*places, tmp_path / "ema")),
-        f"{aside.name}/{damaged.name}/state.json",
-        f"{aside.name}/{damaged.name}/weights",
+        f"checkpoints/{damaged.name}/state.json",
+        f"checkpoints/{damaged.name}/weights",
     }
     assert (tmp_path / "samples" / ".git").is_dir()
     assert (folder / ".cache").is_dir()
-    again = checkpoint(folder, "step-00000004", 4)
-    clear(tmp_path, checkpoint(folder, "step-00000003", 3))
+    again = checkpoint(folder, "step-00000005", 5)
+    clear(tmp_path, checkpoint(folder, "step-00000004", 4))
     assert not again.exists()
 
 

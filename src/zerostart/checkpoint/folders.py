@@ -23,6 +23,8 @@ Identity = list[int]
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+#: The mode of a file that keeps a name for another, where a file cannot have two names.
+_RESERVED = 0o600
 #: Seconds to wait for another save into the same directory, which is busy with names alone.
 _PATIENCE = 60.0
 
@@ -100,10 +102,20 @@ class Folder:
                     raise
                 # The name is ours from here on, and the file follows.
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                os.close(os.open(end, flags, 0o600, dir_fd=new))
+                os.close(os.open(end, flags, _RESERVED, dir_fd=new))
                 os.replace(begin, end, src_dir_fd=old, dst_dir_fd=new)
             else:
                 os.unlink(begin, dir_fd=old)
+
+    def is_reserved(self, name: str) -> bool:
+        """Whether a name has an empty file that ``put`` was killed over, and nobody has used since."""
+        try:
+            with self.parent(name) as (handle, last):
+                found = os.stat(last, dir_fd=handle, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        regular = stat.S_ISREG(found.st_mode) and stat.S_IMODE(found.st_mode) == _RESERVED
+        return regular and found.st_size == 0 and found.st_uid == os.geteuid()
 
     def replace(self, source: str, name: str) -> None:
         """Give a file a name that another one, or a link, may have, in one step."""

@@ -24,7 +24,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from zerostart.checkpoint.durable import sync, sync_handle, write_whole
@@ -37,14 +37,16 @@ from zerostart.checkpoint.manifest import (
     SAVED_AT,
     contents_of,
     current,
+    documents,
     grouped,
     is_foreign,
+    lies_at,
 )
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.switching import Plan, finish, planned, settle, switch
-from zerostart.errors import WriteError, ZerostartError
+from zerostart.checkpoint.switching import CONTENT, Plan, finish, planned, settle, switch
+from zerostart.errors import CheckpointError, VerifyError, WriteError, ZerostartError
 
-__all__ = ["Staging", "remove", "told"]
+__all__ = ["Staging", "finish_switched", "remove", "told"]
 
 _LOCK = re.compile(r"(?P<token>[0-9a-f]{12})\.lock")
 #: A list of more bytes is none that a save has written.
@@ -155,13 +157,13 @@ class Staging:
         assert folder is not None, "not yet discarded"
         with told(self.path, state):
             plan = planned(folder, self._token, self._marker, self._by_document, key, document)
-            if self._marker:
-                data = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
-                write_whole(self.directory / self._marker, data, self.directory / f".{self._marker}.part")
             plan.folders = _above([*plan.puts.values(), *plan.deliver, plan.switch])
             plan.folders = [name for name in plan.folders if folder.identity(name) is None]
             _note(self._lock, dataclasses.asdict(plan))
             self._plan = plan
+            if self._marker:  # once it is noted of what: that of another content is given its name at a kill
+                data = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+                write_whole(self.directory / self._marker, data, self.directory / f".{self._marker}.part")
             for name in plan.folders:
                 folder.make(name)
             switch(folder, self._staged, plan)
@@ -291,9 +293,39 @@ def _clear(path: Path) -> None:
                     _clear_one(Folder(place, follow=False))
 
 
-def _clear_one(folder: Folder) -> None:
+def finish_switched(path: Path) -> None:
+    """Before a reader: finish what a save had left to do in ``path`` when it was killed after its switch.
+
+    That a save is about to do so by itself is waited for. Raises CheckpointError where a configuration is
+    still that of the checkpoint before, and cannot be replaced from here.
+    """
+    if not os.path.lexists(path / HIDDEN) or not _unnamed(path):
+        return
+    with contextlib.suppress(OSError, ZerostartError):
+        _clear_one(Folder(path), wait=True)
+    if left := _unnamed(path):
+        raise CheckpointError(
+            f"{path / left[0]} is that of an earlier checkpoint: the save of the weights that are there was "
+            "killed before it had replaced it, which cannot be done from here; save again where this is "
+            "allowed, or beside it"
+        )
+
+
+def _unnamed(path: Path) -> list[str]:
+    """What says how weights are to be read that are there already, and lies with the save still."""
+    with contextlib.suppress(VerifyError):
+        return [
+            name
+            for document in documents(path)
+            for name in document["files"]
+            if PurePosixPath(name).name in CONTENT and lies_at(path, document, name) != path / name
+        ]
+    return []
+
+
+def _clear_one(folder: Folder, wait: bool = False) -> None:
     made = False
-    with contextlib.closing(folder), folder.alone(wait=False) as mine:
+    with contextlib.closing(folder), folder.alone(wait) as mine:
         found = folder.path.stat()
         for entry in sorted((folder.path / HIDDEN).iterdir()) if mine else ():
             if not (match := _LOCK.fullmatch(entry.name)):

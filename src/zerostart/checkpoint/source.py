@@ -30,6 +30,7 @@ from zerostart.checkpoint.manifest import (
 )
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.pending import wait_for
+from zerostart.checkpoint.publishing import finish_switched
 from zerostart.checkpoint.recognising import OTHER_FORMATS
 from zerostart.checkpoint.storage import Storage, storage_at
 from zerostart.checkpoint.storage.files import FileState
@@ -116,6 +117,9 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     if isinstance(source, Files):
         return replace(_catalog(Path(), [Path(path) for path in source.paths], wanted=None), root="")
     path = resolve_source(source)
+    if path.is_dir():
+        for place in (path, path.parent):  # a state's model lies in a folder of its own
+            finish_switched(place)
     if path.is_dir() and _is_saved_state(path):
         return open_saved_state(path, [_MODEL])[1][0]
     found = components(path) if path.is_dir() else None
@@ -155,6 +159,7 @@ def open_saved_state(
     Of the files that the document names, whatever else lies there. ``read`` gives the document, and may raise
     for one that it does not take. Raises as ``open_catalog`` does.
     """
+    finish_switched(path)
     for _ in range(_TRIES):
         document = read(path)
         try:

@@ -28,10 +28,10 @@ from zerostart.checkpoint.manifest import (
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.errors import ZerostartError
 
-__all__ = ["Plan", "finish", "planned", "settle", "switch"]
+__all__ = ["CONTENT", "Plan", "finish", "planned", "settle", "switch"]
 
 #: What says how weights are to be read, and is theirs; other files beside them may be a script's own.
-_CONTENT = ("config.json", "adapter_config.json")
+CONTENT = ("config.json", "adapter_config.json")
 
 
 @dataclass
@@ -41,7 +41,8 @@ class Plan:
     ``switch`` is the staged file by which readers go from then on, ``over`` the single file that has to be
     gone for that. ``puts`` are weights, staged and new names; ``made`` has what tells these, ``drop`` what
     tells the old ones. ``deliver`` is what gets its name after the switch: where nothing is (None), or in the
-    place of what is told so. ``folders`` go where nothing is in them.
+    place of what is told so; what is also ``made`` gets it before, so that no weights are there without their
+    configuration. ``folders`` go where nothing is in them.
     """
 
     marker: str
@@ -160,11 +161,13 @@ class _Planner:
             found = self._folder.sha256(name)
             same = found is not None and found == self.files[name].get("sha256")
             ours = any(one["files"].get(name, {}).get("sha256", "") == found for one in self._known)
-            if not ours and PurePosixPath(name).name not in _CONTENT:
+            if not ours and PurePosixPath(name).name not in CONTENT:
                 del self.files[name]
                 return
         if not same:
             self.plan.deliver[name] = there
+        if there is None and PurePosixPath(name).name in CONTENT:
+            self.plan.made[name] = self._identity(name)
 
     def replace_all(self, names: Sequence[str]) -> None:
         """Have files of a cache get their names after its document, by which they are found until then."""
@@ -247,6 +250,9 @@ def switch(folder: Folder, staged: str, plan: Plan) -> None:
     """Give weights their names, and make the one step that readers see. Raises OSError."""
     for name, new in plan.puts.items():
         folder.put(staged + name, new)
+    for name in plan.deliver.keys() & plan.made.keys():
+        with contextlib.suppress(FileExistsError):  # somebody has just put something there
+            folder.put(staged + name, name)
     for new in {PurePosixPath(new).parent: new for new in (*plan.puts.values(), plan.switch)}.values():
         folder.sync(new)
     folder.replace(staged + plan.switch, plan.switch)
@@ -268,7 +274,7 @@ def finish(folder: Folder, staged: str, plan: Plan) -> None:
                 folder.remove(staged + name)
             elif there is None and known is None:
                 folder.put(staged + name, name)
-            elif there == known:
+            elif there == known or (known is None and folder.is_reserved(name)):
                 folder.replace(staged + name, name)
         if folder.identity(name) != own:  # somebody has just put something there
             lost.append(name)
@@ -301,7 +307,7 @@ def settle(folder: Folder, staged: str, plan: Plan) -> bool:
             named = {name for document in documents(folder.path) for name in document["files"]}
         for name, known in plan.made.items():
             if name not in named:
-                folder.remove(name, known)
+                folder.remove(name, None if folder.is_reserved(name) else known)
     for name in sorted(plan.folders, reverse=True):
         folder.remove_empty(name)
     return done

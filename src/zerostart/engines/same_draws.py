@@ -19,7 +19,11 @@ __all__ = ["share_draws"]
 
 
 def share_draws(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Have each forward of ``model`` in training begin, on all ranks of ``group``, as on its first."""
+    """Have each forward of ``model`` in training begin, on all ranks of ``group``, as on its first.
+
+    A forward needs all these ranks anyway, for what they share; one in evaluation draws nothing, and waits
+    for nobody here.
+    """
 
     # A function, and no partial: a copy of the model copies what that has, and no group can be copied.
     def begin(module: nn.Module, _: Any) -> None:

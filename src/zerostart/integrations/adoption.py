@@ -42,7 +42,7 @@ from zerostart.upstream import transformers_loading as loading_parts
 from zerostart.upstream.accelerate import join_ranks
 from zerostart.upstream.deepspeed_saving import Consolidation
 from zerostart.upstream.saving_calls import SavingCalls
-from zerostart.upstream.stepped import watch_steps
+from zerostart.upstream.stepped import adopted_steps
 from zerostart.upstream.transformers_distributed import Noting
 
 __all__ = ["disable", "enable", "enabled"]
@@ -59,9 +59,8 @@ def enable(settings: EnabledArguments) -> None:
     Raises ConfigError for an engine or a stage that is not known, and settings without an engine.
     """
     _check(settings)
-    watch_steps()
     with contextlib.ExitStack() as stack:
-        for override in _overrides:
+        for override in (*_overrides, adopted_steps):
             override.open()
             stack.callback(override.close)
         _stack.append(settings)
@@ -76,7 +75,7 @@ def disable() -> None:
     if not _stack:
         raise ConfigError("zerostart is not enabled; call zerostart.enable() before zerostart.disable()")
     _stack.pop()
-    for override in _overrides:
+    for override in (*_overrides, adopted_steps):
         override.close()
 
 

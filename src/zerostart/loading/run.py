@@ -31,7 +31,7 @@ from zerostart.recipe import Recipe
 from zerostart.transfer import PeakMeter, Tuning
 from zerostart.transfer.page_locked import release_locked
 from zerostart.transfer.strategy import ReadDemand, TransferStats, agree_on_strategy
-from zerostart.upstream.stepped import watch_steps
+from zerostart.upstream.stepped import watch_model
 
 __all__ = ["rehearse", "run"]
 
@@ -69,7 +69,6 @@ class _Load:
     then: Callable[[nn.Module], None] | None = None
 
     def __post_init__(self) -> None:
-        watch_steps()
         self.clock = Clock()
 
     @property
@@ -103,6 +102,8 @@ class _Load:
             report = replace(self._report(known, moved, meter), tier=residence)
             record = self._record(known, placements, report)
             keep(known.built.model, record)
+            if not self.played:
+                watch_model(known.built.model)
             if self.then is not None:
                 self.then(known.built.model)
         return known.built.model, record, shards

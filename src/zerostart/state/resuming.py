@@ -7,6 +7,8 @@ import os
 import random
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,23 +16,30 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.finding import state_in, tell_of_newer
+from zerostart.checkpoint.manifest import SAVED_AT
+from zerostart.checkpoint.source import open_saved_state
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name, whole_shard
-from zerostart.errors import CheckpointError, ConfigError, CoverageError
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError
 from zerostart.layout import Layout, dimension_shard, replicated
+from zerostart.loading.source import open_source
 from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, Target
 from zerostart.state.background import finish_last
-from zerostart.state.foreign import OTHERS
+from zerostart.state.document import read_document
+from zerostart.state.foreign import OTHERS, foreign_state
+from zerostart.state.linking import check_unchanged
 from zerostart.state.local_states import LOCAL, check_local, restored_local
-from zerostart.state.opening import Saved, opened
 from zerostart.state.optimizer_own import check_own, restore_own
 from zerostart.state.optimizing import Kept, gradient_of, masters_of, restore_groups, restored_moments
 from zerostart.state.publishing import agreed_place
 from zerostart.state.random_states import random_rows, set_random_rows
 from zerostart.state.rules import check_rule
 from zerostart.state.training_state import (
+    MARKER,
     MODEL,
+    STATE,
     Training,
     check_restorable,
     placed_gradients,
@@ -42,7 +51,6 @@ from zerostart.transfer.strategy import execute_together
 from zerostart.transfer.tuning import tune
 from zerostart.upstream import deepspeed_state as deepspeed
 from zerostart.upstream import deepspeed_steps
-from zerostart.upstream.stepped import watch_steps
 
 __all__ = ["load_state", "planned_reads"]
 
@@ -52,6 +60,59 @@ logger = logging.getLogger("zerostart")
 _Wanted = tuple[str, Layout, torch.Tensor]
 #: What tensors of the state are kept for, in the first part of their names; other ones are whole.
 _OF_PARAMETERS = frozenset({"master", "optimizer", "gradient", "random", LOCAL})
+#: accelerate's and the Trainer's files of an optimizer that one rank has gathered.
+_WHOLE_OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint: its document, and the catalogs of its two folders."""
+
+    path: Path
+    document: dict[str, Any]
+    model: Catalog
+    state: Catalog
+
+    @property
+    def stored(self) -> dict[str, str]:
+        """The dtype of each tensor, those of the model as ``model/NAME``."""
+        found = {name: entry.dtype for name, entry in self.state.weights.items()}
+        return found | {f"{MODEL}/{name}": entry.dtype for name, entry in self.model.weights.items()}
+
+
+def opened(path: Path, world: World) -> Saved:
+    """The training state at ``path``, which rank 0 finds, on every rank; collective.
+
+    Raises CheckpointNotFoundError where there is none, and CheckpointError for a damaged one.
+    """
+    found = world.broadcast_object(lambda: _described(path), "reading the checkpoint's document")
+    return replace(found, model=open_source(found.model, world), state=open_source(found.state, world))
+
+
+def _described(path: Path) -> Saved:
+    """The training state at ``path``, or in what accelerate or the Trainer has made there."""
+    own = state_in(path)
+    if own is None:
+        foreign = foreign_state(path)
+        if foreign is not None:
+            return Saved(path, *foreign)
+        for name in _WHOLE_OPTIMIZERS:
+            if (path / name).is_file():
+                raise CheckpointNotFoundError(
+                    f"{path / name} has the optimizer of all ranks in one pickle, which is not read in "
+                    "parts: resume once by what has saved it, and save by zerostart.save_state, or by "
+                    "accelerate with fsdp_state_dict_type: SHARDED_STATE_DICT; the weights alone can be "
+                    "loaded (zerostart.load)"
+                )
+        raise CheckpointNotFoundError(
+            f"{path} is not a complete training checkpoint: {MARKER} is not there, which "
+            "zerostart.save_state writes last"
+        )
+    tell_of_newer(path, own)
+    path = own
+    document, (weights, state) = open_saved_state(path, (MODEL, STATE), read_document)
+    check_unchanged(path, MODEL, document.get(SAVED_AT))
+    return Saved(path, document, weights, state)
 
 
 def load_state(
@@ -74,13 +135,15 @@ def load_state(
         finish_last(world, place)
         saved = opened(place, world)
         with world.phase("looking at what is restored"):
-            watch_steps()
             training = training_of(model, optimizer, world)
+            training.watch()
             check_restorable(training.places)
             _check_names(training, saved)
             if stepped:
                 _check_optimizers(training, saved, world)
             wanted = [*_parameters(training, saved, world), *_beside(beside, saved)]
+            if stepped and world.rank == 0:
+                _tell_of_dtypes(training, saved)
         extra, rows = _extra(saved), _random_rows(saved) if stepped else {}
         with torch.no_grad(), world.phase("planning what is restored"):
             wanted += _masters(training, saved)
@@ -174,6 +237,30 @@ def _parameters(training: Training, saved: Saved, world: World) -> list[_Wanted]
         shard = whole_shard(name, buffer, world)
         wanted.append((f"{MODEL}/{name}", shard.layout, shard.storage))
     return wanted
+
+
+def _tell_of_dtypes(training: Training, saved: Saved) -> None:
+    """Say so where what is stepped has another dtype than it was saved in, and is rounded at other steps."""
+    shards, left_out, stored = training.places.shards, saved.document["left_out"], saved.stored
+    other = {
+        name: (before, now)
+        for name in training.parameters.keys() - left_out
+        for now in [shards[name].storage.dtype]
+        for before in [dtype_of(stored[_source(name, now, saved)])]
+        if before != now
+    }
+    if other:
+        name = min(other)
+        before, now = other[name]
+        logger.warning(
+            "%s was trained in %s, and is in %s now (%s, with %d more): it goes on in that, and otherwise "
+            "than the run that saved it would have",
+            saved.path,
+            before,
+            now,
+            name,
+            len(other) - 1,
+        )
 
 
 def _beside(beside: Sequence[Kept], saved: Saved) -> list[_Wanted]:
@@ -277,6 +364,12 @@ def _gradients(training: Training, saved: Saved) -> list[Kept]:
                 "engine cannot end: resume with the same one, or save after optimizer.step() and zero_grad()"
             )
         return list(placed_gradients(training, room))
+    if having and "seal" not in saved.document and current_world().rank == 0:
+        logger.warning(
+            "%s has gradients, to be added to, and is of a version that did not know whether a step had "
+            "taken them: if it was saved between step() and zero_grad(), call zero_grad() after this",
+            saved.path,
+        )
     kept = []
     for name, parameter in training.parameters.items():
         parameter.grad = None

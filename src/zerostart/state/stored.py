@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import PurePosixPath
 from types import TracebackType
 
 import torch
@@ -53,9 +54,9 @@ def catalogs_at(source: str | os.PathLike[str], model_alone: bool) -> list[tuple
     if path.is_dir() and is_state(path):
         if model_alone:
             return [("", open_saved_state(path, [MODEL])[1][0])]
-        folders = sorted(
-            entry.name for entry in path.iterdir() if entry.is_dir() and any(entry.glob("*.safetensors"))
-        )
+        document = manifest.current(path, manifest.STATE_MARKER) or {}
+        files = [PurePosixPath(name) for name in document.get("files", ()) if name.endswith(".safetensors")]
+        folders = sorted({str(file.parent) for file in files})
         catalogs = open_saved_state(path, folders)[1]
         return [(f"{folder}/", catalog) for folder, catalog in zip(folders, catalogs, strict=True)]
     found = components(path) if path.is_dir() else None

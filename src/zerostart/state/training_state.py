@@ -34,7 +34,7 @@ from zerostart.state.values import encoded_whole
 from zerostart.state.writing import Entry, Outgoing, plain
 from zerostart.upstream import deepspeed_state as deepspeed
 from zerostart.upstream import deepspeed_steps
-from zerostart.upstream.stepped import Stepped, has_taken, is_watching, plain_steps, watch_steps
+from zerostart.upstream.stepped import Stepped, has_taken, plain_steps, watch_steps
 from zerostart.upstream.torch_fsdp2 import has_unreduced
 
 __all__ = [
@@ -79,6 +79,10 @@ class Training:
             for name in [self.places.name_of(step.tensor)]
             for parameter in [self.places.parameters[name]]
         }
+
+    def watch(self) -> bool:
+        """Have the gradients know which of torch's steps has taken them; whether they did before."""
+        return self.engine is not None or watch_steps({step.optimizer for step in self.steps})
 
     @property
     def scheduler(self) -> Any:
@@ -141,9 +145,8 @@ def collected(
     ``beside`` are further tensors that are kept for parameters. Raises ConfigError for what has no place in a
     checkpoint.
     """
-    known = is_watching()
-    watch_steps()
     training = training_of(model, optimizer, world)
+    known = training.watch()
     places = training.places
     check_restorable(places)
     _tell_of_gradients(training, known, world)
@@ -193,7 +196,8 @@ def _tell_of_gradients(training: Training, known: bool, world: World) -> None:
     if not known and world.rank == 0 and training.engine is None and _has_gradients(training):
         logger.warning(
             "gradients are saved with the state, and a resumed run adds to them. If an optimizer step has "
-            "already used them, call zero_grad() before saving: zerostart has not seen the steps so far"
+            "already used them, call zero_grad() before saving: steps before the first save of this optimizer "
+            "are not seen"
         )
 
 

@@ -23,7 +23,7 @@ from zerostart.state.resuming import load_state
 from zerostart.state.values import decoded
 from zerostart.training.config import CheckpointConfig, TrainConfig
 from zerostart.training.course import ACCEPTED, DATA, departures
-from zerostart.training.place import FOLDER, counts, of_a_run
+from zerostart.training.place import FOLDER, counts, of_a_run, standing
 from zerostart.training.schedule import reschedule
 from zerostart.training.session import Session
 
@@ -59,7 +59,7 @@ def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
         if config.resume is None:
             return None
         if config.resume.path == "auto":
-            return next(reversed(complete(directory / FOLDER, counts)), None)
+            return next(reversed(standing(directory)), None)
         path = expanded(config.resume.path).absolute()
         if path not in complete(path.parent):
             raise ConfigError(f"resume: {path} is not a complete checkpoint; write auto for the newest one")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import json
 import math
 import os
 import re
@@ -13,14 +13,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.durable import sync_directory
+from zerostart.checkpoint.durable import sync_directory, write_whole
 from zerostart.checkpoint.manifest import MARKER as MODEL_MARKER
+from zerostart.checkpoint.manifest import is_inside, saved_at
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.publishing import remove
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.distributed.world import World
-from zerostart.errors import CheckpointError, ConfigError, VerifyError, WriteError
+from zerostart.errors import (
+    CheckpointError,
+    ConfigError,
+    ReadError,
+    VerifyError,
+    WriteError,
+    ZerostartError,
+)
 from zerostart.state.keeping import complete
 from zerostart.state.training_state import MARKER
 from zerostart.state.values import decoded
@@ -32,11 +40,11 @@ from zerostart.training.locks import hold
 from zerostart.training.samples.files import clear_drawn
 from zerostart.training.samples.sampler import FOLDER as SAMPLES
 
-__all__ = ["FOLDER", "METRICS", "claimed", "clear", "counts", "of_a_run", "set_aside"]
+__all__ = ["FOLDER", "METRICS", "claimed", "clear", "counts", "of_a_run", "set_aside", "standing"]
 
 #: In the output directory: the checkpoints, and what a run writes first.
 FOLDER, METRICS = "checkpoints", "metrics.jsonl"
-_LOCK, _ASIDE = ".run.lock", re.compile(rf"\.{FOLDER}\.replaced\.\d+")
+_LOCK, _NOTE = ".run.lock", f".{FOLDER}.replaced"
 #: What a save of an earlier version has left that was killed.
 _LEFT = re.compile(r"\.step-\d{8}\.[0-9a-f]{12}\.saving")
 _STEP = re.compile(r"step-\d{8}")
@@ -76,7 +84,7 @@ def claimed(config: TrainConfig, world: World) -> Iterator[Path]:
 
 def _is_free(name: str) -> bool:
     """Whether a directory with an entry of this name in it is as good as empty."""
-    return name == _LOCK or bool(_ASIDE.fullmatch(name)) or is_of_cache(name)
+    return name in (_LOCK, _NOTE) or is_of_cache(name)
 
 
 def _check_source(source: str, directory: Path) -> None:
@@ -119,32 +127,60 @@ def _goes_on(config: TrainConfig, directory: Path) -> bool:
 
 @contextmanager
 def set_aside(directory: Path, resumed: Path | None, world: World) -> Iterator[None]:
-    """Have nobody find the checkpoints of an earlier run any more, in one step and before anything else.
+    """Have no run go on from an earlier one's checkpoints any more, in one step and before anything else.
 
-    They are removed by ``clear``; a run that fails before that puts them back. Where the run goes on from one
-    of them, ``resumed``, all stay. Collective. Raises WriteError.
+    A note of them says so; they are removed by ``clear``, and a run that fails before that takes the note
+    back. Where the run goes on from one of them, ``resumed``, all stay. Collective. Raises WriteError.
     """
-    folder = directory / FOLDER
+    note, folder = directory / _NOTE, directory / FOLDER
 
-    def rename() -> Path | None:
-        if _is_own(resumed, folder) or not folder.is_dir() or not any(folder.iterdir()):
-            return None
-        free = (directory / f".{FOLDER}.replaced.{number}" for number in itertools.count())
+    def write() -> tuple[bool, bytes | None]:
+        there = {} if _is_own(resumed, folder) else {p.name: _saved(p) for p in complete(folder, of_a_run)}
+        if not there:
+            return False, None
         try:
-            aside = folder.rename(next(path for path in free if not path.exists()))
+            before = note.read_bytes() if note.is_file() else None
+            write_whole(note, json.dumps(there).encode(), directory / f"{_NOTE}.part")
             sync_directory(directory)
         except OSError as error:
-            raise WriteError(f"{folder} cannot be set aside: {error.strerror}") from error
-        return aside
+            raise WriteError(f"the checkpoints in {folder} cannot be set aside: {error.strerror}") from error
+        return True, before
 
-    aside = world.broadcast_object(rename, "setting older checkpoints aside")
+    written, before = world.broadcast_object(write, "setting older checkpoints aside")
     try:
         yield
     except BaseException:
-        if aside is not None and world.rank == 0:
-            with contextlib.suppress(OSError):  # not there any more, or the run has some of its own
-                aside.rename(folder)
+        if written and world.rank == 0:
+            with contextlib.suppress(OSError):
+                if before is None:
+                    note.unlink()  # not there any more, if they are removed
+                elif note.is_file():
+                    write_whole(note, before, directory / f"{_NOTE}.part")
         raise
+
+
+def standing(directory: Path) -> list[Path]:
+    """The checkpoints in a run's ``directory`` that one can go on from, the oldest first.
+
+    Those are not that a run has set aside that was killed before it removed them.
+    """
+    aside = _noted(directory)
+    found = complete(directory / FOLDER, counts)
+    return [path for path in found if path.name not in aside or aside[path.name] != _saved(path)]
+
+
+def _saved(path: Path) -> int:
+    marker = path / MARKER
+    return saved_at(read_json(marker, "training state", MAX_DOCUMENT_BYTES), marker)
+
+
+def _noted(directory: Path) -> dict[str, Any]:
+    """When those were saved that are set aside, by name."""
+    note = directory / _NOTE
+    with contextlib.suppress(ZerostartError):  # damaged, or made up
+        found = read_json(note, "note of checkpoints") if note.is_file() else {}
+        return {name: saved for name, saved in found.items() if is_inside(name) and "/" not in name}
+    return {}
 
 
 def of_a_run(extra: Any) -> bool:
@@ -175,8 +211,12 @@ def clear(directory: Path, resumed: Path | None) -> None:
     """
     folder = directory / FOLDER
     try:
-        for aside in sorted(entry for entry in directory.iterdir() if _ASIDE.fullmatch(entry.name)):
-            _clear_aside(aside, folder)
+        for name, saved in _noted(directory).items():
+            _remove_aside(folder / name, saved, resumed)
+        for entry in folder.glob(".step-*"):
+            if _LEFT.fullmatch(entry.name):
+                shutil.rmtree(entry)
+        (directory / _NOTE).unlink(missing_ok=True)
         if resumed is not None and _is_own(resumed, folder):
             found = complete(folder, of_a_run)
             for path in reversed(found[[one.name for one in found].index(resumed.name) + 1 :]):
@@ -193,31 +233,13 @@ def clear(directory: Path, resumed: Path | None) -> None:
         raise WriteError(f"{directory}: what an earlier run left cannot be removed: {error}") from error
 
 
-def _clear_aside(aside: Path, folder: Path) -> None:
-    """Remove the checkpoints in ``aside``, and what saves have left there; give all else its place again."""
-    for entry in sorted(aside.iterdir()):
-        if _LEFT.fullmatch(entry.name):
-            shutil.rmtree(entry)
-        elif _is_a_runs(entry):
-            try:
-                remove(entry, MARKER)
-            except VerifyError:  # nobody knows what is of it: it stays aside, where nobody looks for any
-                continue
-        if entry.exists() and not (place := folder / entry.name).exists():
-            folder.mkdir(exist_ok=True)
-            entry.rename(place)
-    with contextlib.suppress(OSError):  # what is damaged, or has a namesake by now
-        aside.rmdir()
-
-
-def _is_a_runs(entry: Path) -> bool:
-    """Whether ``entry`` is a run's checkpoint; one of damaged files tells it by its name."""
-    if not (entry / MARKER).is_file():
-        return False
-    try:
-        return of_a_run(read_json(entry / MARKER, "training state", MAX_DOCUMENT_BYTES).get("extra"))
-    except CheckpointError:
-        return _STEP.fullmatch(entry.name) is not None
+def _remove_aside(path: Path, saved: int, resumed: Path | None) -> None:
+    """Remove a checkpoint that was set aside, if it is still the one that was ``saved`` then."""
+    if resumed is not None and path.exists() and path.samefile(resumed):
+        return
+    with contextlib.suppress(CheckpointError, ReadError, VerifyError):  # damaged: what is of it is not known
+        if (path / MARKER).is_file() and _saved(path) == saved:
+            remove(path, MARKER)
 
 
 def _is_own(resumed: Path | None, folder: Path) -> bool:

@@ -18,7 +18,6 @@ from zerostart.distributed.world import World, current_world
 from zerostart.errors import DivergedError, PeerError
 from zerostart.layout import Mesh
 from zerostart.loading.arguments import LoadArguments, keys
-from zerostart.state.keeping import complete
 from zerostart.training.checkpoints import Checkpoints, Past, newest
 from zerostart.training.config import TrainConfig
 from zerostart.training.course import course_of
@@ -29,7 +28,7 @@ from zerostart.training.failures import Failures, untold
 from zerostart.training.finite import Divergence, is_finite
 from zerostart.training.inputs import read_inputs
 from zerostart.training.launcher import with_launched
-from zerostart.training.place import FOLDER, METRICS, claimed, clear, counts, set_aside
+from zerostart.training.place import METRICS, claimed, clear, set_aside, standing
 from zerostart.training.progress import Display, Metrics, peak_memory_bytes, shown_loss
 from zerostart.training.samples.sampler import Sampler, open_sampler
 from zerostart.training.session import Session, check_surroundings, open_session
@@ -158,7 +157,7 @@ def _peers_named(directory: Path) -> Iterator[None]:
 
 
 def _saved_in(directory: Path) -> str:
-    found = complete(directory / FOLDER, counts)
+    found = standing(directory)
     return f"The last checkpoint is {found[-1]}: go on with resume=auto" if found else "Nothing was saved"
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import versions
-from zerostart.upstream.shapes import Shape, assigns, found
+from zerostart.upstream.shapes import Shape, assigns, found, reading
 from zerostart.upstream.versions import LIBRARIES, Library
 
 __all__ = [
@@ -119,7 +119,8 @@ def misfit(points: Iterable[Touched]) -> str:
     for library in libraries:
         importlib.import_module(library.name)
     wrong = [f"{library.name} {library.running()} is installed" for library in libraries if library.is_old()]
-    wrong += [f"{text} ({point.why})" for point in points if (text := point.misfit())]
+    with reading():
+        wrong += [f"{text} ({point.why})" for point in points if (text := point.misfit())]
     if not wrong:
         _tell_unknown()
         return ""

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Shape", "assigns", "found"]
+__all__ = ["Shape", "assigns", "found", "reading"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Shape:
             return f"{_plain(self.of)} is missing"
         wrong = self._arguments(function)
         if not wrong and (self.has or self.once or self.lacks):
-            wrong = self._body(function)
+            wrong = _judged(self, function)
         return f"{_plain(self.of)} is not as it was: {wrong}" if wrong else ""
 
     def _arguments(self, function: Any) -> str:
@@ -58,24 +58,6 @@ class Shape:
             return f"it takes ({', '.join(given)}), not ({', '.join(self.leads)}, ...)"
         absent = [name for name in self.takes if name not in given]
         return f"it takes no {', '.join(absent)}" if absent else ""
-
-    def _body(self, function: Any) -> str:
-        try:
-            nodes = _nodes(function)
-        except (OSError, TypeError, SyntaxError):
-            return "its source cannot be read"
-        last = (0, 0)
-        for line in self.has:
-            place = next((place for place in _places(line, nodes) if place >= last), None)
-            if place is None:
-                return f"`{line}` is missing" + (" in its place" if last > (0, 0) else "")
-            last = place
-        for line in self.once:
-            count = sum(1 for _ in _places(line, nodes))
-            if count != 1:
-                return f"`{line}` is there {count} times, not once"
-        surplus = [line for line in self.lacks if next(_places(line, nodes), None)]
-        return f"`{surplus[0]}` is there" if surplus else ""
 
 
 def found(path: str) -> Any:
@@ -112,6 +94,39 @@ def _codes(kind: type) -> tuple[types.CodeType, ...]:
 
 def _plain(path: str) -> str:
     return path.replace(":", ".")
+
+
+@functools.lru_cache(maxsize=1024)
+def _judged(shape: Shape, function: Any) -> str:
+    """What is otherwise in the function's body, which is read once a process."""
+    try:
+        nodes = _nodes(function)
+    except (OSError, TypeError, SyntaxError):
+        return "its source cannot be read"
+    last = (0, 0)
+    for line in shape.has:
+        place = next((place for place in _places(line, nodes) if place >= last), None)
+        if place is None:
+            return f"`{line}` is missing" + (" in its place" if last > (0, 0) else "")
+        last = place
+    for line in shape.once:
+        count = sum(1 for _ in _places(line, nodes))
+        if count != 1:
+            return f"`{line}` is there {count} times, not once"
+    surplus = [line for line in shape.lacks if next(_places(line, nodes), None)]
+    return f"`{surplus[0]}` is there" if surplus else ""
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Inside, sources are read and parsed; what that leaves in memory, megabytes, goes at the end."""
+    before = set(linecache.cache)
+    try:
+        yield
+    finally:
+        _nodes.cache_clear()
+        for name in linecache.cache.keys() - before:
+            linecache.cache.pop(name, None)
 
 
 #: Line and column.

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from zerostart.upstream.patches import Held
 
 __all__ = [
     "Member",
     "Stepped",
+    "adopted_steps",
     "computes",
     "has_taken",
-    "is_watching",
     "plain_steps",
     "rule_of",
+    "watch_model",
     "watch_steps",
 ]
 
 #: On a gradient that a step has taken: how often its memory had been written to by then.
 _ATTRIBUTE = "_zerostart_taken"
-_watching: list[Any] = []
+#: Optimizers with a hook of their own, those that were saved or restored.
+_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+#: Hooks of all steps that are to be removed.
+_left: list[RemovableHandle] = []
 
 #: Classes of DeepSpeed's that step by the rule of another, with the same states under the same keys.
 _SAME = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "FusedLion": "Lion", "DeepSpeedCPULion": "Lion"}
@@ -73,15 +85,75 @@ def plain_steps(optimizer: torch.optim.Optimizer) -> list[Stepped]:
     ]
 
 
-def watch_steps() -> None:
-    """Have gradients remember from now on which step has taken them; once is enough."""
-    if not _watching:
-        _watching.append(register_optimizer_step_post_hook(_note_taken))
+def watch_steps(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    """Have gradients remember from now on which step of ``optimizers`` has taken them; once is enough.
+
+    Returns whether those of all of them have done so before.
+    """
+    known = True
+    for optimizer in optimizers:
+        known &= optimizer in _watched or (_all_steps.is_open and _concerns(optimizer))
+        if optimizer not in _watched:
+            optimizer.register_step_post_hook(_note_taken)
+            _watched.add(optimizer)
+    return known
 
 
-def is_watching() -> bool:
-    """Whether gradients have been remembering it before ``watch_steps`` is called next."""
-    return bool(_watching)
+def watch_model(model: nn.Module) -> None:
+    """The same of all optimizers, made later, that step parameters of ``model``, while it lives."""
+    _all_steps.hold(model)
+
+
+def _enter(stack: ExitStack) -> None:
+    while _left:
+        _left.pop().remove()
+    stack.callback(_remove, register_optimizer_step_post_hook(_look_at))
+
+
+def _remove(handle: RemovableHandle) -> None:
+    """Remove the hook of all steps; from within a step, which goes through all hooks then, later.
+
+    That is where the last model that asked for it is collected as garbage. Until then it does nothing.
+    """
+    frame = sys._getframe()
+    within = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_code.co_filename == within:
+            _left.append(handle)
+            return
+    handle.remove()
+
+
+_all_steps = Held(_enter)
+
+
+def _adopt(stack: ExitStack) -> None:
+    _all_steps.open()
+    stack.callback(_all_steps.close)
+
+
+#: As long as it is open, steps of all that FSDP2 shards are watched, whoever has loaded it.
+adopted_steps = Held(_adopt)
+#: Of an optimizer what it was judged by, and whether it steps what is watched.
+_judged: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[object, bool]] = weakref.WeakKeyDictionary()
+
+
+def _look_at(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _all_steps.is_open and optimizer not in _watched and _concerns(optimizer):
+        _note_taken(optimizer)
+
+
+def _concerns(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it steps a parameter of a watched model; other people's optimizers cost one look."""
+    firsts = [id(group["params"][0]) for group in optimizer.param_groups if group["params"]]
+    by = (firsts, len(_all_steps.holders), adopted_steps.is_open)
+    known = _judged.get(optimizer)
+    if known is None or known[0] != by:
+        ours = {id(p) for model in _all_steps.holders for p in model.parameters()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        known = by, any(id(p) in ours or (by[-1] and isinstance(p, DTensor)) for p in parameters)
+        _judged[optimizer] = known
+    return known[1]
 
 
 def _note_taken(optimizer: torch.optim.Optimizer, *_: Any) -> None:
