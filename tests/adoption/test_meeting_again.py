@@ -4,9 +4,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
-import pytest
 import torch.distributed as dist
 
+from zerostart.distributed.roll_call import RollCall
 from zerostart.errors import ConfigError
 from zerostart.integrations.meeting import _Calls
 
@@ -16,7 +16,8 @@ def _ranks(store: dist.Store, calls: tuple[str, str]) -> list[Exception | None]:
     second_is_here = threading.Event()
 
     def rank(number: int) -> Exception | None:
-        own = _Calls(dist.PrefixStore("group", store), number, 2)
+        group = dist.PrefixStore("group", store)
+        own = _Calls(group, number, 2, RollCall(group, number, 2, timedelta(seconds=10)))
         if number == 0:
             second_is_here.wait(10)
         else:
@@ -30,11 +31,6 @@ def _ranks(store: dist.Store, calls: tuple[str, str]) -> list[Exception | None]:
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(rank, range(2)))
-
-
-@pytest.fixture(autouse=True)
-def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zerostart.integrations.meeting.patience", lambda: timedelta(seconds=10))
 
 
 def test_a_second_group_over_the_same_store_does_not_take_the_first_ones_loads_for_its_own() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.source import read_files
@@ -11,7 +13,11 @@ from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.errors import CheckpointNotFoundError, ReadError
 
-__all__ = ["check_unchanged", "seen_here", "states_here", "states_of"]
+__all__ = ["check_unchanged", "samples_of", "seen_here", "states_here", "states_of"]
+
+
+#: Samples of a file, and bytes of each.
+_SAMPLES, _SAMPLED = 9, 1 << 12
 
 
 def states_of(catalog: Catalog) -> tuple[FileState | None, ...]:
@@ -54,6 +60,23 @@ def states_here(catalog: Catalog) -> tuple[FileState, ...]:
             )
         states[number] = state
     return tuple(state for state in states if state is not None)
+
+
+def samples_of(catalog: Catalog, files: Iterable[int]) -> dict[int, str]:
+    """By number of the file, a digest of its length and of samples of its bytes, the same ones in any copy.
+
+    Two checkpoints of one architecture have files of one length with one header; they differ everywhere.
+    """
+    return {number: _sample(catalog.files[number], catalog.sizes[number]) for number in sorted(files)}
+
+
+def _sample(path: str, size: int) -> str:
+    digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
+    with Path(path).open("rb", buffering=0) as file:
+        for sample in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLED) * sample // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLED))
+    return digest.hexdigest()
 
 
 def _check_lengths(catalog: Catalog, states: Sequence[FileState | None]) -> None:

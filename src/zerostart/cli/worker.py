@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -71,18 +72,30 @@ def join_group(timeout: timedelta | None = None) -> None:
     Uses the socket that the local launcher holds open, where there is one, and the ordinary ``env://``
     rendezvous (``torchrun``, ``accelerate launch``) elsewhere. The backend is gloo for tensors on the host,
     beside that of the accelerator (NCCL, XCCL, HCCL, ...), of which the rank's device is made current.
-    Without a ``timeout`` torch's own holds. Raises ConfigError for an accelerator that no backend serves.
+    Without a ``timeout`` torch's own holds. Raises ConfigError for an accelerator that no backend serves, and
+    where the hosts cannot connect to each other, with what to do.
     """
     import torch.distributed as dist
 
+    from zerostart.distributed.network import explained
     from zerostart.distributed.world import backend_of, default_device, make_device_current
+    from zerostart.errors import ConfigError
+    from zerostart.upstream.torch_store import connected_lazily
 
     if dist.is_initialized():
         return
     make_device_current()
     backend = backend_of(default_device())
     if "ZEROSTART_LAUNCHER_PID" not in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        # Where an accelerator has a backend of its own, gloo carries messages alone.
+        few = nullcontext() if backend == "gloo" else connected_lazily()
+        try:
+            with few:
+                dist.init_process_group(backend, timeout=timeout)
+        except RuntimeError as error:
+            if remedy := explained(error):
+                raise ConfigError(f"torch makes no process group: {error}.{remedy}") from error
+            raise
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     descriptor = os.environ.get("ZEROSTART_STORE_FD")

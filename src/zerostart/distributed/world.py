@@ -14,7 +14,9 @@ import contextlib
 import hashlib
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -22,14 +24,24 @@ import torch
 import torch.distributed as dist
 
 from zerostart.distributed.interrupts import HeldSignals
+from zerostart.distributed.network import explained, network_view, tell_file_limit, unreachable
 from zerostart.distributed.reports import agreed_since, mark_agreed, now, report_of, restored
+from zerostart.distributed.roll_call import RollCall
 from zerostart.errors import ConfigError, PeerError
+from zerostart.upstream.torch_store import (
+    made_groups,
+    messages_group,
+    patience,
+    same_patience,
+    store_of,
+)
 
 __all__ = [
     "World",
     "backend_of",
     "current_world",
     "default_device",
+    "group_beside",
     "is_lost",
     "joined_world",
     "make_device_current",
@@ -120,19 +132,65 @@ def joined_world(device: torch.device | None = None) -> World:
     return current_world()
 
 
-_control: dict[int, Any] = {}
+#: By default process group that is not gloo's: the group over which the ranks' messages go.
+_control: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+#: By group over which messages go: who has come to a call.
+_roll_calls: weakref.WeakKeyDictionary[Any, RollCall | None] = weakref.WeakKeyDictionary()
 
 
 def _control_group() -> Any:
     """A process group for small CPU messages: the default one if it is gloo, else one made once beside it."""
     default = dist.group.WORLD
     if "gloo" in str(dist.get_backend(default)):
+        if default not in _roll_calls:
+            _roll_calls[default] = _new_roll_call()
         return default
-    key = id(default)
-    if key not in _control:
-        _control.clear()
-        _control[key] = dist.new_group(backend="gloo")
-    return _control[key]
+    if default not in _control:
+        _control[default] = group_beside()
+    return _control[default]
+
+
+def group_beside() -> Any:
+    """Another group of all ranks, for messages alone, of another thread perhaps; collective."""
+    calls = _new_roll_call()
+    group = _messages_group(calls)
+    _roll_calls[group] = calls
+    return group
+
+
+def _new_roll_call() -> RollCall | None:
+    """For a group of several ranks, whose store can count: that of a pretended group cannot."""
+    size = dist.get_world_size()
+    if size == 1:
+        return None
+    try:
+        return RollCall(store_of("zerostart/calls"), dist.get_rank(), size, patience())
+    except RuntimeError:
+        return None
+
+
+def _messages_group(calls: RollCall | None) -> Any:
+    """A group of all ranks, each of which is connected with those alone that it has messages for."""
+    during = "making a process group"
+    if calls is not None:
+        tell_file_limit(calls.size)
+        trouble = calls.gather(_call(during), network_view(), unreachable)
+        if trouble:
+            raise ConfigError(trouble)
+    try:
+        return messages_group()
+    except RuntimeError as error:
+        raise ConfigError(f"torch makes no group over gloo: {error}.{explained(error)}") from error
+
+
+#: The names of the phases that this thread is in, outermost first.
+_phases: ContextVar[tuple[str, ...]] = ContextVar("_phases", default=())
+
+
+def _call(during: str) -> str:
+    """Where this rank is: ``'reading' (loading)``."""
+    outer = _phases.get()[:1]
+    return f"'{during}' ({outer[0]})" if outer and outer[0] != during else f"'{during}'"
 
 
 @dataclass(frozen=True)
@@ -172,7 +230,7 @@ class World:
             head = self._meet(during, failure, data)
             if self.size > 1:
                 sent = _room(head.longest, data)
-                self._transfer(during, lambda: dist.broadcast(sent, src=source, group=self.group))
+                self._transfer(during, dist.broadcast, sent, src=source)
                 made = made if self.rank == source else pickle.loads(sent.numpy().data)
         signals.deliver()
         value: T = made  # type: ignore[assignment]  # every rank has it now
@@ -189,7 +247,7 @@ class World:
             if not self._meet(during, None, length.numpy().tobytes()).alike:
                 raise _uneven(self._gathered(during, length).view(-1).tolist(), during)
             if self.size > 1 and total.numel():
-                self._transfer(during, lambda: dist.all_reduce(total, group=self.group))
+                self._transfer(during, dist.all_reduce, total)
         signals.deliver()
         return total
 
@@ -208,6 +266,8 @@ class World:
         """
         begun = now()
         failure: BaseException | None = None
+        outer = _phases.get()
+        _phases.set((*outer, name))
         try:
             yield
         except (PeerError, GeneratorExit):
@@ -219,6 +279,8 @@ class World:
             if agreed is not None:  # wrapped on the way, which the rank that failed knows nothing of
                 raise agreed from None
             failure = error
+        finally:
+            _phases.set(outer)
         self.raise_together(failure, name)
 
     @contextlib.contextmanager
@@ -238,7 +300,7 @@ class World:
             failure = error
         with HeldSignals() as signals:
             self.raise_together(failure, during)
-            begun = now()
+            begun, groups = now(), made_groups()
             try:
                 yield prepared
             except BaseException as error:
@@ -247,6 +309,7 @@ class World:
                 if self.size > 1 and agreed_since(error, begun) is None:
                     self._raise(error, report_of(error), None)  # by itself: nobody can be met
                 raise
+            same_patience(groups)
         signals.deliver()
 
     def _meet(
@@ -269,13 +332,13 @@ class World:
             # Of the ranks that have failed the first, and whether any has not.
             own += [-self.size, 1] if failure is None else [-self.rank, 0]
             most = torch.tensor(own, device="cpu")
-            self._transfer(during, lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group))
+            self._transfer(during, dist.all_reduce, most, dist.ReduceOp.MAX)
             longest, place_length, length, *numbers, first, others = most.tolist()
             astray, unlike = numbers[0] != -numbers[1], numbers[2] != -numbers[3]
             failed, bodies = first > -self.size, []
             if failed:
                 told = _room(length, report if self.rank == -first else b"")
-                self._transfer(during, lambda: dist.broadcast(told, src=-first, group=self.group))
+                self._transfer(during, dist.broadcast, told, src=-first)
             elif astray:
                 bodies = self._bodies(during, place, place_length)
             elif gather and unlike:
@@ -309,20 +372,32 @@ class World:
     def _gathered(self, during: str, own: torch.Tensor) -> torch.Tensor:
         """The 1-D tensor ``own`` of every rank, as rows."""
         rows = own.new_empty(self.size, own.numel())
-        self._transfer(during, lambda: dist.all_gather(list(rows), own, group=self.group))
+        self._transfer(during, dist.all_gather, list(rows), own)
         return rows
 
-    def _transfer(self, during: str, call: Callable[[], Any]) -> None:
+    def _transfer(self, during: str, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """One collective of torch's, over this world's group."""
+        at = _call(during)
         try:
-            call()
+            work = collective(*arguments, group=self.group, async_op=True, **options)
+            calls = _roll_calls.get(self.group)
+            if calls is None:
+                work.wait()
+            else:
+                calls.finish(work, at, lambda who: str(self._lost_at(at, who)))
+        except PeerError:
+            raise
         except RuntimeError as error:
             raise self._lost(during) from error
 
     def _lost(self, during: str) -> PeerError:
+        return self._lost_at(_call(during), "")
+
+    def _lost_at(self, call: str, who: str) -> PeerError:
         return PeerError(
-            f"a rank died or stopped answering during '{during}' (noticed by the process group of "
-            f"{self.size} ranks); its own output, or the system log where memory ran out, tells why. "
-            "What was under way is not complete: start all ranks again"
+            f"a rank died or stopped answering during {call}{f' ({who})' if who else ''}, as the "
+            f"process group of {self.size} ranks has noticed; its own output, or the system log where memory "
+            "ran out, tells why. What was under way is not complete: start all ranks again"
         )
 
 

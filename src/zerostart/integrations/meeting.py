@@ -5,36 +5,28 @@ rank call ``save_pretrained``, with a state dict that was gathered before, on ra
 ranks meet in a collective, rank 0 tells by the store of the process group what its call is, and the others
 answer. Before a load of a script they count in the store who has come.
 A rank that finds itself alone raises an error, at once where the others are known to be elsewhere, and says
-before that for whom it waits.
+before that for whom it waits (``distributed.roll_call``).
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
+from zerostart.distributed.roll_call import RollCall
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.upstream.torch_store import patience, store_of
 
 __all__ = ["all_come", "given", "together", "waiting"]
 
-logger = logging.getLogger("zerostart")
-
 _ALONE, _TOGETHER = "alone", "together"
-#: Seconds between two looks, at most.
-_PAUSE = 0.25
-#: Seconds after which a rank says for whom it waits.
-_SILENCE = 20.0
 _ALIKE = (
     "every rank gets a part of the model, so call it on every rank (without `if is_main_process`), or "
     "outside zerostart.enabled() for a whole model of this rank's own"
@@ -52,6 +44,7 @@ class _Calls:
     store: Any
     rank: int
     size: int
+    roll: RollCall
     #: By directory, calls with a state dict of its own that this rank has made, and rank 0 has told of.
     own: Counter[str] = field(default_factory=Counter)
 
@@ -104,52 +97,43 @@ class _Calls:
                 return False
 
     def _wait(self, key: str, rank: int, directory: str) -> None:
-        begun, limit, pause = time.monotonic(), patience().total_seconds(), 0.001
-        while not self.store.check([key]):
-            elsewhere = self._is_elsewhere(rank)
-            # It may have been here in the meantime, before it went there.
-            if elsewhere and not self.store.check([key]):
-                raise _absent(directory, rank, "waits for everyone instead (wait_for_everyone)")
-            if time.monotonic() - begun > limit:
-                raise _absent(directory, rank, f"has not come within {limit:.0f} s")
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSE)
+        call = f"save_pretrained({directory!r}) of a sharded model"
+        missing = self.roll.await_ranks(
+            lambda: [] if self.store.check([key]) else [rank],
+            call,
+            "call it on every rank",
+            elsewhere=lambda: self._is_elsewhere(rank),
+        )
+        if missing:
+            away = self._is_elsewhere(rank)
+            late = f"has not come within {self.roll.timeout:.0f} s"
+            what = "waits for everyone instead (wait_for_everyone)" if away else late
+            raise _absent(call, self.roll.named(missing), what)
 
     def gather(self, call: str) -> None:
         """Return when every rank has begun this load."""
         place = f"load/{self._number('loads')}"
-        mine = (f"{place}/{self.rank}", f"{place}/{call}", place)
-        for key in mine:
-            self.store.add(key, 1)
-        begun, limit, pause, silence = time.monotonic(), patience().total_seconds(), 0.001, _SILENCE
+        self.roll.come(place)
+        self.roll.come(f"{place}/{call}")
         next_wait = f"waited/{self.waits + 1}"
-        while self.store.add(place, 0) < self.size:
-            elsewhere = self.store.check([next_wait])
-            seconds = time.monotonic() - begun
-            # All may have been here in the meantime, before one went there.
-            if (elsewhere or seconds > limit) and self.store.add(place, 0) < self.size:
-                how = ", where one waits for everyone instead" if elsewhere else f" within {limit:.0f} s"
-                alone = self._alone(call, place)
-                for key in mine:  # What comes later is this load of all.
-                    self.store.add(key, -1)
-                raise ConfigError(f"{alone}{how}: {_ALIKE}")
-            if seconds > silence:
-                silence = limit
-                if self.rank == next(self._here(place)):
-                    logger.warning("%s so far, and waits: %s", self._alone(call, place), _ALIKE)
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSE)
+        missing = self.roll.await_ranks(
+            lambda: self.roll.absent(place),
+            call,
+            _ALIKE,
+            all_here=lambda: self.roll.all_here(place),
+            elsewhere=lambda: bool(self.store.check([next_wait])),
+        )
+        if missing:
+            self.roll.come(f"{place}/{call}", -1)  # What comes later is this load of all.
+            self.roll.come(place, -1)
+            away = self.store.check([next_wait])
+            how = ", where one waits for everyone instead" if away else f" within {self.roll.timeout:.0f} s"
+            raise ConfigError(
+                f"{call} is called on this rank, and not on {self.roll.named(missing)}{how}: {_ALIKE}"
+            )
         self._number("loads", 1)
-        if self.store.add(f"{place}/{call}", 0) < self.size:
+        if not self.roll.all_here(f"{place}/{call}"):
             raise ConfigError(f"{call} is called on this rank, and something else on another: {_ALIKE}")
-
-    def _here(self, place: str) -> Iterator[int]:
-        """The ranks that have come, ascending."""
-        return (rank for rank in range(self.size) if self.store.add(f"{place}/{rank}", 0))
-
-    def _alone(self, call: str, place: str) -> str:
-        absent = sorted(set(range(self.size)).difference(self._here(place)))
-        return f"{call} is called on this rank, and not on rank {', '.join(map(str, absent))}"
 
     def _is_elsewhere(self, rank: int) -> bool:
         """Whether a rank waits for everyone at a point that this one has not reached."""
@@ -166,7 +150,9 @@ def _here() -> _Calls | None:
         return None
     group, world = dist.group.WORLD, current_world()
     if group not in _calls:
-        _calls[group] = _Calls(store_of("zerostart/meeting"), world.rank, world.size)
+        store = store_of("zerostart/meeting")
+        roll = RollCall(store, world.rank, world.size, patience())
+        _calls[group] = _Calls(store, world.rank, world.size, roll)
     return _calls[group]
 
 
@@ -212,9 +198,9 @@ def waiting() -> None:
         calls.wait()
 
 
-def _absent(directory: str, rank: int, what: str) -> ConfigError:
+def _absent(call: str, rank: str, what: str) -> ConfigError:
     return ConfigError(
-        f"save_pretrained({directory!r}) of a sharded model is called on this rank, and rank {rank} {what}: "
+        f"{call} is called on this rank, and {rank} {what}: "
         "every rank has a part of the model, so call it on every rank (without `if is_main_process`, and "
         "without state_dict), or hand it a state dict that all ranks have gathered "
         "(state_dict=accelerator.get_state_dict(model))"

@@ -13,10 +13,10 @@ from zerostart import models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog, signature
 from zerostart.checkpoint.source import Files, open_catalog
-from zerostart.checkpoint.states import seen_here, states_here, states_of
+from zerostart.checkpoint.states import samples_of, seen_here, states_here, states_of
 from zerostart.distributed.machine import files_view
 from zerostart.distributed.world import World
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, ReadError
 
 __all__ = ["check_model", "described", "open_source", "source_or_none"]
 
@@ -79,7 +79,22 @@ def _as_seen_here(catalog: Catalog, views: Sequence[str], world: World) -> Catal
     own = states_here(catalog) if world.rank == first else ()
     told = world.all_gather_object(own if own != known else (), "looking at the files")
     copied = {n for states in told for n, state in enumerate(states) if state != known[n]}
+    if copied:
+        _compare_copies(catalog, copied, world, asked=world.rank == first)
     return seen_here(catalog, told[first] or known, copied)
+
+
+def _compare_copies(catalog: Catalog, copied: set[int], world: World, asked: bool) -> None:
+    """Raise ReadError where a machine's copy of a file has other bytes than rank 0's, by samples of them."""
+    doing = "comparing the machines' copies of the files"
+    ranks = world.all_gather_object(samples_of(catalog, copied) if asked else {}, doing)
+    for rank, samples in enumerate(ranks):
+        for number, sample in samples.items():
+            if sample != ranks[0][number]:
+                raise ReadError(
+                    f"{catalog.files[number]} on the machine of rank {rank} has other bytes than on that of "
+                    "rank 0, in files of one length; copy the checkpoint to every machine again"
+                )
 
 
 def check_model(model: Any, source: Any, catalog: Catalog) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerostart.checkpoint.pending import is_same, note_pending
-from zerostart.distributed.world import World
+from zerostart.distributed.world import World, group_beside
 from zerostart.errors import WriteError
 from zerostart.upstream.torch_process_group import BeforeTheEnd
 
@@ -246,5 +246,5 @@ def _aside(world: World) -> World:
     default = dist.group.WORLD
     if not _groups or _groups[0][0] is not default:
         with world.collectives("making a process group for saving"):
-            _groups[:] = [(default, dist.new_group(backend="gloo"))]
+            _groups[:] = [(default, group_beside())]
     return replace(world, group=_groups[0][1])
