@@ -42,7 +42,7 @@ class Plan:
     gone for that. ``puts`` are weights, staged and new names; ``made`` has what tells these, ``drop`` what
     tells the old ones. ``deliver`` is what gets its name after the switch: where nothing is (None), or in the
     place of what is told so; what is also ``made`` gets it before, so that no weights are there without their
-    configuration. ``folders`` go where nothing is in them.
+    configuration, and no state without the index of its model. ``folders`` go where nothing is in them.
     """
 
     marker: str
@@ -145,6 +145,8 @@ class _Planner:
             if index in self.files:
                 # After the document the index says the same to others, in the place of what they read before.
                 self.plan.deliver = {index: self._folder.identity(index), **self.plan.deliver}
+                if self.plan.deliver[index] is None:
+                    self.plan.made[index] = self._identity(index)
                 for name in (single, *self._in_index(index)):
                     self._drop(name, {group}, (single, index))
             return
@@ -250,7 +252,7 @@ def switch(folder: Folder, staged: str, plan: Plan) -> None:
     """Give weights their names, and make the one step that readers see. Raises OSError."""
     for name, new in plan.puts.items():
         folder.put(staged + name, new)
-    for name in plan.deliver.keys() & plan.made.keys():
+    for name in reversed([name for name in plan.deliver if name in plan.made]):  # the index last
         with contextlib.suppress(FileExistsError):  # somebody has just put something there
             folder.put(staged + name, name)
     for new in {PurePosixPath(new).parent: new for new in (*plan.puts.values(), plan.switch)}.values():
