@@ -20,8 +20,8 @@ from zerostart.errors import CheckpointError
 
 __all__ = ["Made", "Opaque", "Storage", "StoredTensor", "plain_versions", "read_inert_pickle"]
 
-#: Bytes of instructions, strings aside: a tensor takes about 60, which is enough for 200 000 of them.
-MAX_INSTRUCTIONS = 12_000_000
+#: Bytes of instructions, strings aside: a tensor takes about 75, so that it is enough for 200 000 of them.
+MAX_INSTRUCTIONS = 16_000_000
 #: The same of a training state's description; and most classes that a pickle names.
 MAX_STATE_INSTRUCTIONS, MAX_NAMES = 1 << 26, 1000
 #: Most dimensions of a tensor, and members of a tuple that is a key. torch's own operators stop at 64.

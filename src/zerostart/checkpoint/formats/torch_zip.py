@@ -188,30 +188,33 @@ def _records(handle: HeaderBytes, size: int, path: str) -> dict[str, tuple[int, 
     tail = handle.read(98, max(0, size - 98)).rjust(98, b"\0")  # the end record, and those of 64 bits
     if tail[76:80] != b"PK\5\6" or tail[96:] != b"\0\0":
         raise CheckpointError(f"{path}: the archive is truncated: no end record; download it again")
-    count, _, start = struct.unpack_from("<H2L", tail, 86)
+    (disks, here, count, length, start), stop = struct.unpack_from("<L2H2L", tail, 80), size - 22
     if tail[:4] == b"PK\6\6" and tail[56:60] == b"PK\6\7" and tail[64:72] == struct.pack("<Q", size - 98):
-        count, _, start = struct.unpack_from("<3Q", tail, 32)
+        (disks, here, count, length, start), stop = struct.unpack_from("<5Q", tail, 16), size - 98
     elif start == 0xFFFFFFFF or count == 0xFFFF:
         raise CheckpointError(f"{path}: the archive has no valid 64-bit end record: {DAMAGED}")
-    if size - start > MAX_DIRECTORY_BYTES:
+    if length > MAX_DIRECTORY_BYTES:
         raise CheckpointError(
-            f"{path}: a directory of {size - start} bytes is beyond the limit of {MAX_DIRECTORY_BYTES}: "
-            f"{DAMAGED}"
+            f"{path}: a directory of {length} bytes is beyond the limit of {MAX_DIRECTORY_BYTES}: {DAMAGED}"
         )
-    raw = handle.read(max(0, size - start), start)
+    if disks or here != count or start + length != stop:
+        raise CheckpointError(f"{path}: the archive's end record makes no sense: {DAMAGED}")
+    raw = handle.read(length, start)
     if raw.count(b"PK\1\2") > MAX_RECORDS:
         raise CheckpointError(f"{path}: more than {MAX_RECORDS} records are in the archive: {DAMAGED}")
+    # An archive of nothing else, which begins with its directory: places of headers stay as they are.
+    alone = raw + struct.pack("<4s8xL4xH", b"PK\5\6", len(raw), 0)
     try:
-        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
-            infos, begins = archive.infolist(), archive.start_dir == 0
+        with zipfile.ZipFile(io.BytesIO(alone)) as archive:
+            infos = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
         raise CheckpointError(f"{path}: the archive's directory is damaged ({error}): {DAMAGED}") from error
-    if not begins or not infos or len(infos) != count:
+    if not infos or len(infos) != count:
         raise CheckpointError(f"{path}: the archive's directory contradicts its end record: {DAMAGED}")
     records: dict[str, tuple[int, int, int]] = {}
-    infos.sort(key=lambda info: info.header_offset)  # counted from the directory on
-    for info, end in zip(infos, [*(info.header_offset + start for info in infos[1:]), start], strict=True):
-        name, header = info.orig_filename, info.header_offset + start
+    infos.sort(key=lambda info: info.header_offset)
+    for info, end in zip(infos, [*(info.header_offset for info in infos[1:]), start], strict=True):
+        name, header = info.orig_filename, info.header_offset
         if not name or name.startswith("/") or ".." in name.split("/") or "\\" in name or "\0" in name:
             _refuse(path, name, "has a name that leads elsewhere; do not load this checkpoint")
         if name in records:
