@@ -209,7 +209,8 @@ def _records(handle: HeaderBytes, size: int, path: str) -> dict[str, tuple[int, 
             infos = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
         raise CheckpointError(f"{path}: the archive's directory is damaged ({error}): {DAMAGED}") from error
-    if not infos or len(infos) != count:
+    # Its last entry may not pose as an end record of 64 bits, which zipfile would go by.
+    if not infos or len(infos) != count or raw[-20:-16] == b"PK\6\7":
         raise CheckpointError(f"{path}: the archive's directory contradicts its end record: {DAMAGED}")
     records: dict[str, tuple[int, int, int]] = {}
     infos.sort(key=lambda info: info.header_offset)
