@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
+import resource
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +42,88 @@ def _doubled_tuples(depth: int) -> bytes:
     return b"\x80\x02}" + b")" + b"2\x86" * depth + b"Ns."
 
 
+_MANY = 100_000
+#: A class, remembered as 0.
+_CLASS = b"\x80\x02cany\nclass\nq\x00"
+
+
+def _nested(within: bytes, before: bytes = b"N") -> bytes:
+    return before + within * _MANY
+
+
 @pytest.mark.parametrize(
     "raw",
     [
         _doubled_tuples(200),
+        b"\x80\x02}" + _nested(b"\x85") + b"Ns.",
+        b"\x80\x02}(" + _nested(b"\x85") + b"Nu.",
+        _CLASS + b")}" + _nested(b"\x85") + b"Ns\x92.",
+        b"\x80\x02}("
+        + b"".join(b"\x8a\xff%bN" % ((n << 61) - n).to_bytes(255, "little") for n in range(_MANY))
+        + b"u.",
         b"\x80\x02\x8b" + struct.pack("<i", -6) + b".",  # which would begin again for ever
         b"\x80\x02\x8b" + struct.pack("<i", 1 << 20) + b"\x7f" * (1 << 20) + b".",
+        b"\x80\x02Nr\xff\xff\xff\x7f.",
+        b"\x80\x02" + b"N0" * 40_000 + b"Nr\xff\xff\xff\x00.",
+        b"\x80\x04\x8e" + struct.pack("<Q", 1 << 36) + b"a.",
+        b"\x80\x04\x8d" + struct.pack("<Q", (1 << 64) - 1) + b"a.",
+        b"\x80\x05\x96" + struct.pack("<Q", 1 << 36) + b".",
+        _CLASS + b"(" + b"N" * 20_000 + b"tq\x01" + b"h\x00h\x01\x81" * 20_000 + b".",
+        _CLASS + b"(" + b"N" * 20_000 + b"tq\x01" + b"h\x00h\x01R" * 20_000 + b".",
+        b"\x80\x02" + b"".join(b"ca\n%d\n" % n for n in range(_MANY)) + b".",
+        b"\x80\x02X" + struct.pack("<L", 1 << 20) + b"a" * (1 << 20) + b"q\x00(" + b"h\x00" * _MANY + b"t.",
+        b"\x80\x02ctorch._utils\n_rebuild_tensor\nN}X\x08\0\0\0__code__Ns\x86b.",
+        _CLASS + b"N}X\x04\0\0\0nameNs\x86b.",
     ],
-    ids=["tuples in tuples", "an integer of less than nothing", "an integer of a million bytes"],
+    ids=[
+        "tuples in tuples",
+        "a tuple for a key",
+        "keys",
+        "a keyword",
+        "integers of one hash",
+        "an integer of less than nothing",
+        "an integer of a million bytes",
+        "a memo of 2 G",
+        "a memo of 16 M",
+        "bytes that are not there",
+        "a text that is not there",
+        "an array that is not there",
+        "arguments",
+        "arguments of calls",
+        "names",
+        "a text over and over",
+        "attributes of a call",
+        "attributes of a class",
+    ],
 )
-def test_a_pickle_takes_no_time_for_nothing(raw: bytes) -> None:
+def test_a_pickle_takes_no_time_and_no_memory_for_nothing(raw: bytes) -> None:
     begun = time.process_time()
-    with pytest.raises(CheckpointError):
+    with _little_memory(), pytest.raises(CheckpointError, match=r"states\.pt"):
         read_inert_pickle(raw, "states.pt")
     assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [_nested(b"\x85"), _nested(b"]", b"") + b"a" * (_MANY - 1), _nested(b"}N", b"") + b"}" + b"s" * _MANY],
+    ids=["tuples", "lists", "dictionaries"],
+)
+def test_what_is_deep_is_read(raw: bytes) -> None:
+    with _little_memory():
+        read_inert_pickle(b"\x80\x02" + raw + b".", "states.pt")
+        read_inert_pickle(_CLASS + _nested(b"h\x00)\x81", b"") + b"b" * (_MANY - 1) + b".", "states.pt")
+
+
+@contextlib.contextmanager
+def _little_memory() -> Iterator[None]:
+    """A quarter of a gigabyte at most beside what the process has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 28), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def test_tuples_of_names_and_numbers_are_keys() -> None:

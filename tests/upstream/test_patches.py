@@ -166,7 +166,6 @@ def originals() -> dict[tuple[str, str], Any]:
         for point in points
         if isinstance(point, PatchPoint) and point.library.installed()
         for name in point.names
-        if name != "_checkpoint_conversion_mapping_cache"  # which transformers fills itself
     }
 
 

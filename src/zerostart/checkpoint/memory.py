@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zerostart.checkpoint.catalog import TORCH_NAMES, Catalog, TensorEntry, contiguous_strides
-from zerostart.checkpoint.formats.weights_pickle import plain_versions
+from zerostart.checkpoint.formats.inert_pickle import plain_versions
 from zerostart.checkpoint.storage.memory import MemoryStorage
 from zerostart.errors import ConfigError
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, misfit, need
-from zerostart.upstream.transformers_table import table_of_conversions
 from zerostart.upstream.versions import TRANSFORMERS
 
 __all__ = [
@@ -156,8 +155,7 @@ def registered_conversions(model: Any, quantizer: Any = None) -> list[Any]:
     need(_CONVERSIONS, _MAPPING)
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    with table_of_conversions():
-        mapping: list[Any] = get_model_conversion_mapping(model, None, quantizer)
+    mapping: list[Any] = get_model_conversion_mapping(model, None, quantizer)
     return mapping
 
 

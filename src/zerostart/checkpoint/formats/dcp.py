@@ -14,11 +14,10 @@ from typing import Any
 
 from zerostart.checkpoint.catalog import TORCH_NAMES, TensorEntry
 from zerostart.checkpoint.formats.found import STATE, Found, Group, is_shape, names_of
-from zerostart.checkpoint.formats.inert_pickle import Made, read_inert_pickle
+from zerostart.checkpoint.formats.inert_pickle import Made, Opaque, StoredTensor, read_inert_pickle
 from zerostart.checkpoint.formats.parts import PartFiles, Window
 from zerostart.checkpoint.formats.shares import from_boxes
 from zerostart.checkpoint.formats.torch_zip import WRAPPERS, TorchArchive
-from zerostart.checkpoint.formats.weights_pickle import Opaque, StoredTensor
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
@@ -98,22 +97,22 @@ Described = tuple[tuple[int, ...], str, list[tuple[int, ...]]]
 
 def _described(value: Any, path: Path) -> dict[str, Described]:
     """The tensors that the description speaks of."""
-    entries = value.get("state_dict_metadata") if type(value) is Made else None
-    if type(entries) is not dict:
+    entries = value.get("state_dict_metadata") if isinstance(value, Made) else None
+    if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: not a metadata file of torch.distributed.checkpoint: {DAMAGED}")
     out: dict[str, Described] = {}
     for key, entry in entries.items():
-        if type(entry) is not Made or not entry.name.endswith("TensorStorageMetadata"):
+        if not isinstance(entry, Made) or not entry.name.endswith("TensorStorageMetadata"):
             continue  # what is pickled: counters, groups of parameters
         properties, chunks = entry.get("properties"), entry.get("chunks")
-        given = properties.state if type(properties) is Made else None
-        dtype = given.get("dtype") if type(given) is dict else given[0] if type(given) is tuple else None
+        given = properties.state if isinstance(properties, Made) else None
+        dtype = given.get("dtype") if isinstance(given, dict) else given[0] if type(given) is tuple else None
         spelled = TORCH_NAMES.get(dtype.name.removeprefix("torch.")) if type(dtype) is Opaque else None
         if spelled is None:
             raise CheckpointError(
                 f"{path}: tensor {shown(str(key))} has a type that this version does not read"
             )
-        boxes = [_sizes(chunk.get("offsets"), path) for chunk in chunks or () if type(chunk) is Made]
+        boxes = [_sizes(chunk.get("offsets"), path) for chunk in chunks or () if isinstance(chunk, Made)]
         out[str(key)] = (_sizes(entry.get("size"), path), spelled, boxes)
     return out
 
@@ -150,7 +149,7 @@ def _stored(
                     )
                 window = Window(handle, place.offset, place.length)
                 archive = TorchArchive(window, place.length, str(path), place.offset)
-                tensor = archive.value(read_inert_pickle)
+                tensor = archive.value()
                 if place.key not in described:
                     pickled[place.key] = tensor
                     continue
@@ -163,10 +162,10 @@ def _stored(
 
 def _places(value: Made, path: Path) -> Iterator[tuple[str, _Place]]:
     storage = value.get("storage_data")
-    if type(storage) is not dict:
+    if not isinstance(storage, dict):
         raise CheckpointError(f"{path}: does not say where tensors are stored: {DAMAGED}")
     for index, info in storage.items():
-        if type(index) is not Made or type(info) is not Made:
+        if not isinstance(index, Made) or not isinstance(info, Made):
             raise CheckpointError(f"{path}: does not say where tensors are stored: {DAMAGED}")
         origin = index.get("offset") or ()  # what is no tensor has none
         if info.get("transform_descriptors"):
@@ -174,9 +173,9 @@ def _places(value: Made, path: Path) -> Iterator[tuple[str, _Place]]:
                 f"{path}: parts are compressed; save the checkpoint again without extensions"
             )
         file, offset, length = (info.get(key) for key in ("relative_path", "offset", "length"))
-        if type(file) is not str or type(offset) is not int or type(length) is not int:
+        if [type(one) for one in (index.get("fqn"), file, offset, length)] != [str, str, int, int]:
             raise CheckpointError(f"{path}: gives no file and offset for a part: {DAMAGED}")
-        yield file, _Place(str(index.get("fqn")), _sizes(origin, path), offset, length)
+        yield file, _Place(index.get("fqn"), _sizes(origin, path), offset, length)
 
 
 def _names(described: Mapping[str, Described], value: Made, path: Path) -> dict[str, str]:
@@ -207,7 +206,7 @@ def _names(described: Mapping[str, Described], value: Made, path: Path) -> dict[
 
 def _routes(value: Made) -> dict[Any, Any]:
     routes = value.get("planner_data")
-    return routes if type(routes) is dict else {}
+    return routes if isinstance(routes, dict) else {}
 
 
 def _route(route: Any, key: str) -> tuple[str, ...]:

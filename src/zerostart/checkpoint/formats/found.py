@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from zerostart.checkpoint.catalog import Assembled, TensorEntry
+from zerostart.checkpoint.formats.inert_pickle import MAX_DIMENSIONS
 from zerostart.checkpoint.strict_json import DAMAGED
 from zerostart.errors import CheckpointError
 
@@ -48,7 +49,8 @@ class Found:
 
 def is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
     """Whether what a pickle holds is the sizes of a tensor."""
-    return type(value) is tuple and all(type(size) is int and size >= 0 for size in value)
+    few = type(value) is tuple and len(value) <= MAX_DIMENSIONS  # one of millions may be that of each box
+    return few and all(type(size) is int and size >= 0 for size in value)
 
 
 def names_of(value: Any) -> tuple[str, ...]:

@@ -1,203 +1,368 @@
-"""Pickles of whole training states, read as data: objects become records, and nothing is imported or called.
+"""Pickles out of files that nobody vouches for, read as data: nothing that they name is imported or called.
 
-Beside tensors such a pickle holds objects of its engine's classes (a loss scaler, an enumeration, the
-description of a layout). Each becomes a ``Made``: the class's name, the arguments and the state, which the
-reader of a format looks at or leaves alone. The instructions are those of protocol 2 and of protocol 4, which
-``pickle.dump`` writes by default.
+Python's own unpickler runs them over inert classes: a global is its name (``Opaque``), an object a record of
+what it was made from (``Made``), a tensor a view of a storage (``StoredTensor``). Three things that it leaves
+open are settled before it starts (``_checked``): it allocates as many entries of its memo as an instruction
+says, it knows no limit on instructions, and it hashes keys in C, tuples in tuples by recursion.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
-from typing import Any
+import io
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from zerostart.checkpoint.formats.pickle_records import PLAIN
-from zerostart.checkpoint.formats.weights_pickle import (
-    CALLS,
-    INSTRUCTIONS,
-    MAX_DIMENSIONS,
-    TYPED,
-    Machine,
-    Opaque,
-)
+from zerostart.checkpoint.catalog import TORCH_NAMES
+from zerostart.checkpoint.strict_json import DAMAGED, shown
+from zerostart.errors import CheckpointError
 
-__all__ = ["Made", "read_inert_pickle"]
+__all__ = ["Made", "Opaque", "Storage", "StoredTensor", "plain_versions", "read_inert_pickle"]
 
-_U64 = struct.Struct("<Q")
-#: Most bytes of an integer.
-_LONGEST = 255
-_U8, _U32, _I32 = struct.Struct("<B"), struct.Struct("<L"), struct.Struct("<l")
+#: Bytes of instructions, strings aside: a tensor takes about 75, so that it is enough for 200 000 of them.
+MAX_INSTRUCTIONS = 16_000_000
+#: The same of a training state's description; and most classes that a pickle names.
+MAX_STATE_INSTRUCTIONS, MAX_NAMES = 1 << 26, 1000
+#: Most dimensions of a tensor, and members of a tuple that is a key. torch's own operators stop at 64.
+MAX_DIMENSIONS = 64
+_MAX_COUNT = 2**63 - 1
+#: Members that calls may copy, or that occur again, whatever the length of the pickle.
+_FREE = 1 << 20
+
+#: Element types in torch's spelling, by their own names and by the storage classes that stand for them.
+_DTYPES = {
+    f"torch.{name}": name
+    for name in (*TORCH_NAMES, "complex32", "complex128", "float4_e2m1fn_x2", "qint8", "qint32", "quint8")
+}
+_STORAGES = {
+    "torch.storage.UntypedStorage": "uint8", "torch.UntypedStorage": "uint8", "torch.ByteStorage": "uint8",
+    "torch.CharStorage": "int8", "torch.ShortStorage": "int16", "torch.IntStorage": "int32",
+    "torch.LongStorage": "int64", "torch.HalfStorage": "float16", "torch.BFloat16Storage": "bfloat16",
+    "torch.FloatStorage": "float32", "torch.DoubleStorage": "float64", "torch.BoolStorage": "bool",
+    "torch.ComplexFloatStorage": "complex64", "torch.ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+#: Classes that are no more than a tensor.
+_PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
+#: Harmless globals whose values no weight depends on.
+_HARMLESS = (
+    *_PLAIN, "collections.Counter", "torch.device", "torch.serialization._get_layout", "_codecs.encode",
+    *(f"{m}.{n}" for m in ("builtins", "__builtin__") for n in ("set", "bytearray", "complex")),
+)  # fmt: skip
+
+
+# Both are tuples: the attributes of most other objects a pickle could set after they were checked.
+class Storage(NamedTuple):
+    """Record ``data/key`` of the archive: ``numel`` elements of ``dtype`` (torch's spelling)."""
+
+    key: str
+    dtype: str
+    numel: int
+
+
+class StoredTensor(NamedTuple):
+    """A view of a storage: ``offset`` and ``strides`` in elements of ``dtype``.
+
+    ``bits`` is true for one that stands for the conjugate or the negative of what is stored.
+    """
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    bits: bool
+
+
+class Opaque(type):
+    """A global: its ``name``, and nothing of what is behind it."""
+
+    name: str
+    callable: bool
+    free: list[int]
+
+    def __call__(cls, *arguments: Any) -> Any:
+        """What one of the known calls makes of records, else a ``Made``."""
+        if (call := _CALLS.get(cls.name)) is not None:
+            return call(*arguments)
+        if not cls.callable:
+            raise _Refused(f"calls {shown(cls.name)}")
+        return super().__call__(*arguments)
 
 
 class Made:
     """What calling ``name`` with ``arguments`` would have made, with the ``state`` that it was then given."""
 
-    __slots__ = ("arguments", "name", "state")
+    __slots__ = ("arguments", "state")
+    arguments: tuple[Any, ...]
+    state: Any
+    name: str
+    free: list[int]
 
-    def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
-        self.name = name
-        self.arguments = arguments
-        self.state: Any = None
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Made:
+        """Copy no more of arguments than the whole pickle may."""
+        cls.free[0] -= len(arguments) + len(keywords)
+        if cls.free[0] < 0:
+            raise _Refused("copies the same containers over and over")
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, keywords or None
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
     def get(self, key: str) -> Any:
-        """The attribute ``key`` of its state, None without one."""
-        return self.state.get(key) if type(self.state) is dict else None
+        """The attribute ``key`` of its state (those of slots are a second part of it), None without one."""
+        for part in self.state if type(self.state) is tuple else (self.state,):
+            if isinstance(part, dict) and key in part:
+                return part[key]
+        return None
+
+    def append(self, items: Any) -> None:
+        """A list or dictionary of a class of its own takes its items after it is made: they are left."""
+
+    extend = append
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.append(value)
 
 
-def read_inert_pickle(raw: bytes, path: str) -> Any:
-    """The object in a pickle: containers, primitives, StoredTensor, Storage, Opaque (a name), and Made.
+class _Dict(dict[Any, Any]):
+    """A dictionary; ``noted`` is what torch notes beside a state dict (``_metadata``)."""
 
-    Sets are lists. ``path`` serves messages. Raises CheckpointError where the pickle is damaged, or uses
-    instructions that no training state needs.
+    __slots__ = ("noted",)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if type(key) is not str:
+            parts = key if type(key) is tuple else (key,)
+            if len(parts) > MAX_DIMENSIONS or not all(map(_hashes_soon, parts)):
+                raise _Refused(f"has a dictionary with a {type(key).__name__} for a key")
+        super().__setitem__(key, value)
+
+    def __setstate__(self, state: Any) -> None:
+        self.noted = state.get("_metadata") if isinstance(state, dict) else None
+
+
+def _hashes_soon(key: Any) -> bool:
+    if type(key) is int:
+        return key.bit_length() <= 64  # of longer ones any number have the same hash
+    return type(key) in (str, float, bool, bytes, type(None), Opaque) or isinstance(key, Made)
+
+
+def plain_versions(noted: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
+    """What torch notes of modules (``_metadata``): for each name numbers and strings by their names."""
+    kept = (int, float, str, bool, type(None))
+    return {
+        name: {key: value for key, value in entry.items() if type(key) is str and type(value) in kept}
+        for name, entry in noted.items()
+        if type(name) is str and isinstance(entry, Mapping)
+    }
+
+
+class _Refused(Exception):
+    """What a pickle does that none of those does which are read."""
+
+
+#: What Python's unpickler raises where a pickle makes no sense to it, or to what is called.
+_DAMAGE = (
+    pickle.PickleError, ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError
+)  # fmt: skip
+
+
+def read_inert_pickle(raw: bytes, path: str, weights: bool = False) -> Any:
+    """The object in a pickle: containers, primitives, StoredTensor, Storage, Opaque, and Made.
+
+    Sets are lists, a ``torch.Size`` is a ``tuple``. ``path`` serves messages. Of a file of ``weights`` it is
+    nothing but what ``torch.save`` writes of tensors and plain containers, and no other global is named.
+    Raises CheckpointError where the pickle is damaged, or refused.
     """
-    return _Inert(raw, path).read()
+    try:
+        value = _Unpickler(_checked(raw, weights), weights).load()
+        _check_unfolded(value, _FREE + 8 * len(raw))
+        return value
+    except _Refused as error:
+        raise CheckpointError(
+            f"{path}: the pickle of the weights {error}; nothing of it was run. If you trust where it comes "
+            "from, load it with torch.load(..., weights_only=False) and save its tensors as safetensors"
+        ) from None
+    except _DAMAGE as error:
+        raise CheckpointError(
+            f"{path}: the pickle in it is damaged ({shown(str(error))}): {DAMAGED}"
+        ) from error
 
 
-class _Inert(Machine):
-    """The machine of weights, to which any global is a name and any call a record."""
+class _Unpickler(pickle.Unpickler):
+    """Python's, to whom a global is an Opaque; of ``weights``: one that tensors need."""
 
-    limit = 1 << 26
+    def __init__(self, raw: bytes, weights: bool) -> None:
+        super().__init__(io.BufferedReader(io.BytesIO(raw)))
+        self._weights = weights
+        self._named: dict[str, Opaque] = {}
+        self._free = [_FREE + len(raw)]
 
-    def __init__(self, raw: bytes, path: str) -> None:
-        super().__init__(raw, path)
-        self._looked: set[int] = set()
+    def find_class(self, module: str, name: str) -> Any:
+        name = f"{module}.{name}"
+        if name not in self._named:
+            if self._weights and not any(name in known for known in (_CALLS, _STORAGES, _DTYPES, _HARMLESS)):
+                raise _Refused(f"names {shown(name)}, which is code, and no part of plain tensors")
+            if len(self._named) == MAX_NAMES:
+                raise _Refused(f"names more than {MAX_NAMES} classes")
+            callable_ = not self._weights or name in _HARMLESS
+            about = {"__slots__": (), "name": name, "callable": callable_, "free": self._free}
+            self._named[name] = Opaque("Opaque", (Made,), about)
+        return self._named[name]
 
-    def name_global(self) -> None:
-        self.push(Opaque(f"{self.line()}.{self.line()}"))
+    def persistent_load(self, pid: Any) -> Storage | _Dict:
+        match pid:
+            case None:  # a dictionary, as ``_INSTEAD_2`` spells it
+                return _Dict()
+            case ("storage", Opaque(name=name), str(key), str(), int(numel)) if (
+                name in _STORAGES and 0 <= numel <= _MAX_COUNT
+            ):
+                return Storage(key, _STORAGES[name], numel)
+        raise _Refused("refers to something outside it that is not a storage")
 
-    def stack_global(self) -> None:
-        """STACK_GLOBAL: module and name from the stack."""
-        name, module = self._stack.pop(), self._stack.pop()
-        if type(name) is not str or type(module) is not str:
-            self.refuse("names something by what is no name")
-        self.push(Opaque(f"{module}.{name}"))
 
-    def reduce(self) -> None:
-        arguments, function = self._stack[-1], self._stack[-2]
-        if type(function) is Opaque and function.name in CALLS:
-            own = _own_class(self, function.name, arguments)
-            if own is None:
-                super().reduce()
-            else:
-                self._stack[-2:] = [own]
-            return
-        del self._stack[-2:]
-        self._made(function, arguments)
+#: Instructions, with their arguments, that nothing is asked about; %b: what the index of a memo ends with.
+_PROTOCOL_2 = rb"[(N\x88\x89)\]\x85-\x87tRabseuQ]|[\x80Kqh].|M..|[Jj]....|G.{8}|r..%b"
+_PROTOCOL_4 = _PROTOCOL_2 + rb"|[\x81\x92-\x940-2]"
+#: Bytes of a length, after which so much follows.
+_LENGTHS_2 = {ord("X"): 4, 0x8A: 1}
+_LENGTHS_4 = {**_LENGTHS_2, 0x8C: 1, 0x8D: 8, ord("C"): 1, ord("B"): 4, 0x8E: 8, 0x8B: 4}
+#: What is read in the place of others: dictionaries that check their keys, and lists for sets.
+_INSTEAD_2 = {ord("}"): b"NQ"}
+_INSTEAD_4 = {**_INSTEAD_2, 0x8F: b"]", 0x90: b"e", 0x91: b"l"}
 
-    def new_object(self) -> None:
-        """NEWOBJ: ``class.__new__(class, *arguments)``."""
-        arguments, kind = self._stack.pop(), self._stack.pop()
-        self._made(kind, arguments)
 
-    def new_object_with_keywords(self) -> None:
-        """NEWOBJ_EX: the same with keyword arguments, which are its state until it is given one."""
-        keywords, arguments, kind = self._stack.pop(), self._stack.pop(), self._stack.pop()
-        self._made(kind, arguments)
-        self._stack[-1].state = keywords
-
-    def _made(self, kind: Any, arguments: Any) -> None:
-        if type(kind) is not Opaque or type(arguments) is not tuple:
-            self.refuse(f"calls a {type(kind).__name__}")
-        self.push(Made(kind.name, arguments))
-
-    def build(self) -> None:
-        if type(self._stack[-2]) is Made:
-            state = self._stack.pop()
-            self._stack[-1].state = state
+def _checked(raw: bytes, weights: bool) -> bytes:
+    """The pickle up to its end, for Python's unpickler; what is no more than a frame is left out."""
+    lengths, instead = (_LENGTHS_2, _INSTEAD_2) if weights else (_LENGTHS_4, _INSTEAD_4)
+    highest = len(raw) >> 16  # to remember a value takes two bytes or more
+    index = b"[\\x00-\\x%02x][\\x00-\\x%02x]" % (min(highest, 255), highest >> 8)
+    simple = re.compile(b"(?:%b)*+" % ((_PROTOCOL_2 if weights else _PROTOCOL_4) % index), re.DOTALL)
+    limit = MAX_INSTRUCTIONS if weights else MAX_STATE_INSTRUCTIONS
+    parts: list[bytes] = []
+    at = begin = count = 0
+    while True:
+        end = run.end() if (run := simple.match(raw, at)) else at
+        count += end - at + 1
+        if count > limit:
+            raise _Refused(f"has more than {limit} bytes of instructions")
+        code, at = raw[end], end + 1
+        if size := lengths.get(code):
+            length = int.from_bytes(raw[at : at + size], "little")
+            at += size + length
+            if at > len(raw) or (code in b"\x8a\x8b" and length > 255):
+                raise ValueError(f"something of {length} bytes at byte {end}")
+        elif code == ord("c"):
+            at = raw.index(b"\n", raw.index(b"\n", at, at + 1024) + 1, at + 2048) + 1
+        elif code == ord("."):
+            return b"".join((*parts, raw[begin:at]))
+        elif code in instead or (code == 0x95 and not weights):
+            parts += (raw[begin:end], instead.get(code, b""))
+            begin = at = at + 8 * (code == 0x95)
         else:
-            super().build()
-
-    def extend(self, items: list[Any]) -> None:
-        # A list or dictionary of a class of its own takes its items after it is made.
-        if type(self._stack[-1]) is not Made:
-            super().extend(items)
-
-    def set_items(self, items: list[Any]) -> None:
-        if type(self._stack[-1]) is not Made:
-            super().set_items(items)
-
-    def is_key(self, key: Any) -> bool:
-        # Of tuples in tuples a few bytes make more than could ever be hashed.
-        parts = key if type(key) is tuple else (key,)
-        return len(parts) <= MAX_DIMENSIONS and all(
-            type(part) in (Made, Opaque) or super(_Inert, self).is_key(part) for part in parts
-        )
-
-    def long_number(self) -> None:
-        """LONG4: an integer of any length, of which none here needs more than LONG1 could hold."""
-        length = self.number(_I32)
-        if not 0 <= length <= _LONGEST:
-            self.refuse(f"has an integer of {length} bytes")
-        self.push(int.from_bytes(self.take(length), "little", signed=True))
-
-    def frame(self) -> None:
-        """FRAME: how much follows, which nobody needs to know."""
-        self.take(8)
-
-    def memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
-    def inside(self, item: Any) -> tuple[Any, ...]:
-        if type(item) is not Made or id(item) in self._looked:
-            return ()
-        self._looked.add(id(item))
-        return (item.arguments, item.state)
-
-    def discard(self) -> None:
-        self._stack.pop()
-
-    def discard_to_mark(self) -> None:
-        self.to_mark()
-
-    def duplicate(self) -> None:
-        self._shares = True
-        self._stack.append(self._stack[-1])
+            raise _Refused(
+                f"holds instruction {shown(chr(code))}, which torch.save by default does not write"
+            )
 
 
-def _own_class(machine: Machine, function: str, arguments: Any) -> Made | None:
-    """The record of a tensor of a class of its own, with the attributes that it has; None: a plain one."""
-    if function != TYPED or type(arguments) is not tuple or len(arguments) != 4:
-        return None
-    _, kind, inner, attributes = arguments
-    if type(kind) is not Opaque or kind.name in PLAIN or type(inner) is not tuple:
-        return None
-    made = Made(kind.name, inner)
-    # Python keeps those of slots apart: the second of two.
-    given = [one for one in (attributes if type(attributes) is tuple else (attributes,)) if type(one) is dict]
-    machine.spend(sum(map(len, given)))
-    made.state = {key: value for one in given for key, value in one.items()}
-    return made
+def _size(sizes: Any) -> tuple[int, ...]:
+    if not _counts(sizes):
+        raise _Refused("makes a torch.Size of something other than sizes")
+    return tuple(sizes)
 
 
-def _text(form: struct.Struct) -> Callable[[_Inert], None]:
-    return lambda m: m.push(m.take(m.number(form)).decode("utf-8", "surrogatepass"))
+def _counts(values: Any) -> bool:
+    return (
+        type(values) is tuple
+        and len(values) <= MAX_DIMENSIONS
+        and all(type(v) is int and 0 <= v <= _MAX_COUNT for v in values)
+    )
 
 
-def _bytes(form: struct.Struct) -> Callable[[_Inert], None]:
-    return lambda m: m.push(m.take(m.number(form)))
+def _tensor(*arguments: Any) -> StoredTensor:
+    """_rebuild_tensor(storage, offset, size, stride) and _v2(..., requires_grad, hooks[, metadata])."""
+    if len(arguments) not in (4, 6, 7):
+        raise _Refused(f"makes a tensor from {len(arguments)} values")
+    storage, offset, shape, strides = arguments[:4]
+    right = type(storage) is Storage and _counts((offset,)) and _counts(shape) and _counts(strides)
+    if not right or len(shape) != len(strides):
+        raise _Refused("makes a tensor from something other than a storage, an offset, sizes and strides")
+    return StoredTensor(storage, storage.dtype, offset, shape, strides, bool(arguments[6:] and arguments[6]))
 
 
-_ADDED: dict[str, Callable[[_Inert], None]] = {
-    "c": _Inert.name_global,
-    "R": _Inert.reduce,
-    "b": _Inert.build,
-    "\x81": _Inert.new_object,
-    "\x92": _Inert.new_object_with_keywords,
-    "\x93": _Inert.stack_global,
-    "\x94": _Inert.memoize,
-    "\x95": _Inert.frame,
-    "\x8c": _text(_U8),
-    "\x8d": _text(_U64),
-    "C": _bytes(_U8),
-    "B": _bytes(_U32),
-    "\x8e": _bytes(_U64),
-    "\x8b": _Inert.long_number,
-    "\x8f": lambda m: m.push([]),
-    "\x90": lambda m: m.extend(m.to_mark()),
-    "\x91": lambda m: m.push(m.to_mark()),
-    "0": _Inert.discard,
-    "1": _Inert.discard_to_mark,
-    "2": _Inert.duplicate,
+def _tensor_v3(*arguments: Any) -> StoredTensor:
+    """_rebuild_tensor_v3: as v2, over bytes, with the dtype before the metadata."""
+    dtype = arguments[6].name if len(arguments) > 6 and type(arguments[6]) is Opaque else ""
+    if dtype not in _DTYPES:
+        raise _Refused(f"makes a tensor from {len(arguments)} values, of the type {shown(dtype)}")
+    return _tensor(*arguments[:6], *arguments[7:])._replace(dtype=_DTYPES[dtype])
+
+
+def _parameter(tensor: Any = None, *_: Any) -> StoredTensor:
+    """_rebuild_parameter(data, ...): the tensor in it."""
+    if type(tensor) is not StoredTensor:
+        raise _Refused("makes a parameter of something other than a tensor")
+    return tensor
+
+
+def _typed(function: Any, kind: Any, arguments: Any, attributes: Any) -> StoredTensor | Made:
+    """_rebuild_from_type_v2: a tensor with Python attributes; one of a class of its own is a record."""
+    if type(function) is type(kind) is Opaque and type(arguments) is tuple:
+        if kind.name in _PLAIN and function.name in _TENSORS:
+            return _TENSORS[function.name](*arguments)
+        if kind.callable and kind.name not in _HARMLESS:
+            made: Made = type.__call__(kind, *arguments)
+            made.state = attributes
+            return made
+    raise _Refused("makes a tensor of a class of its own")
+
+
+_TENSORS = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
 }
-_Inert.instructions = {**INSTRUCTIONS, **{ord(code): step for code, step in _ADDED.items()}}
+_CALLS: dict[str, Callable[..., Any]] = {
+    **_TENSORS,
+    "torch._tensor._rebuild_from_type_v2": _typed,
+    "collections.OrderedDict": lambda: _Dict(),
+    "torch.Size": _size,
+}
+
+
+def _check_unfolded(value: Any, limit: int) -> None:
+    """Refuse containers that hold one another so often that nobody could print or copy them.
+
+    A list that holds another one twice, which holds a third one twice, takes a few bytes for each, and twice
+    the time with each. What objects hold is asked for by its name, and nobody goes through it as a whole.
+    """
+    weights: dict[int, int] = {}  # negative: begun
+    pending: list[tuple[Any, list[Any] | None]] = [(value, None)]
+    total = 0
+    while pending:
+        item, inside = pending.pop()
+        if inside is not None:
+            each = [weights[id(one)] for one in inside]
+            if min(each) < 0:
+                raise _Refused("holds a container that holds itself")
+            weights[id(item)] = total = sum(each) - weights[id(item)]
+        elif id(item) not in weights:
+            members = (
+                (*item, *item.values())
+                if type(item) is _Dict
+                else item
+                if type(item) in (list, tuple)
+                else ()
+            )
+            total = 1 + len(members) + sum([len(one) for one in members if type(one) in (str, bytes)]) // 64
+            inside = [one for one in members if type(one) in (_Dict, list, tuple)]
+            weights[id(item)] = -total if inside else total
+            if inside:
+                pending.append((item, inside))
+                pending += [(one, None) for one in inside if id(one) not in weights]
+        if total > limit:
+            raise _Refused(f"holds containers in one another, with more than {limit} members in all")

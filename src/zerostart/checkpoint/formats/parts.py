@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TensorEntry
-from zerostart.checkpoint.formats.inert_pickle import Made, read_inert_pickle
+from zerostart.checkpoint.formats.inert_pickle import Made, StoredTensor
 from zerostart.checkpoint.formats.torch_zip import TorchArchive
-from zerostart.checkpoint.formats.weights_pickle import StoredTensor
 from zerostart.checkpoint.storage.base import HeaderBytes
 from zerostart.checkpoint.storage.files import FileState, open_regular
 from zerostart.checkpoint.strict_json import shown
@@ -62,7 +61,7 @@ class PartFiles:
         """What a file of ``torch.save`` holds, and what places its tensors."""
         with self.opened(path) as (handle, size, number):
             archive = TorchArchive(handle, size, str(path))
-            value = archive.value(read_inert_pickle)
+            value = archive.value()
             entries = {id(tensor): _entry(archive, tensor, number) for tensor in _tensors(value)}
 
         def place(name: str, tensor: StoredTensor) -> TensorEntry:
@@ -110,8 +109,8 @@ def _tensors(value: Any) -> Iterator[StoredTensor]:
         item = open_ones.pop()
         if type(item) is StoredTensor:
             yield item
-        elif type(item) is Made and (local := local_tensor(item)) is not None:
+        elif isinstance(item, Made) and (local := local_tensor(item)) is not None:
             yield local
-        elif type(item) in (dict, list, tuple) and id(item) not in seen:
+        elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
             seen.add(id(item))
-            open_ones += item.values() if type(item) is dict else item
+            open_ones += item.values() if isinstance(item, dict) else item

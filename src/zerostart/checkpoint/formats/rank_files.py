@@ -8,16 +8,15 @@ where it is cut, and the tensor in it. Source: ``save_fsdp_model`` and ``save_fs
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.checkpoint.formats.found import STATE, Found, Group, is_shape, names_of
-from zerostart.checkpoint.formats.inert_pickle import Made
+from zerostart.checkpoint.formats.inert_pickle import Made, StoredTensor
 from zerostart.checkpoint.formats.parts import PartFiles, Placing, local_tensor
 from zerostart.checkpoint.formats.shares import from_boxes
-from zerostart.checkpoint.formats.weights_pickle import StoredTensor
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
@@ -73,7 +72,7 @@ def _opened(directory: Path, stem: str, files: PartFiles) -> Iterator[tuple[dict
 
 
 def _dict(value: Any, path: str) -> dict[Any, Any]:
-    if type(value) is not dict:
+    if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds no state dict as FSDP2 has it; {_REMEDY}")
     return value
 
@@ -110,8 +109,7 @@ def _assemble(name: str, parts: list[tuple[Any, Placing, str]], found: Found, fi
 
 def _cut(item: Made, name: str, path: str) -> tuple[tuple[int, ...], int | None, StoredTensor]:
     """The shape of a tensor as a whole, where ranks cut it (None: each has all), and what this one has."""
-    attributes: Mapping[str, Any] = item.state if type(item.state) is dict else {}
-    spec = attributes.get("_spec")
+    spec = item.get("_spec")
     placements = spec.get("placements") if isinstance(spec, Made) else None
     sizes = item.arguments[2] if len(item.arguments) > 2 else None
     local = local_tensor(item)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from zerostart.checkpoint.catalog import Assembled, TensorEntry
 from zerostart.checkpoint.formats.found import STATE, Found, Group
+from zerostart.checkpoint.formats.inert_pickle import StoredTensor
 from zerostart.checkpoint.formats.parts import PartFiles
 from zerostart.checkpoint.formats.shares import from_boxes, from_runs
-from zerostart.checkpoint.formats.weights_pickle import StoredTensor
 from zerostart.checkpoint.formats.zero import MASTERS, Base
 from zerostart.checkpoint.formats.zero_model import ModelStates, read_model_states
 from zerostart.checkpoint.strict_json import DAMAGED
@@ -36,7 +36,7 @@ def read_universal(directory: Path, files: PartFiles) -> Found:
         for path in sorted(folder.glob("*.pt")):
             kind = path.stem
             value, place = files.torch_file(path)
-            tensor = value.get("param") if type(value) is dict else value
+            tensor = value.get("param") if isinstance(value, dict) else value
             if type(tensor) is not StoredTensor:
                 raise CheckpointError(f"{path}: holds no tensor: {DAMAGED}")
             key = name if kind == MASTERS else f"{kind}{STATE}{name}"
@@ -57,13 +57,13 @@ def read_universal(directory: Path, files: PartFiles) -> Found:
 def _add_groups(path: Path, states: ModelStates, found: Found, files: PartFiles) -> None:
     """The settings of the parameter groups, which one file has for all; at stage 3 numbers of theirs, too."""
     value, place = files.torch_file(path) if path.is_file() else (None, None)
-    if type(value) is not dict or place is None:
+    if not isinstance(value, dict) or place is None:
         return
     base = Base.of(value, place)
     base.describe(found, states, files)
     groups = () if base.settings else value.get("param_groups") or ()
     for settings, shapes in zip(groups, states.groups, strict=False):
-        if type(settings) is dict:
+        if isinstance(settings, dict):
             kept = {key: item for key, item in settings.items() if key != "params"}
             found.groups.append(Group(kept, tuple(shapes)))
 

@@ -18,10 +18,9 @@ from typing import Any
 
 from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.checkpoint.formats.found import STATE, Found, Group
-from zerostart.checkpoint.formats.inert_pickle import Made
+from zerostart.checkpoint.formats.inert_pickle import Made, StoredTensor
 from zerostart.checkpoint.formats.parts import PartFiles, Placing
 from zerostart.checkpoint.formats.shares import from_runs
-from zerostart.checkpoint.formats.weights_pickle import StoredTensor
 from zerostart.checkpoint.formats.zero_model import INSTEAD, ModelStates, by_rank, read_model_states
 from zerostart.checkpoint.strict_json import DAMAGED
 from zerostart.errors import CheckpointError
@@ -101,12 +100,12 @@ class Base:
     def of(cls, states: Mapping[str, Any], place: Placing) -> Base:
         """What the pickled ``states`` of ZeRO's optimizer say of it; ``place`` places the tensors there."""
         base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
-        if type(base) is not dict or type(base.get("state")) is not dict:
+        if not isinstance(base, dict) or not isinstance(base.get("state"), dict):
             return cls((), (), (), place)
-        groups = [group for group in base.get("param_groups") or () if type(group) is dict]
+        groups = [group for group in base.get("param_groups") or () if isinstance(group, dict)]
         numbers = [(n, g) for g, group in enumerate(groups) for n in group.get("params") or ()]
         held = [base["state"].get(n) for n, _ in numbers]
-        if any(type(item) is not dict for item in held):  # none yet
+        if any(not isinstance(item, dict) for item in held):  # none yet
             held = []
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         return cls(held, [g for _, g in numbers], settings, place)
@@ -173,8 +172,8 @@ class _Rank:
     @classmethod
     def read(cls, path: Path, number: int, files: PartFiles) -> _Rank:
         value, place = files.torch_file(path)
-        states = value.get("optimizer_state_dict") if type(value) is dict else None
-        if type(states) is not dict or "zero_stage" not in states:
+        states = value.get("optimizer_state_dict") if isinstance(value, dict) else None
+        if not isinstance(states, dict) or "zero_stage" not in states:
             raise CheckpointError(f"{path}: not a file of ZeRO optimizer states: {DAMAGED}")
         stage, partitions = _number(states["zero_stage"]), states.get("partition_count")
         if type(partitions) is list:
@@ -213,7 +212,7 @@ def _paddings(value: Any) -> Sequence[Sequence[int]] | None:
 
 def _scale(scaler: Any) -> dict[str, Any]:
     """The numbers in a loss scaler's state."""
-    state = scaler.state if type(scaler) is Made and type(scaler.state) is dict else {}
+    state = scaler.state if isinstance(scaler, Made) and isinstance(scaler.state, dict) else {}
     return {str(key): value for key, value in state.items() if type(value) in (int, float)}
 
 
@@ -255,7 +254,7 @@ def _partitioned(
 
 def _number(value: Any) -> int:
     """An integer, or that of an enumeration's member."""
-    if type(value) is Made and len(value.arguments) == 1:
+    if isinstance(value, Made) and len(value.arguments) == 1:
         value = value.arguments[0]
     if type(value) is not int:
         raise CheckpointError(f"a {type(value).__name__} stands where a number is expected: {DAMAGED}")

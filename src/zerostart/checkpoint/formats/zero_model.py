@@ -10,9 +10,9 @@ from typing import Any
 
 from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.checkpoint.formats.found import Found, is_shape
+from zerostart.checkpoint.formats.inert_pickle import StoredTensor
 from zerostart.checkpoint.formats.parts import PartFiles, Placing
 from zerostart.checkpoint.formats.shares import from_boxes, from_runs
-from zerostart.checkpoint.formats.weights_pickle import StoredTensor
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
@@ -89,7 +89,7 @@ def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
     found = []
     for path in by_rank(directory, _MODEL):
         value, place = files.torch_file(path)
-        if type(value) is not dict or type(value.get("module")) is not dict:
+        if not isinstance(value, dict) or not isinstance(value.get("module"), dict):
             raise CheckpointError(f"{path}: not a file of model states: {DAMAGED}")
         _refuse_experts(value, path)
         found.append((value, place, path))
@@ -123,7 +123,7 @@ def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
         plain=_placed({name: t for name, t in module.items() if name in plain}, place, "whole "),
         shared=tied,
         counters={name: value[name] for name in _COUNTERS if type(value.get(name)) is int},
-        schedule=value["lr_scheduler"] if type(value.get("lr_scheduler")) is dict else None,
+        schedule=value["lr_scheduler"] if isinstance(value.get("lr_scheduler"), dict) else None,
     )
 
 
@@ -164,7 +164,7 @@ def _shapes(group: Any) -> dict[str, tuple[int, ...]]:
 
 def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
     """Items of a dictionary, or of a list of pairs, which older versions write."""
-    yield from value.items() if type(value) is dict else value
+    yield from value.items() if isinstance(value, dict) else value
 
 
 def _placed(tensors: Mapping[str, Any], place: Placing, prefix: str) -> dict[str, TensorEntry]:
