@@ -10,14 +10,14 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # Read by DeepSpeed when it is first imported, here or in a child.
-# What DeepSpeed compiles lies with the torch that it is compiled for.
-os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix, "torch_extensions"))
+# What DeepSpeed compiles lies with the torch that it is compiled for, unless the user has a place for it.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
 import drawn  # noqa: F401 - hypothesis's profiles, before any test is read
-from ranks import build_deepspeed_op, has_deepspeed_op, run_ranks, skip_where_unsupported
+from ranks import build_deepspeed_op, has_deepspeed_op, skip_where_unsupported
 from tiny import TinyCheckpoints
 
 
@@ -52,15 +52,25 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoints:
     return TinyCheckpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def deepspeed_op() -> None:
-    """DeepSpeed's shared-memory operation, compiled once an environment, before any rank would do it.
+#: Folders whose tests know of no engine.
+WITHOUT_ENGINES = ("geometry", "layout", "planning", "recipe")
 
-    For every test: ranks that compile it side by side wait for each other, and one that is killed
-    meanwhile leaves a lock that all later ones wait for.
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed_op(request: pytest.FixtureRequest) -> Iterator[None]:
+    """DeepSpeed's shared-memory operation, compiled once an environment, before any process would do it.
+
+    Processes that compile it side by side wait for each other, longer than a test may. Tests that know of no
+    engine do without, and without DeepSpeed: they take seconds.
     """
-    if not has_deepspeed_op():
-        run_ranks(build_deepspeed_op, 1, process_group=False, timeout=280)
+    if request.path.parent.name not in WITHOUT_ENGINES:
+        if not has_deepspeed_op():
+            build_deepspeed_op()
+        yield
+        return
+    before = "deepspeed" in sys.modules
+    yield
+    assert before or "deepspeed" not in sys.modules, f"{request.path} imports DeepSpeed"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,9 +81,8 @@ def no_group_stays() -> Iterator[None]:
     models refer to each other, and DeepSpeed keeps the last ZeRO-3 model in a list.
     """
     yield
-    import torch.distributed as dist
-
-    if dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     patches = sys.modules.get("zerostart.upstream.patches")
     if patches is not None and patches.active():

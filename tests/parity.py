@@ -5,12 +5,15 @@ Tiny models with 8 experts, in fp32, with sizes that torch's grouped product tak
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ranks import run_ranks
 
 __all__ = [
     "CLIP",
@@ -23,6 +26,7 @@ __all__ = [
     "checkpoint",
     "differences",
     "optimizer",
+    "reference",
 ]
 
 STEPS, ROWS, LENGTH, VOCABULARY = 5, 4, 12, 96
@@ -152,6 +156,13 @@ def alone(path: Path, filled: Callable[[Path], torch.nn.Module] | None = None) -
         optim.step()
         optim.zero_grad()
     trace.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return trace
+
+
+@functools.lru_cache(maxsize=16)
+def reference(path: Path) -> Trace:
+    """What `alone` gives of a checkpoint, in a process of its own, once for all that compare with it."""
+    trace: Trace = run_ranks(alone, 1, path)[0]
     return trace
 
 

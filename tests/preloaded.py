@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import os
 
 MODULES = (
     "torch.distributed.fsdp",
@@ -21,6 +22,7 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.integrations.deepspeed",
+    "transformers.trainer",
     "deepspeed.runtime.bf16_optimizer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -35,6 +37,23 @@ MODULES = (
     "zerostart.forecast.run",
     "zerostart.integrations.adoption",
     "zerostart.loading.run",
+    # What a load or an engine would import in each rank.
+    "deepspeed.module_inject.auto_ep_layer",
+    "torch._subclasses.schema_check_mode",
+    "torch.utils.cpp_extension",
+    "zerostart.engines.deepspeed.family",
+    "zerostart.engines.deepspeed.memory12",
+    "zerostart.engines.deepspeed.memory3",
+    "zerostart.engines.deepspeed.tensors",
+    "zerostart.engines.deepspeed.training",
+    "zerostart.models.libraries.diffsynth",
+    "zerostart.models.libraries.diffusers",
+    "zerostart.models.libraries.plain",
+    "zerostart.models.libraries.transformers_conversions",
+    "zerostart.state.digest",
+    "zerostart.state.full_tensors",
+    "zerostart.state.resuming",
+    "zerostart.state.saving",
 )
 
 for name in MODULES:
@@ -43,10 +62,18 @@ for name in MODULES:
 # Looks for compilers and libraries, and keeps what it has found.
 _ = importlib.import_module("deepspeed.ops").__compatible_ops__
 
+# All conversions that transformers knows, some hundreds of patterns, are compiled when one is asked for.
+importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3_moe")
+
 # Asked twice by every rank that loads DeepSpeed's operation, and a process of its own each time.
 _cpuinfo = importlib.import_module("cpuinfo")
 _cpuinfo.get_cpu_info = functools.cache(_cpuinfo.get_cpu_info)
 _cpuinfo.get_cpu_info()
+
+# The one operation that DeepSpeed has on a CPU. Compiled here if it is not yet: ranks that compile it side by
+# side wait for each other, and one that is killed meanwhile leaves a lock.
+if os.environ.get("DS_ACCELERATOR") == "cpu":
+    importlib.import_module("zerostart.upstream.extensions").load_operations(("ShareMemCommBuilder",))
 
 # The collector looks at every object that it knows, and so has each page of them copied: half a second a rank
 # for each of the collections in ``deepspeed.initialize``.

@@ -9,7 +9,6 @@ than the death of any other rank, and so that no two tests fight for a port.
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -310,5 +309,5 @@ def has_deepspeed_op() -> bool:
 
 
 def build_deepspeed_op() -> None:
-    """Compile that operation; what an earlier build that was killed has left does not stand in the way."""
-    importlib.import_module("zerostart.upstream.extensions").load_operations(("ShareMemCommBuilder",))
+    """Have that operation compiled, by the server of the ranks as it starts."""
+    run_ranks(os.getpid, 1, process_group=False, timeout=280)

@@ -103,6 +103,7 @@ def test_joins_the_ranks_of_another_launcher_and_stops_cleanly(config, tmp_path)
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_with_one_line(config, tmp_path):
     process = start("train", config, "--nproc", 2, "engine.name=fsdp2", "train.steps=1000")
     for line in process.stdout:
@@ -134,7 +135,7 @@ def rank_one(launcher):
     ("argv", "message"),
     [
         (["train.stepz=3"], "unknown key train.stepz; did you mean train.steps?"),
-        (["model.source=/nowhere/at/all"], "error: /nowhere/at/all"),
+        pytest.param(["model.source=/nowhere/at/all"], "error: /nowhere/at/all", marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_is_one_line(config, argv, message):

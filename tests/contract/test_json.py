@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tiny import TinyCheckpoints, minilm_path
+from zerostart.cli import main
 
 ZEROSTART = Path(sysconfig.get_path("scripts")) / "zerostart"
 
@@ -25,9 +26,12 @@ def zerostart(*arguments: object) -> str:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_plan_json(engine: str, checkpoints: TinyCheckpoints) -> None:
+def test_plan_json(engine: str, checkpoints: TinyCheckpoints, capsys: pytest.CaptureFixture[str]) -> None:
     path = checkpoints("qwen3_moe", torch.bfloat16, sharded=True)
-    made = json.loads(zerostart("plan", path, "--world-size", 3, "--engine", engine, "--json"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["plan", str(path), "--world-size", "3", "--engine", engine, "--json"])
+    made = json.loads(capsys.readouterr().out)
     assert made.keys() >= {
         "ranks",
         "checkpoint_bytes",

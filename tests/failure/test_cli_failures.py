@@ -57,7 +57,7 @@ def failed_with_one_line(done: subprocess.CompletedProcess[str], *words: str) ->
         ("truncated", "deepspeed"),
         pytest.param("truncated", "fsdp2", marks=pytest.mark.slow),
         pytest.param("wrong-shape", "deepspeed", marks=pytest.mark.slow),
-        ("wrong-shape", "fsdp2"),
+        pytest.param("wrong-shape", "fsdp2", marks=pytest.mark.slow),
     ],
 )
 def test_load_of_a_broken_checkpoint(engine: str, breakage: str, source: Path, tmp_path: Path) -> None:

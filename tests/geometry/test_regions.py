@@ -60,7 +60,7 @@ def in_tensor(region: Region) -> dict[int, int]:
     return found
 
 
-@settings(max_examples=examples(1500))
+@settings(max_examples=examples(200, 15000))
 @given(copies(), st.integers(1, 20))
 def test_regions_address_what_the_copy_does(case: tuple[tuple[int, ...], Copy], limit: int) -> None:
     shape, copy = case
@@ -74,7 +74,7 @@ def test_regions_address_what_the_copy_does(case: tuple[tuple[int, ...], Copy], 
     assert found == addresses(copy.start, copy.to, copy.loops)
 
 
-@settings(max_examples=examples(500))
+@settings(max_examples=examples(150, 5000))
 @given(copies())
 def test_halves_of_any_loop_address_what_the_whole_does(case: tuple[tuple[int, ...], Copy]) -> None:
     shape, copy = case
@@ -87,7 +87,7 @@ def test_halves_of_any_loop_address_what_the_whole_does(case: tuple[tuple[int, .
                 assert found == in_tensor(region)
 
 
-@settings(max_examples=examples(1500))
+@settings(max_examples=examples(200, 15000))
 @given(copies(), copies(), st.integers(1, 9), st.integers(1, 40))
 def test_runs_of_blocks_address_what_the_copies_do(
     case: tuple[tuple[int, ...], Copy], other: tuple[tuple[int, ...], Copy], block: int, limit: int

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import zerostart
-from parity import CLIP, ROUNDING, Trace, alone, batches, checkpoint, differences, optimizer
+from parity import CLIP, ROUNDING, Trace, batches, checkpoint, differences, optimizer, reference
 from ranks import run_ranks
 
 MODELS = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
@@ -50,7 +50,7 @@ def test_experts_train_as_in_one_process(
     kind: str, experts: int, world: int, accumulation: int, folder: Path
 ) -> None:
     path = checkpoint(kind, folder)
-    wanted = run_ranks(alone, 1, path)[0]
+    wanted = reference(path)
     for found in run_ranks(train, world, path, accumulation, experts):
         assert differences(found, wanted) == []
 
@@ -69,7 +69,7 @@ def test_experts_train_as_in_one_process(
 )
 def test_at_stage_2(kind: str, experts: int, world: int, accumulation: int, folder: Path) -> None:
     path = checkpoint(kind, folder)
-    wanted = run_ranks(alone, 1, path)[0]
+    wanted = reference(path)
     for found in run_ranks(train, world, path, accumulation, experts, 2):
         assert differences(found, wanted, ROUNDING.get(kind, 1e-5)) == []
 
@@ -84,7 +84,7 @@ def test_at_stage_2(kind: str, experts: int, world: int, accumulation: int, fold
 )
 def test_at_stage_1(kind: str, world: int, accumulation: int, folder: Path) -> None:
     path = checkpoint(kind, folder)
-    wanted = run_ranks(alone, 1, path)[0]
+    wanted = reference(path)
     for found in run_ranks(train, world, path, accumulation, 2, 1):
         assert differences(found, wanted) == []
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from test_parallel_fsdp2 import train
 
 import zerostart
-from parity import Trace, alone, batches, checkpoint, differences, optimizer
+from parity import Trace, batches, checkpoint, differences, optimizer, reference
 from ranks import run_ranks
 
 BIASES: dict[str, dict[str, bool]] = {
@@ -34,7 +34,7 @@ SLOW = pytest.mark.slow
 )
 def test_biases_train_as_in_one_process(kind: str, world: int, tmp_path: Path) -> None:
     path = checkpoint(kind, tmp_path, **BIASES[kind])
-    wanted = run_ranks(alone, 1, path)[0]
+    wanted = reference(path)
     for found, forward in run_ranks(trained_and_resumed, world, path, tmp_path):
         assert forward < 1e-5
         assert differences(found, wanted) == []

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import zerostart
-from parity import alone, checkpoint, differences, optimizer
+from parity import checkpoint, differences, optimizer, reference
 from ranks import run_ranks
 
 SLOW = pytest.mark.slow
@@ -73,7 +73,7 @@ def test_trains_as_in_one_process(
     kind: str, world: int, placed: str, axes: dict[str, int], folder: Path
 ) -> None:
     path = checkpoint(kind, folder)
-    wanted = run_ranks(alone, 1, path)[0]
+    wanted = reference(path)
     for found in run_ranks(train, world, path, 1, {**axes, "engine_config": PLACED[placed]()}):
         assert differences(found, wanted) == []
 
@@ -83,7 +83,7 @@ def test_trains_as_in_one_process(
 def test_gradients_of_experts_reduced_in_half_precision(world: int, replicas: int, folder: Path) -> None:
     """The gradient of an expert with one owner is divided once, as all others."""
     path = checkpoint("qwen3_moe", folder)
-    wanted = run_ranks(alone, 1, path)[0]
+    wanted = reference(path)
     config = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16), "replicate": replicas}
     for found in run_ranks(train, world, path, 1, {**EXPERTS, "engine_config": config}):
         assert differences(found, wanted, tolerance=1e-2) == []

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from test_parallel_deepspeed import gradients
 
 import zerostart
-from parity import CLIP, Trace, alone, batches, checkpoint, differences, optimizer
+from parity import CLIP, Trace, batches, checkpoint, differences, optimizer, reference
 from ranks import run_ranks
 
 HOST = {"device": "cpu", "pin_memory": False}
@@ -38,7 +38,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 )
 def test_experts_train_as_in_one_process(placement: str, experts: int, world: int, tmp_path: Path) -> None:
     path = checkpoint("qwen3_moe", tmp_path)
-    wanted = run_ranks(alone, 1, path)[0]
+    wanted = reference(path)
     for found, planned, read in run_ranks(train, world, path, experts, PLACEMENTS[placement]):
         assert differences(found, wanted) == []
         assert planned == read

@@ -48,7 +48,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_equal_to_the_dequantised_load(engine: str, world_size: int, tasks: list[Task]) -> None:
     for rank, lines in enumerate(run_ranks(compare, world_size, engine, tasks)):
         assert not lines, f"rank {rank}:\n" + "\n".join(lines)

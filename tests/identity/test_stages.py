@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero12.routes as routes
 import zerostart
-from parity import CLIP, Trace, alone, batches, checkpoint, differences, optimizer
+from parity import CLIP, Trace, batches, checkpoint, differences, optimizer, reference
 from ranks import rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
 from zerostart.engines.fsdp2.stages import begin_batch
@@ -77,11 +77,22 @@ def unlike(held: dict[str, Any], stage: int, last: bool) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_fsdp2_trains_as_one_process(kind: str, stage: int, tmp_path: Path) -> None:
-    path = checkpoint(kind, tmp_path)
-    (single,) = run_ranks(alone, 1, path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        *(("qwen3_moe", stage) for stage in range(4)),
+        *(pytest.param("qwen3", stage, marks=pytest.mark.slow) for stage in range(3)),
+        ("qwen3", 3),
+    ],
+)
+def test_fsdp2_trains_as_one_process(kind: str, stage: int, folder: Path) -> None:
+    path = checkpoint(kind, folder)
+    single = reference(path)
     for found, wrong in run_ranks(train, 2, path, stage, stage == 0, timeout=200):
         assert differences(found, single, 1e-4) == []
         assert wrong == []

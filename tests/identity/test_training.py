@@ -29,8 +29,15 @@ def deepspeed_config(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe_aligned", "qwen3"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param("qwen3_moe_aligned", torch.bfloat16, id="experts-bf16"),
+        pytest.param("qwen3_moe_aligned", torch.float32, id="experts-fp32", marks=pytest.mark.slow),
+        pytest.param("qwen3", torch.bfloat16, id="bf16", marks=pytest.mark.slow),
+        pytest.param("qwen3", torch.float32, id="fp32"),
+    ],
+)
 def test_deepspeed_losses_equal_those_of_the_stock_route(
     kind: str, dtype: torch.dtype, checkpoints: TinyCheckpoints
 ) -> None:

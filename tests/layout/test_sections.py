@@ -78,7 +78,7 @@ def test_a_packed_section_is_the_strided_shard_of_dtensor(each: int, parts: int,
         )
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(70, 2000))
 @given(shapes, st.data(), st.integers(1, 3), st.integers(1, 3))
 def test_sections_and_layouts_nest(shape: list[int], data: st.DataObject, across: int, owners: int) -> None:
     """Experts, then columns, then the engine's own cut: each applied to the real local tensor in turn."""

@@ -35,7 +35,7 @@ def _conversions(symbols: dict[str, SymbolicTensor], experts: int) -> dict[str, 
     return made
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(40, 1500))
 @given(data=st.data(), world=st.integers(1, 9), direct=st.booleans())
 def test_counts_equal_the_plans(tmp_path: Path, data: st.DataObject, world: int, direct: bool) -> None:
     experts, rows, columns = (data.draw(st.integers(1, n)) for n in (5, 7, 9))
@@ -92,7 +92,7 @@ def test_counts_equal_the_plans(tmp_path: Path, data: st.DataObject, world: int,
 SEGMENT = st.tuples(st.integers(0, 2), st.integers(0, 400), st.integers(1, 60), st.booleans())
 
 
-@settings(max_examples=examples(500))
+@settings(max_examples=examples(170, 5000))
 @given(
     found=st.lists(st.tuples(SEGMENT, st.sampled_from([1, 1, 1, 3])), max_size=60),
     chunk=st.sampled_from([64, 100, 1000]),

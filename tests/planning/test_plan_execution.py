@@ -18,7 +18,7 @@ from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.transfer import Progress, execute
 
 
-@settings(max_examples=examples(120))
+@settings(max_examples=examples(40, 1200))
 @given(graph=graphs(), world=st.integers(1, 4), flat=st.booleans(), data=st.data())
 def test_shards_read_from_a_file_equal_the_eager_conversion(
     tmp_path: Path, graph: Graph, world: int, flat: bool, data: st.DataObject

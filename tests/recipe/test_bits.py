@@ -385,7 +385,7 @@ def chain_is_exact(chain: tuple[torch.Tensor, list[Step]], world: int, chunk: in
     assert differing(convert, {"w": first}, world, chunk) == []
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(8, 600))
 @given(chains(), st.integers(1, 3), st.sampled_from([1 << 6, 1 << 12, 1 << 15]))
 def test_any_chain_of_calculations_and_moves(
     chain: tuple[torch.Tensor, list[Step]], world: int, chunk: int

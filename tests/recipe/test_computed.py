@@ -133,7 +133,7 @@ CALCULATIONS: dict[str, Step] = {
 }
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(50, 1500))
 @given(st.data())
 def test_random_mixtures_of_moves_and_arithmetic(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3))
