@@ -155,7 +155,7 @@ def test_schemes_that_nobody_has_registered() -> None:
 
 
 def test_a_storage_has_schemes_and_says_what_lies_at_a_url() -> None:
-    with pytest.raises(errors.ConfigError, match="HttpFile names no scheme"):
+    with pytest.raises(errors.ConfigError, match="HttpFile has no URL schemes"):
         register_storage(type("HttpFile", (HttpFile,), {"schemes": ()}))
 
     class Unreached(Storage):

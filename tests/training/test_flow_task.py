@@ -329,7 +329,7 @@ def test_what_is_no_transformer_is_named(tmp_path):
     config = parse_config(values)
     with pytest.raises(CheckpointError, match="has no configuration of a transformer"):
         task_class(config.task.name)(config).open()
-    with pytest.raises(ConfigError, match="UNet2DConditionModel is of no family"):
+    with pytest.raises(ConfigError, match="UNet2DConditionModel belongs to no family"):
         family_of("UNet2DConditionModel")
     assert family_of("MyTransformer", "wan").name == "wan"
     with pytest.raises(ConfigError, match=r"task.family wan: FluxTransformer2DModel is of the family flux;"):

@@ -108,7 +108,7 @@ def test_a_directory_is_looked_at(tmp_path: Path) -> None:
     for named, message in (
         (folder, "belongs to no known family"),
         (tmp_path, "has neither"),
-        ("gpt", "no family"),
+        ("gpt", "neither a family"),
     ):
         with pytest.raises(ConfigError, match=message):
             template_of(str(named))

@@ -82,7 +82,8 @@ def use(chosen: list[Patch], folder: Path) -> None:
     for name, source in applied(chosen, folder).items():
         module = importlib.import_module(name)
         before = dict(vars(module))
-        exec(compile(source, str(folder / f"{name}.py"), "exec"), vars(module))
+        path = folder / f"{name.replace('.', '/')}.py"  # where zerostart looks for the lines of a function
+        exec(compile(source, path, "exec"), vars(module))
         new = {
             id(old): vars(module)[key]
             for key, old in before.items()

@@ -190,24 +190,24 @@ def prepare(folder: Path | None) -> dict[str, str]:
     found = {}
     for kind in ("sharded", "whole"):
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Layer"]
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Layer"],
+            cpu_ram_efficient_loading=False,
         )
-        accelerator: Any = SimpleNamespace(
-            state=SimpleNamespace(
-                fsdp_plugin=plugin, dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO)
-            ),
-            is_fsdp2=True,
-            _models=[],
-            _prepare_one=lambda item, first_pass=False: item,
-            torch_device_mesh=None,
+        accelerator: Any = Accelerator.__new__(Accelerator)
+        accelerator.state = SimpleNamespace(
+            fsdp_plugin=plugin,
+            dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO),
+            deepspeed_plugin=None,
             device=torch.device("cpu"),
+            device_mesh=None,
+            is_fsdp2=True,
             mixed_precision="no",
         )
-        for name in ("_get_named_parameters", "_is_fsdp2_sharded"):
-            if hasattr(Accelerator, name):
-                method = getattr(Accelerator, name)
-                bound = method if name.endswith("sharded") else method.__get__(accelerator)
-                setattr(accelerator, name, bound)
+        accelerator._models = []
+        accelerator.has_fp8_handler = False
+        accelerator._prepare_one = lambda item, first_pass=False: item
         torch.manual_seed(0)
         model = nn.Sequential(Layer(3, 1, bias=False), Layer(1, 1, bias=False), Layer(1, 5, bias=False))
         if kind == "sharded":
@@ -217,7 +217,7 @@ def prepare(folder: Path | None) -> dict[str, str]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = list(model.parameters())
         try:
-            ready, _ = Accelerator._prepare_fsdp2(accelerator, model, optimizer)
+            ready, _ = accelerator._prepare_fsdp2(model, optimizer)
         except ValueError as error:
             found[kind] = f"{type(error).__name__}: {error}"
             continue
