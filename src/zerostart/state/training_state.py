@@ -196,7 +196,7 @@ def _tell_of_gradients(training: Training, known: bool, world: World) -> None:
     if not known and world.rank == 0 and training.engine is None and _has_gradients(training):
         logger.warning(
             "gradients are saved with the state, and a resumed run adds to them. If an optimizer step has "
-            "already used them, call zero_grad() before saving: steps before the first save of this optimizer "
+            "already used them, call zero_grad() before saving: steps before this optimizer's first save "
             "are not seen"
         )
 
