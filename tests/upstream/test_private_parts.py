@@ -123,17 +123,18 @@ def travelling() -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     seen = set()
-    original = dist.reduce_scatter_tensor
+    name = next(n for n in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, n))
+    original = getattr(dist, name)
 
-    def reduce_scatter_tensor(*arguments: Any, **options: Any) -> Any:
-        seen.add((options.get("input", arguments[1] if len(arguments) > 1 else None)).dtype)
+    def reduce_scatter(*arguments: Any, **options: Any) -> Any:
+        seen.update(tensor.dtype for tensor in (*arguments, *options.values()) if torch.is_tensor(tensor))
         return original(*arguments, **options)
 
-    dist.reduce_scatter_tensor = reduce_scatter_tensor
+    setattr(dist, name, reduce_scatter)
     try:
         model = torch.nn.Linear(8, 8)
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         model(torch.ones(2, 8)).sum().backward()
     finally:
-        dist.reduce_scatter_tensor = original
+        setattr(dist, name, original)
     assert seen == {torch.float32 if are_reduced_as_shards() else torch.bfloat16}
