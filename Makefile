@@ -4,6 +4,7 @@
 #   make demo-diffusion  train a small diffusion model on two local ranks, and look at what it draws
 #   make test            the tests (SHUFFLE=7: in another order)
 #   make conformance     the long ones, and a search at random for cases that fail: nightly
+#   make constraints     constraints/torch-*.txt anew, by pip: what is installed beside each torch that is known
 #   make next            identity, adoption, state and upstream with the newest releases, in .venv-next
 #   make check           ruff, mypy, import-linter
 #   make docs            the documentation site, in build/site
@@ -25,7 +26,7 @@ STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream conformance next clean
+.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream conformance constraints next clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -76,6 +77,10 @@ build/diffsynth: constraints.txt
 	@$(PIP) --no-deps --upgrade --target $@ diffsynth torchvision modelscope modelscope-hub ftfy imageio \
 	    imageio-ffmpeg pandas python-dateutil six wcwidth cryptography cffi pycparser
 	@touch $@
+
+# For users; what is installed here is pinned by constraints.txt.
+constraints: $(STAMP)
+	$(BIN)/python constraints/resolve.py $(PIP_ARGS)
 
 # Without constraints.txt: whatever the index has today. TESTS: fewer files, or other ones.
 NEXT := .venv-next/bin/python

@@ -35,11 +35,11 @@ def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys)
-    assert list(found) == ["installed", "supported", "patches", "devices", "python", "platform"]
+    assert list(found) == ["installed", "supported", "patches", "devices", "left_locks", "python", "platform"]
     for name in (*HEAVY, "zerostart", "peft"):
         assert found["installed"][name] == importlib.metadata.version(name)
     assert found["installed"]["trl"] is None or isinstance(found["installed"]["trl"], str)
-    assert found["supported"]["torch"] == {"range": ">=2.11,<2.14", "known": True, "extra": None}
+    assert found["supported"]["torch"] == {"range": ">=2.11,<2.16", "known": True, "extra": None}
     assert found["supported"]["deepspeed"]["extra"] == "deepspeed"
     assert found["python"] == platform.python_version()
     assert set(found["devices"]) == {"cores", "available_memory_bytes", "accelerators", "usable"}
@@ -72,7 +72,7 @@ def test_nothing_heavy_is_imported(arguments: tuple[str, ...]) -> None:
         assert max(map(len, lines)) <= 80
         assert len(lines) <= 66
         text = " ".join(done.stdout.split())
-        assert f"torch {importlib.metadata.version('torch')} >=2.11,<2.14" in text
+        assert f"torch {importlib.metadata.version('torch')} >=2.11,<2.16" in text
         assert "transformers zerostart.enabled() 7 of DistributedConfig, PreTrainedModel" in text
         assert "torch the load 1 of init" in text
 
@@ -101,9 +101,16 @@ def test_what_is_absent_or_unknown_is_said(
 
 
 def test_check_compares_the_libraries(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    lock = tmp_path / "fused_adam/lock"
+    lock.parent.mkdir()
+    lock.touch()
+    for path in (lock, lock.parent):
+        os.utime(path, (1e9, 1e9))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     found = document(capsys, "--check")
+    assert found["left_locks"] == [str(lock)]
     for patch in found["patches"]:
         assert patch["misfit"] == ("" if found["installed"][patch["library"]] else None)
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -114,6 +121,7 @@ def test_check_compares_the_libraries(
     text = " ".join(out.split())
     assert "zerostart/upstream/torch.py: torch.nn.init._no_grad_trunc_normal_ is not as it was" in text
     assert "it takes (tensor), not (tensor, mean, std, a, b, ...) (refused)" in text
+    assert "lock: nobody compiles there" in text
 
 
 def test_accelerators_are_those_of_the_driver(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import logging
 import os
+import pkgutil
 import shutil
 import signal
 import subprocess
@@ -13,8 +16,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch.utils import cpp_extension
+from torch.utils._filelock import FileLock
 from torch.utils.file_baton import FileBaton
 
 from ranks import rank_outcomes, run_ranks
@@ -25,16 +33,34 @@ from zerostart.upstream.extensions import built
 SOON = 5.0
 
 
+#: Up to torch 2.13 the file is the lock; since then the system locks it, and it stays.
+BATON = hasattr(cpp_extension, "FileBaton")
+
+
+def taken(folder: Path) -> bool:
+    """Take torch's lock, if it is free."""
+    if BATON:
+        return bool(FileBaton(str(folder / "lock")).try_acquire())
+    global kept  # The lock is given back with its object.
+    kept = FileLock(str(folder / "lock"))
+    kept.acquire()
+    return True
+
+
 @contextlib.contextmanager
 def baton(folder: Path) -> Iterator[None]:
     """torch's lock, as its builds take it and wait for it."""
-    taken = FileBaton(str(folder / "lock"))
-    while not taken.try_acquire():
-        taken.wait()
+    if not BATON:
+        with FileLock(str(folder / "lock")):
+            yield
+        return
+    lock = FileBaton(str(folder / "lock"))
+    while not lock.try_acquire():
+        lock.wait()
     try:
         yield
     finally:
-        taken.release()
+        lock.release()
 
 
 def build(folder: Path) -> None:
@@ -47,13 +73,13 @@ def build_soon(folder: Path) -> float:
     began = time.monotonic()
     built(folder, lambda: build(folder), "operation", False)
     assert (folder / "built").exists()
-    assert not (folder / "lock").exists()
+    assert (folder / "lock").exists() == (not BATON)
     return time.monotonic() - began
 
 
 def killed_while_building(folder: Path, compiling: float) -> None:
     def build_and_die() -> None:
-        FileBaton(str(folder / "lock")).try_acquire()
+        taken(folder)
         if compiling:
             subprocess.Popen(["sleep", str(compiling)], cwd=folder)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -66,7 +92,7 @@ def test_what_a_killed_build_left(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert outcome.exit_code == -signal.SIGKILL
     assert (tmp_path / "lock").exists()
     assert build_soon(tmp_path) < SOON
-    assert f"removed {tmp_path / 'lock'}" in caplog.text
+    assert (f"removed {tmp_path / 'lock'}" in caplog.text) == BATON
     caplog.clear()
     assert build_soon(tmp_path) < SOON
     assert caplog.text == ""
@@ -80,15 +106,45 @@ def test_compilers_of_a_killed_build_are_waited_for(tmp_path: Path) -> None:
     assert 2.0 <= time.monotonic() - began < 2.0 + SOON
 
 
+@pytest.mark.skipif(not BATON, reason="this torch's lock is the system's")
 def test_lock_of_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody here has it open: it counts as left once nothing has changed for long."""
     monkeypatch.setattr(extensions, "QUIET", 1.0)
-    (tmp_path / "lock").touch()
-    assert 0.9 < build_soon(tmp_path) < SOON
-    (tmp_path / "lock").touch()
-    for path in (*tmp_path.iterdir(), tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = tmp_path / "operation"
+    folder.mkdir()
+    (folder / "lock").touch()
+    assert 0.9 < build_soon(folder) < SOON
+    (folder / "lock").touch()
+    assert extensions.left_locks() == []  # somebody may be at work
+    for path in (*folder.iterdir(), folder):
         os.utime(path, (1e9, 1e9))
-    assert build_soon(tmp_path) < 0.9
+    assert extensions.left_locks() == [folder / "lock"]
+    assert build_soon(folder) < 0.9
+
+
+def test_file_of_a_lock_that_is_the_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As torch leaves it from 2.14 on after every build: nobody waits for it, and it stays."""
+    monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = tmp_path / "fused_adam"
+    folder.mkdir()
+
+    def build_under_the_systems() -> None:
+        with FileLock(str(folder / "lock")):
+            (folder / "built").touch()
+
+    for _ in range(2):
+        began = time.monotonic()
+        built(folder, build_under_the_systems, "operation", False)
+        assert time.monotonic() - began < 1.0
+        assert (folder / "lock").exists()
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (1e9, 1e9))
+    assert extensions.left_locks() == []
+    assert caplog.text == ""
 
 
 def test_lock_of_a_living_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +189,7 @@ def test_interrupt_leaves_nothing(number: int, error: str, tmp_path: Path) -> No
     (outcome,) = rank_outcomes(interrupted, 1, tmp_path, number, process_group=False)
     assert outcome.error == f"builtins.{error}", outcome.describe()
     assert outcome.seconds < 30
-    assert not (tmp_path / "lock").exists()
+    assert (tmp_path / "lock").exists() == (not BATON)
     process = Path("/proc", (tmp_path / "compiler").read_text().strip(), "stat")
     assert not process.exists() or process.read_text().rpartition(")")[2].split()[0] == "Z"
     assert build_soon(tmp_path) < SOON
@@ -191,44 +247,132 @@ def test_load_after_a_build_that_was_killed(checkpoints: TinyCheckpoints, tmp_pa
         timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not (tmp_path / name / "lock").exists()
+    assert ("removed" in done.stdout + done.stderr) == BATON
 
 
-def compile_operator(name: str, folder: Path, killed: bool) -> None:
-    """An optimizer's operation, as ``deepspeed.initialize`` loads it, with a compiler that does nothing."""
-    from torch.utils import cpp_extension
+#: Builders of the operations that a configuration of DeepSpeed's can lead to, and by what.
+OPERATORS = {
+    "cpu.comm:ShareMemCommBuilder": "any, where ranks compute on the host",
+    "fused_adam:FusedAdamBuilder": "optimizer.type: Adam, AdamW",
+    "cpu.fused_adam:FusedAdamBuilder": "the same on the host",
+    "cpu.cpu_adam:CPUAdamBuilder": "offload_optimizer; zenflow",
+    "cpu.cpu_adagrad:CPUAdagradBuilder": "optimizer.type: Adagrad",
+    "cpu.cpu_lion:CPULionBuilder": "optimizer.type: Lion, with offload_optimizer",
+    "fused_lion:FusedLionBuilder": "optimizer.type: Lion",
+    "fused_lamb:FusedLambBuilder": "optimizer.type: Lamb",
+    "pin_memory:PinMemoryBuilder": "offload with pin_memory; before async_io",
+    "async_io:AsyncIOBuilder": "offload_param, offload_optimizer: nvme",
+    "cpu.async_io:AsyncIOBuilder": "the same on the host",
+    "gds:GDSBuilder": "aio.use_gds",
+    "utils:UtilsBuilder": "checkpoint.writer",
+    "quantizer:QuantizerBuilder": "zero_quantized_weights, zero_quantized_gradients",
+    "random_ltd:RandomLTDBuilder": "data_efficiency.data_routing.random_ltd",
+    "dc:DeepCompileBuilder": "compile.deepcompile",
+    "transformer_inference:InferenceBuilder": "hybrid_engine",
+}
 
+
+class Compiler:
+    """In the place of ``torch.utils.cpp_extension.load``: takes torch's lock, and is killed or done."""
+
+    def __init__(self) -> None:
+        self.killed, self.place = False, Path()
+        cpp_extension.load = self
+
+    def __call__(self, name: str, **_: object) -> SimpleNamespace:
+        self.place = Path(cpp_extension._get_build_directory(name, False))
+        if self.killed:
+            taken(self.place)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with baton(self.place):
+            return SimpleNamespace(pin_handle=None)
+
+
+def builder_of(name: str) -> Any:
+    """A builder that asks for no compiler of an accelerator."""
+    from deepspeed.ops.op_builder import builder
+
+    module, _, kind = name.partition(":")
+    made = getattr(importlib.import_module(f"deepspeed.ops.op_builder.{module}"), kind)()
+    made.is_compatible = lambda *_: True
+    made.cxx_args = made.nvcc_args = made.extra_ldflags = made.include_paths = made.sources = list
+    builder.OpBuilder._loaded_ops.clear()
+    return made
+
+
+def compile_operators(folder: Path) -> None:
     from zerostart.upstream.deepspeed import import_deepspeed
 
     import_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
-    def compiler(name: str, **_: object) -> str:
-        place = Path(cpp_extension._get_build_directory(name, False))
-        (folder / "place").write_text(str(place))
-        if killed:
-            FileBaton(str(place / "lock")).try_acquire()
-            os.kill(os.getpid(), signal.SIGKILL)
-        with baton(place):
-            return "compiled"
-
-    cpp_extension.load = compiler
+    assert get_accelerator().device_name() == "cpu"
     os.environ.pop("TORCH_EXTENSIONS_DIR", None)
     os.environ["XDG_CACHE_HOME"] = str(folder)
+    compiler = Compiler()
     extensions.compiling.open()
-    assert get_accelerator().create_op_builder(name).load() == "compiled"
-    assert "TORCH_EXTENSIONS_DIR" not in os.environ, os.environ["TORCH_EXTENSIONS_DIR"]
+    for name in OPERATORS:
+        if (child := os.fork()) == 0:
+            compiler.killed = True
+            builder_of(name).load()
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, name
+        (left,) = folder.rglob("lock")
+        begun = time.monotonic()
+        builder_of(name).load()
+        assert time.monotonic() - begun < SOON, name
+        assert compiler.place == left.parent, name
+        assert left.exists() == (not BATON)
+        left.unlink(missing_ok=True)
+        assert folder in left.parents
+        assert left.parts[-3].startswith("zerostart_")  # this environment's own folder
+        assert "TORCH_EXTENSIONS_DIR" not in os.environ, os.environ["TORCH_EXTENSIONS_DIR"]
 
 
 def test_a_killed_compile_of_any_operator(tmp_path: Path) -> None:
-    for name in ("FusedAdamBuilder", "CPUAdamBuilder", "CPUAdagradBuilder", "CPULionBuilder"):
-        (first,) = rank_outcomes(compile_operator, 1, name, tmp_path, True, process_group=False)
-        assert first.exit_code == -signal.SIGKILL, first.describe()
-        assert (Path((tmp_path / "place").read_text()) / "lock").exists()
-        (second,) = rank_outcomes(compile_operator, 1, name, tmp_path, False, process_group=False, timeout=30)
-        assert second.ok, second.describe()
-        assert "which a build that was killed has left" in second.log
-        assert (
-            (tmp_path / "place").read_text().startswith(str(tmp_path))
-        )  # and in this environment's own folder
-        assert "zerostart_" in (tmp_path / "place").read_text()
+    (outcome,) = rank_outcomes(compile_operators, 1, tmp_path, process_group=False, timeout=100)
+    assert outcome.ok, outcome.describe()
+    assert outcome.log.count("which a build that was killed has left") == BATON * len(OPERATORS)
+
+
+def test_every_builder_compiles_where_the_guard_is() -> None:
+    """By ``OpBuilder.jit_load``, which none has of its own: what a release adds is guarded as well."""
+    from zerostart.upstream.deepspeed import import_deepspeed
+
+    import_deepspeed()
+    from deepspeed.ops import op_builder
+
+    found = set()
+    for module in pkgutil.walk_packages(op_builder.__path__, f"{op_builder.__name__}."):
+        if module.name.count(".") == 3 or ".cpu." in module.name:
+            found.update(k for k in vars(importlib.import_module(module.name)).values() if inspect.isclass(k))
+    builders = {kind for kind in found if issubclass(kind, op_builder.builder.OpBuilder)}
+    assert len(builders) > 15
+    assert [kind for kind in builders if "jit_load" in vars(kind)] == [op_builder.builder.OpBuilder]
+
+
+@pytest.mark.parametrize("compiled_for", ["nobody", "this environment", "another"])
+def test_environments_that_share_a_folder(compiled_for: str, tmp_path: Path) -> None:
+    """Each would compile over the other's, at each start: it is about a minute, and the other's file goes."""
+    run_ranks(compile_beside, 1, compiled_for, tmp_path, process_group=False)
+
+
+def compile_beside(compiled_for: str, folder: Path) -> None:
+    from zerostart.upstream.deepspeed import import_deepspeed
+
+    import_deepspeed()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    place = folder / "fused_adam"
+    if compiled_for != "nobody":
+        place.mkdir()
+        torchs = "/another/torch" if compiled_for == "another" else Path(torch.__file__).parent
+        (place / "build.ninja").write_text(f"cflags = -I/x -isystem {torchs}/include -fPIC")
+    compiler = Compiler()
+    extensions.compiling.open()
+    builder_of("cpu.fused_adam:FusedAdamBuilder").load()
+    if compiled_for == "another":
+        assert compiler.place.parent.name.startswith("zerostart_")
+        assert compiler.place.parent.parent == folder
+    else:
+        assert compiler.place == place
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(folder)

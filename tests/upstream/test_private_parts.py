@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import deepspeed_stage3 as ds3
 from zerostart.upstream import deepspeed_start as start
 from zerostart.upstream import transformers as hf
+from zerostart.upstream.torch_fsdp2 import are_reduced_as_shards
 
 
 @pytest.mark.parametrize("glob", ["router", "layers.*.norm", "a.*.b.*"])
@@ -109,3 +111,30 @@ def test_deepspeed_has_no_secondary_partitions_on_nvme() -> None:
     assert "device=self.remote_device)" in making[: making.index("def _param_status")]
     with pytest.raises(RuntimeError, match="device"):
         torch.empty(1, device="nvme")
+
+
+def test_the_dtype_that_gradients_travel_in() -> None:
+    """A forecast counts them; torch 2.15 has changed it, where the policy names none."""
+    run_ranks(travelling, 2)
+
+
+def travelling() -> None:
+    from torch import distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    seen = set()
+    name = next(n for n in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, n))
+    original = getattr(dist, name)
+
+    def reduce_scatter(*arguments: Any, **options: Any) -> Any:
+        seen.update(tensor.dtype for tensor in (*arguments, *options.values()) if torch.is_tensor(tensor))
+        return original(*arguments, **options)
+
+    setattr(dist, name, reduce_scatter)
+    try:
+        model = torch.nn.Linear(8, 8)
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        model(torch.ones(2, 8)).sum().backward()
+    finally:
+        setattr(dist, name, original)
+    assert seen == {torch.float32 if are_reduced_as_shards() else torch.bfloat16}

@@ -122,6 +122,25 @@ def test_the_package_asks_for_known_versions_and_forbids_majors_alone() -> None:
         assert f"{library.first[0]}.999" in allowed
 
 
+def pins(path: Path) -> dict[str, str]:
+    lines = (line.split("==") for line in path.read_text(encoding="utf-8").splitlines() if "==" in line)
+    return {name: version for name, version in lines if not name.startswith("#")}
+
+
+def test_each_known_torch_has_its_constraints() -> None:
+    """With versions that are known, and for the torch that is used here those that are used here."""
+    minors = [f"{TORCH.first[0]}.{minor}" for minor in range(TORCH.first[1], TORCH.before[1])]
+    files = {path.stem.removeprefix("torch-"): pins(path) for path in ROOT.glob("constraints/torch-*.txt")}
+    assert sorted(files) == minors
+    ours = pins(ROOT / "constraints.txt")
+    for minor, pinned in files.items():
+        assert pinned["torch"].startswith(f"{minor}.")
+        for library in LIBRARIES:
+            assert library in OPTIONAL or library.knows(pinned[library.name]), (minor, library)
+    same = files[ours["torch"].rpartition(".")[0]]
+    assert {name: same[name] for name in ours if name in same} == {n: v for n, v in ours.items() if n in same}
+
+
 def test_the_documentation_is_up_to_date() -> None:
     assert table.PATH.read_text(encoding="utf-8") == table.text(), "run python -m tests.upstream.table"
 

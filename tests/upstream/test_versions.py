@@ -24,8 +24,8 @@ from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import patches, registry
 
 NEWER = [
-    {"torch": "2.14.0", "transformers": "5.24.0"},
-    {"torch": "2.16.1", "transformers": "6.0.0", "deepspeed": "0.21.0"},
+    {"torch": "2.16.0", "transformers": "5.24.0"},
+    {"torch": "2.17.1", "transformers": "6.0.0", "deepspeed": "0.21.0"},
 ]
 
 

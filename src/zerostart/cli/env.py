@@ -70,6 +70,7 @@ def _found(check: bool) -> dict[str, Any]:
         },
         "patches": patches,
         "devices": _devices(check),
+        "left_locks": _left_locks() if check else None,
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
@@ -118,6 +119,13 @@ def _misfit(point: Touched) -> str:
             return f"{point.library.name} cannot be imported: {error}"
 
 
+def _left_locks() -> list[str]:
+    """Files that stop DeepSpeed's compiles, which killed ones have left."""
+    from zerostart.upstream.extensions import left_locks
+
+    return [str(lock) for lock in left_locks()]
+
+
 def _devices(check: bool) -> dict[str, Any]:
     """Cores, bytes of memory that can be had, names of accelerators, and how many of them torch can use."""
     from zerostart.distributed.machine import available_memory, cores
@@ -157,6 +165,9 @@ def _print(found: dict[str, Any]) -> None:
     console.print(_touched(found["patches"]))
     used = sum(patch["kind"] == "used" for patch in found["patches"])
     console.print(Text(f"Besides, private parts are read or called at {used} places. {_MORE}"))
+    for lock in found["left_locks"] or ():
+        remark = "nobody compiles there, but without zerostart DeepSpeed waits for this file without end"
+        console.print(Text(f"{lock}: {remark}; remove it", style="red"))
     for patch in found["patches"]:
         if patch["misfit"]:
             console.print(Text(f"{patch['file']}: {patch['misfit']} ({patch['otherwise']})", style="red"))

@@ -1,15 +1,18 @@
 """Private parts of torch and DeepSpeed: operations that are compiled at first use, and the lock of that.
 
-torch keeps other processes off a build by a file ``lock`` in its folder (torch.utils.file_baton), which
-outlives a builder that is killed: every later process then waits for it without end. So while a loaded model
-lives, every operation of DeepSpeed's is compiled with the following care, be it in ``deepspeed.initialize``.
+torch keeps other processes off a build by a file ``lock`` in its folder. Up to torch 2.13 it is the lock by
+being there (torch.utils.file_baton), and outlives a builder that is killed: every later process then waits
+for it without end. From 2.14 on the system locks the file, which stays there and means nothing. So while a
+loaded model lives, every operation of DeepSpeed's is compiled with the following care, also those of
+``deepspeed.initialize``.
 
 A build takes a lock of its own first, which the system gives back when its holder ends. Who has that one and
 finds torch's lock knows whose it is: a build's that was killed, if such a build left its mark; else another
 program's, which is waited for as long as it can be seen at work.
 
 torch has one folder for all environments of a Python version, and ninja compiles anew where the paths of
-headers differ. So each environment has a folder of its own there, unless ``TORCH_EXTENSIONS_DIR`` is set.
+headers differ. So each environment has a folder of its own there. Where ``TORCH_EXTENSIONS_DIR`` is set, what
+lies in it is used, but an operation that another environment has built there gets such a folder inside.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, Use, is_first_rank, misfit
 from zerostart.upstream.versions import DEEPSPEED, TORCH
 
-__all__ = ["TOUCHED", "built", "compiling", "load_operations"]
+__all__ = ["TOUCHED", "built", "compiling", "left_locks", "load_operations"]
 
 logger = logging.getLogger("zerostart")
 
@@ -97,6 +100,17 @@ def load_operations(names: tuple[str, ...]) -> None:
         compiling.close()
 
 
+def left_locks() -> list[Path]:
+    """Locks that killed builds have left; without zerostart, whoever compiles there waits without end."""
+    from torch.utils import cpp_extension
+
+    if not _is_lock_by_being():
+        return []
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    locks = [*root.glob("*/lock"), *root.glob("*/*/lock")]
+    return sorted(lock for lock in locks if _is_quiet(lock.parent) and not _at_work(lock.parent))
+
+
 def _enter(stack: contextlib.ExitStack) -> None:
     if wrong := misfit(TOUCHED):
         logger.warning("%s. What a killed compiler of an operation leaves may stop the next start", wrong)
@@ -107,7 +121,7 @@ def _enter(stack: contextlib.ExitStack) -> None:
 
     @functools.wraps(original)
     def jit_load(builder: Any, verbose: bool = True) -> Any:
-        with _folder_of_environment():
+        with _folder_of_environment(builder.name):
             folder = _folder(builder.name)
             return built(folder, lambda: original(builder, verbose), builder.name, is_first_rank())
 
@@ -119,20 +133,37 @@ compiling = Held(_enter)
 
 
 @contextlib.contextmanager
-def _folder_of_environment() -> Iterator[None]:
-    """Inside, torch's folder for what is compiled is this environment's own, unless the user has set it."""
+def _folder_of_environment(name: str) -> Iterator[None]:
+    """Inside, the operation ``name`` is compiled where no other environment's build is compiled over."""
     from torch.utils import cpp_extension
 
-    if "TORCH_EXTENSIONS_DIR" in os.environ:
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if chosen is not None and not _is_of_others(Path(chosen, name)):
         yield
         return
     versions = [library.running() for library in (TORCH, DEEPSPEED)]
     key = hashlib.sha256(repr((sys.prefix, sys.version, *versions)).encode()).hexdigest()[:12]
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(cpp_extension.get_default_build_root(), f"zerostart_{key}"))
+    root = cpp_extension.get_default_build_root() if chosen is None else chosen
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(root, f"zerostart_{key}"))
     try:
         yield
     finally:
-        del os.environ["TORCH_EXTENSIONS_DIR"]
+        if chosen is None:
+            del os.environ["TORCH_EXTENSIONS_DIR"]
+        else:
+            os.environ["TORCH_EXTENSIONS_DIR"] = chosen
+
+
+def _is_of_others(folder: Path) -> bool:
+    """Whether the build in ``folder`` is one for another torch than this process has."""
+    import torch
+
+    try:
+        commands = (folder / "build.ninja").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    # Empty: torch is writing it.
+    return bool(commands) and str(Path(torch.__file__).parent / "include") not in commands
 
 
 def _folder(name: str) -> Path:
@@ -170,19 +201,33 @@ def _await_others(folder: Path, killed: bool) -> None:
     ``killed``: a build of zerostart's did, and its compilers may still be at it.
     """
     lock = folder / "lock"
+    if not _is_lock_by_being():
+        while killed and _at_work(folder):
+            time.sleep(_POLL)
+        return
     while lock.exists():
-        quiet = time.time() - max(path.stat().st_mtime for path in _present(folder))
-        if not _at_work(folder) and (killed or quiet > QUIET):
+        if not _at_work(folder) and (killed or _is_quiet(folder)):
             logger.warning("removed %s, which a build that was killed has left", lock)
             lock.unlink(missing_ok=True)
             return
         time.sleep(_POLL)
 
 
-def _present(folder: Path) -> Iterator[Path]:
-    yield folder
+def _is_lock_by_being() -> bool:
+    """Whether torch takes the file ``lock`` for a lock because it is there."""
+    from torch.utils import cpp_extension
+
+    return hasattr(cpp_extension, "FileBaton")
+
+
+def _is_quiet(folder: Path) -> bool:
+    """Whether nothing has changed in ``folder`` for ``QUIET`` seconds."""
+    changed = folder.stat().st_mtime
     with contextlib.suppress(FileNotFoundError):
-        yield from (path for path in folder.iterdir() if path.exists())
+        for path in folder.iterdir():
+            if path.exists():
+                changed = max(changed, path.stat().st_mtime)
+    return time.time() - changed > QUIET
 
 
 def _at_work(folder: Path) -> bool:

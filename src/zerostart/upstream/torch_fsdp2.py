@@ -19,6 +19,7 @@ from zerostart.upstream.versions import TORCH
 
 __all__ = [
     "TOUCHED",
+    "are_reduced_as_shards",
     "begin_at",
     "has_run",
     "has_unreduced",
@@ -112,6 +113,16 @@ def begin_at(model: nn.Module) -> None:
     need(_UNITS, _STATES)
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()
+
+
+def are_reduced_as_shards() -> bool:
+    """Whether gradients whose policy names no dtype are reduced in that of the shards (from torch 2.15 on).
+
+    Until then in that of the computation.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return hasattr(FSDPParam, "unsharded_grad_dtype")
 
 
 def in_backward() -> bool:

@@ -85,7 +85,7 @@ def _installed(library: Library) -> str | None:
     return library.installed()
 
 
-TORCH = Library("torch", (2, 11), (2, 14))
+TORCH = Library("torch", (2, 11), (2, 16))
 TRANSFORMERS = Library("transformers", (5, 17), (5, 24))
 ACCELERATE = Library("accelerate", (1, 12), (1, 16))
 DEEPSPEED = Library("deepspeed", (0, 19, 8), (0, 20), extra="deepspeed")

@@ -1,11 +1,12 @@
-"""What FSDP2 takes after a load (``torch/distributed/fsdp/_fully_shard``, torch 2.11 to 2.13).
+"""What FSDP2 takes after a load (``torch/distributed/fsdp/_fully_shard``, torch 2.11 to 2.15).
 
 The sharded parameters are what is trained, in the dtype that they are held in, and the optimizer's states
 have that dtype too. While the model runs, the root's own parameters stay gathered from the forward into the
 backward, and a unit's are gathered into one buffer and copied out of it, which is freed when the next unit
 has been gathered. In the backward the next unit is gathered before the one at hand is done with. Gradients of
 a unit are copied into one buffer, freed, and reduce-scattered; that buffer goes when the next unit has its
-gradients. Gathered parameters and travelling gradients have the dtype of the policy.
+gradients. Gathered parameters and travelling gradients have the dtype of the policy; where it has none for
+the latter, they travel as they come, and from torch 2.15 on in that of the shards.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.memory import Held, Moment, Optimizer, Sizes, Target
+from zerostart.upstream.torch_fsdp2 import are_reduced_as_shards
 
 __all__ = ["Units", "after_load"]
 
@@ -53,7 +55,8 @@ class Units:
             largest = max(largest, sum(left.pop(name) for name in inside))
         policy = settings.mp_policy
         computing = (policy.param_dtype if policy is not None else None) or held.dtype
-        reducing = (policy.reduce_dtype if policy is not None else None) or computing
+        reducing = policy.reduce_dtype if policy is not None else None
+        reducing = reducing or (held.dtype if are_reduced_as_shards() else computing)
         of_root = list(left.values())
         return cls(
             root=sum(of_root),
