@@ -15,6 +15,7 @@ from shared_directory import KINDS, SHARDS, SINGLE, described, save_model, value
 import zerostart
 from ranks import rank_outcomes
 from syscalls import FAILURES, Calls
+from zerostart.checkpoint import folders
 from zerostart.checkpoint import publishing as publishing_of_checkpoints
 from zerostart.checkpoint.folders import Folder
 from zerostart.checkpoint.publishing import finish_switched
@@ -47,8 +48,10 @@ def all_files(path: Path) -> list[str]:
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir())
 
 
-def without_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a file system that gives no second name to a file."""
+def without_links(monkeypatch: pytest.MonkeyPatch, renames: bool = False) -> None:
+    """As on a file system that gives no second name to a file; ``renames``: without taking another's."""
+    if not renames:
+        monkeypatch.setattr(folders, "_renamed", lambda *_: False)
 
     def link(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
@@ -111,9 +114,9 @@ def test_killed_at_any_call(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if links == "no links":
-        without_links(monkeypatch)
     kind, size, then = CHANGES[change]
+    if links == "no links":
+        without_links(monkeypatch, kind == "state")
     calls = Calls()
     points, seen = 0, set()
     prepared(tmp_path / "begin", kind, size, before)

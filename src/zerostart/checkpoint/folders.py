@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -23,6 +24,8 @@ Identity = list[int]
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+#: RENAME_NOREPLACE of renameat2(2), which file systems have that give no file a second name, as vfat.
+_NO_REPLACE = 1
 #: The mode of a file that keeps a name for another, where a file cannot have two names.
 _RESERVED = 0o600
 #: Seconds to wait for another save into the same directory, which is busy with names alone.
@@ -100,10 +103,11 @@ class Folder:
             except OSError as error:
                 if error.errno not in NO_LINKS:
                     raise
-                # The name is ours from here on, and the file follows.
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                os.close(os.open(end, flags, _RESERVED, dir_fd=new))
-                os.replace(begin, end, src_dir_fd=old, dst_dir_fd=new)
+                if not _renamed(old, begin, new, end):
+                    # The name is ours from here on, and the file follows.
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                    os.close(os.open(end, flags, _RESERVED, dir_fd=new))
+                    os.replace(begin, end, src_dir_fd=old, dst_dir_fd=new)
             else:
                 os.unlink(begin, dir_fd=old)
 
@@ -155,6 +159,19 @@ class Folder:
         finally:
             if locked:
                 fcntl.flock(self._handle, fcntl.LOCK_UN)
+
+
+def _renamed(old: int, begin: str, new: int, end: str) -> bool:
+    """Rename where nothing has the name, in one step (renameat2(2)); gives False where that is not to be had.
+
+    Raises FileExistsError where something has it.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None or call(old, os.fsencode(begin), new, os.fsencode(end), _NO_REPLACE) == 0:
+        return call is not None
+    if (number := ctypes.get_errno()) == errno.EEXIST:
+        raise FileExistsError(number, os.strerror(number), end)
+    return False
 
 
 def lock(handle: int) -> bool | None:

@@ -78,6 +78,7 @@ def report_of(model: nn.Module) -> Report:
     sums = {name: _sum([getattr(report, name) for report in every]) for name in _SUMMED}
     shared = {name: _common(getattr(report, name) for report in every) for name in _SHARED}
     phases = {key: sum(report.phases[key] for report in every) for key in first.phases}
+    # Each figure is of its own field's type, which a dictionary of them all cannot say.
     return replace(first, **joined, **sums, **shared, phases=phases)  # type: ignore[arg-type]
 
 

@@ -181,7 +181,7 @@ def has_streams(device: torch.device) -> bool:
         return False
     try:
         torch.Stream(device)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # torch's words for a device that has none: copies wait, then
         return False
     return True
 
