@@ -140,7 +140,8 @@ class _Dict(dict[Any, Any]):
         super().__setitem__(key, value)
 
     def __setstate__(self, state: Any) -> None:
-        self.noted = state.get("_metadata") if isinstance(state, dict) else None
+        if isinstance(state, dict) and isinstance(noted := state.get("_metadata"), dict):
+            self.noted = noted
 
 
 def _hashes_soon(key: Any) -> bool:

@@ -277,7 +277,7 @@ def _weights(value: Any, path: str) -> tuple[dict[str, StoredTensor], dict[str, 
         )
     if left:
         notes["ignored"] = _listed(left)
-    if isinstance(noted := getattr(value, "noted", None), dict):
+    if (noted := getattr(value, "noted", None)) is not None:
         notes[NOTED_VERSIONS] = json.dumps(plain_versions(noted))
     for key in found:
         if type(key) is not str:
