@@ -70,7 +70,7 @@ def test_a_patched_deepspeed_needs_no_override(
 
 
 def alone(path: Path, config: dict[str, Any], patched: Path | None) -> tuple[Any, bool]:
-    """In a process that has loaded nothing: what is replaced in DeepSpeed's classes goes into the new ones."""
+    """In a process that has loaded nothing, since what is replaced in classes goes into the new ones."""
     if patched is not None:
         leave_to(patched)
     return start(path, config, "two")
