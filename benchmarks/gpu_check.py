@@ -655,10 +655,8 @@ def run(check: Check, size: int, scratch: Path, limit: float) -> Result:
             port = str(free.getsockname()[1])
         processes = size if check.grouped else 1
         one = {"name": check.name, "path": str(path), "folder": str(folder), "size": size, "limit": limit}
-        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-        common = {**os.environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        common = {**environment(), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        common["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         for rank in range(processes):
             with (folder / f"log.{rank}").open("wb") as log:
                 started.append(
@@ -680,6 +678,12 @@ def run(check: Check, size: int, scratch: Path, limit: float) -> Result:
             process.wait()
 
 
+def environment() -> dict[str, str]:
+    """Of a process that finds this checkout, whatever its working directory."""
+    paths = [*(str(ROOT / name) for name in ("src", ".", "tests")), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def awaited(started: Sequence[subprocess.Popen[bytes]], folder: Path, limit: float) -> Result:
     """What the ranks have written, or why they have not; not all need to have ended."""
     end = time.monotonic() + limit
@@ -697,9 +701,8 @@ def awaited(started: Sequence[subprocess.Popen[bytes]], folder: Path, limit: flo
     said = "\n".join(
         (folder / f"log.{rank}").read_text(errors="replace")[-1500:] for rank in range(len(started))
     )
-    late = None in codes
-    error = failed[0]["error"] if failed else f"not done after {limit:g} s" if late else f"ended with {codes}"
-    return {"error": error, "log": said}
+    ended = f"ended with {codes}" if any(codes) else f"not done after {limit:g} s"
+    return {"error": failed[0]["error"] if failed else ended, "log": said}
 
 
 def checkpoint(source: str, scratch: Path) -> Path:
@@ -707,9 +710,7 @@ def checkpoint(source: str, scratch: Path) -> Path:
     path = scratch / source.replace(":", "-")
     if not path.exists():
         command = [sys.executable, __file__, "--one", json.dumps({"make": source, "path": str(path)})]
-        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
         if done.returncode:
             raise RuntimeError(f"no checkpoint of {source}: {done.stderr[-1000:]}")
     return path
