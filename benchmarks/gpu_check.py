@@ -479,11 +479,11 @@ def beside_the_host(folder: Path, commands: Sequence[str], size: int, words: Seq
 def command(folder: Path, words: Sequence[str], on_host: bool) -> None:
     """Run a command of zerostart; raises RuntimeError with what it said, if it fails."""
     hidden = {"CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "DS_ACCELERATOR": "cpu"}
-    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
+    own = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
     done = subprocess.run(
         [sys.executable, "-m", "zerostart", *words],
         cwd=folder,
-        env={**environment, **(hidden if on_host else {})},
+        env={**own, **(hidden if on_host else {})},
         capture_output=True,
         text=True,
     )
