@@ -151,7 +151,7 @@ def far(found: Sequence[float], wanted: Sequence[float]) -> list[str]:
     return [f"loss {n}: {a} for {b}" for n, (a, b) in enumerate(pairs) if abs(a - b) > TOLERANCE * abs(b)]
 
 
-def rates(path: Path, folder: Path, megabytes: int = 256) -> Result:
+def rates(path: Path, folder: Path, megabytes: int = 64) -> Result:
     """The bus, from page-locked memory of torch's and of ours, and from memory that is not locked."""
     from zerostart.transfer import page_locked
 
@@ -723,10 +723,10 @@ def made(source: str, path: Path) -> None:
         from tests.pipelines.tiny_pipelines import make_pipeline
 
         make_pipeline(source.removeprefix("pipeline:"), path)
+    elif source == "large":
+        synthesise(str(LARGE), path)
     else:
-        synthesise(
-            str(LARGE) if source == "large" else source, path, size=None if source == "large" else "tiny"
-        )
+        synthesise(source, path, size="tiny", dtype="float32")
 
 
 def one_rank(
