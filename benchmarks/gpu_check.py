@@ -151,7 +151,7 @@ def far(found: Sequence[float], wanted: Sequence[float]) -> list[str]:
     return [f"loss {n}: {a} for {b}" for n, (a, b) in enumerate(pairs) if abs(a - b) > TOLERANCE * abs(b)]
 
 
-def rates(path: Path, folder: Path, megabytes: int = 256) -> Result:
+def rates(path: Path, folder: Path, megabytes: int = 64) -> Result:
     """The bus, from page-locked memory of torch's and of ours, and from memory that is not locked."""
     from zerostart.transfer import page_locked
 
@@ -388,7 +388,7 @@ def diffusion(path: Path, folder: Path, engine: str) -> Result:
     def drawn(pipe: Any) -> torch.Tensor:
         pipe.set_progress_bar_config(disable=True)
         size = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "pt"}
-        made = pipe(prompt="a cat", generator=torch.Generator().manual_seed(3), max_sequence_length=8, **size)
+        made = pipe(prompt="a cat", generator=torch.Generator().manual_seed(3), max_sequence_length=12, **size)
         return torch.as_tensor(made[0]).cpu().float()
 
     placement = {"transformer": "shard", "vae": "replicate", "text_encoder": "offload"}
@@ -479,11 +479,11 @@ def beside_the_host(folder: Path, commands: Sequence[str], size: int, words: Seq
 def command(folder: Path, words: Sequence[str], on_host: bool) -> None:
     """Run a command of zerostart; raises RuntimeError with what it said, if it fails."""
     hidden = {"CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "DS_ACCELERATOR": "cpu"}
-    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
+    own = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
     done = subprocess.run(
         [sys.executable, "-m", "zerostart", *words],
         cwd=folder,
-        env={**environment, **(hidden if on_host else {})},
+        env={**own, **(hidden if on_host else {})},
         capture_output=True,
         text=True,
     )
@@ -655,10 +655,8 @@ def run(check: Check, size: int, scratch: Path, limit: float) -> Result:
             port = str(free.getsockname()[1])
         processes = size if check.grouped else 1
         one = {"name": check.name, "path": str(path), "folder": str(folder), "size": size, "limit": limit}
-        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-        common = {**os.environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        common = {**environment(), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        common["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         for rank in range(processes):
             with (folder / f"log.{rank}").open("wb") as log:
                 started.append(
@@ -680,6 +678,12 @@ def run(check: Check, size: int, scratch: Path, limit: float) -> Result:
             process.wait()
 
 
+def environment() -> dict[str, str]:
+    """Of a process that finds this checkout, whatever its working directory."""
+    paths = [*(str(ROOT / name) for name in ("src", ".", "tests")), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def awaited(started: Sequence[subprocess.Popen[bytes]], folder: Path, limit: float) -> Result:
     """What the ranks have written, or why they have not; not all need to have ended."""
     end = time.monotonic() + limit
@@ -697,9 +701,8 @@ def awaited(started: Sequence[subprocess.Popen[bytes]], folder: Path, limit: flo
     said = "\n".join(
         (folder / f"log.{rank}").read_text(errors="replace")[-1500:] for rank in range(len(started))
     )
-    late = None in codes
-    error = failed[0]["error"] if failed else f"not done after {limit:g} s" if late else f"ended with {codes}"
-    return {"error": error, "log": said}
+    ended = f"ended with {codes}" if any(codes) else f"not done after {limit:g} s"
+    return {"error": failed[0]["error"] if failed else ended, "log": said}
 
 
 def checkpoint(source: str, scratch: Path) -> Path:
@@ -707,9 +710,7 @@ def checkpoint(source: str, scratch: Path) -> Path:
     path = scratch / source.replace(":", "-")
     if not path.exists():
         command = [sys.executable, __file__, "--one", json.dumps({"make": source, "path": str(path)})]
-        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
         if done.returncode:
             raise RuntimeError(f"no checkpoint of {source}: {done.stderr[-1000:]}")
     return path
@@ -722,10 +723,10 @@ def made(source: str, path: Path) -> None:
         from tests.pipelines.tiny_pipelines import make_pipeline
 
         make_pipeline(source.removeprefix("pipeline:"), path)
+    elif source == "large":
+        synthesise(str(LARGE), path)
     else:
-        synthesise(
-            str(LARGE) if source == "large" else source, path, size=None if source == "large" else "tiny"
-        )
+        synthesise(source, path, size="tiny", dtype="float32")
 
 
 def one_rank(
