@@ -388,7 +388,9 @@ def diffusion(path: Path, folder: Path, engine: str) -> Result:
     def drawn(pipe: Any) -> torch.Tensor:
         pipe.set_progress_bar_config(disable=True)
         size = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "pt"}
-        made = pipe(prompt="a cat", generator=torch.Generator().manual_seed(3), max_sequence_length=12, **size)
+        made = pipe(
+            prompt="a cat", generator=torch.Generator().manual_seed(3), max_sequence_length=12, **size
+        )
         return torch.as_tensor(made[0]).cpu().float()
 
     placement = {"transformer": "shard", "vae": "replicate", "text_encoder": "offload"}
