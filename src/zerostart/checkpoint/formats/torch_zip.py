@@ -88,7 +88,10 @@ class TorchArchive:
         self._found: dict[str, tuple[int, int]] = {}
 
     def value(self, weights: bool = False) -> Any:
-        """What the pickle holds; of a file of ``weights``, nothing but tensors and plain containers."""
+        """What the pickle holds; of a file of ``weights``, nothing but tensors and plain containers.
+
+        Raises CheckpointError where it is refused, damaged, or too large.
+        """
         raw = self._read(f"{self._prefix}data.pkl", MAX_PICKLE_BYTES)
         return read_inert_pickle(raw, self._path, weights)
 
