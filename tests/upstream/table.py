@@ -53,7 +53,8 @@ its message). `tests/upstream/test_sent.py` applies each to a copy of what is in
 upstream moves; it trains stock models of DeepSpeed with all of them at stages 0 to 3 and finds the same bits;
 and in `tests/identity/test_deepspeed_start.py` DeepSpeed starts a loaded model with them, in place of our
 own overrides, with the same bits and the same peak of memory. Not shown yet: that "leave partitions
-that lie in one buffer" does so for every load. Run on the CPU, in November 2026, not on an accelerator. Sent: none yet.
+that lie in one buffer" does so for every load. Run on the CPU, in November 2026, not on an accelerator.
+Sent: none yet.
 """
 
 
