@@ -52,7 +52,9 @@ release that it names, as a file of `docs/patches` (`patch -p1 < FILE` beside th
 its message). `tests/upstream/test_sent.py` applies each to a copy of what is installed, and fails when
 upstream moves; it trains stock models of DeepSpeed with all of them at stages 0 to 3 and finds the same bits;
 and in `tests/identity/test_deepspeed_start.py` DeepSpeed starts a loaded model with them, in place of our
-own overrides, in the same memory. Run on the CPU, in November 2026, not on an accelerator. Sent: none yet.
+own overrides, with the same bits and the same peak of memory. Not shown yet: that "leave partitions
+that lie in one buffer" does so for every load. Run on the CPU, in November 2026, not on an accelerator.
+Sent: none yet.
 """
 
 
