@@ -29,7 +29,7 @@ class Loop:
 
             zerostart.enable(**adopt)
         elif "FSDP_VERSION" in environment:
-            from zerostart.upstream.accelerate_preparing import Override
+            from zerostart.upstream.accelerate.preparing import Override
 
             Override(lambda model: False, lambda accelerator, model: None).open()
         handler = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=20))

@@ -77,7 +77,7 @@ def trainer_script(
     """The HF Trainer, as in transformers' examples; ``adopt`` is the line that is added, None for none."""
     os.environ.update(environment)
     if "FSDP_VERSION" in environment and adopt is None:
-        from zerostart.upstream.accelerate_preparing import Override
+        from zerostart.upstream.accelerate.preparing import Override
 
         # accelerate's own FSDP2, which without this it would not use on CPUs.
         Override(lambda model: False, lambda accelerator, model: None).open()
@@ -138,7 +138,7 @@ def accelerate_script(
 
         zerostart.enable(**adopt)
     elif "FSDP_VERSION" in environment:
-        from zerostart.upstream.accelerate_preparing import Override
+        from zerostart.upstream.accelerate.preparing import Override
 
         Override(lambda model: False, lambda accelerator, model: None).open()
 

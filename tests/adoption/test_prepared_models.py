@@ -101,7 +101,7 @@ def test_settings_that_cannot_be_honoured_are_refused_by_name(setting: str, valu
 
     from zerostart.errors import ZerostartError
     from zerostart.integrations.active import fsdp2_config
-    from zerostart.upstream.accelerate import FSDP2Plugin
+    from zerostart.upstream.accelerate.plugins import FSDP2Plugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **{setting: value})
     with pytest.raises(ZerostartError, match=r"is not available under zerostart\.enabled\(\)"):

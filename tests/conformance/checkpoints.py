@@ -11,7 +11,7 @@ from tests.conformance.configs import small_config
 from tests.conformance.registry import Unavailable, candidates, claims
 from tests.tiny import edit_tensors
 
-from zerostart.upstream.transformers import without_weights
+from zerostart.upstream.transformers.models import without_weights
 
 __all__ = [
     "changes_prefixes",

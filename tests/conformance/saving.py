@@ -24,7 +24,7 @@ from zerostart.recipe import Recipe
 from zerostart.state.contents import contents_of, held_tensors
 from zerostart.state.writing import planned
 from zerostart.transfer.writing import write_out
-from zerostart.upstream.transformers import keep_conversions
+from zerostart.upstream.transformers.models import keep_conversions
 
 __all__ = ["WORLDS", "check_saving", "round_trip"]
 

@@ -68,7 +68,7 @@ def tried(folder: str) -> dict[str, Any]:
     from diffsynth.core.loader import file, model
     from diffsynth.models.model_loader import ModelPool
 
-    from zerostart.upstream import diffsynth_loading
+    from zerostart.upstream.diffsynth import loading as diffsynth_loading
     from zerostart.upstream.patches import active
 
     root, kind, config = Path(folder), WAN.model(), dict(WAN.config)

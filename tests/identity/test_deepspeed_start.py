@@ -24,7 +24,7 @@ from tiny import TINY, TinyCheckpoints
 from zerostart.engines.deepspeed.partitions import arrange
 from zerostart.transfer import Arena, PeakMeter
 from zerostart.transfer.memory import anonymous_bytes
-from zerostart.upstream import deepspeed_start
+from zerostart.upstream.deepspeed.zero3 import start as deepspeed_start
 
 MIB = 1 << 20
 KIND = "qwen3_moe_aligned"

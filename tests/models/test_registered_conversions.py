@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from zerostart.errors import ConversionError
 from zerostart.models.libraries.transformers_conversions import convert
 from zerostart.recipe import SymbolicTensor, Target
-from zerostart.upstream.transformers import registered_conversions
+from zerostart.upstream.transformers.models import registered_conversions
 
 
 def test_a_lost_expert_is_named() -> None:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parity import VOCABULARY, checkpoint
 from ranks import run_ranks
-from zerostart.upstream.extensions import load_operations
+from zerostart.upstream.torch.extensions import load_operations
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}}
 SLOW = {

@@ -59,7 +59,7 @@ def test_masks_are_those_of_transformers():
     from transformers import Qwen3Config
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-    from zerostart.upstream.deepspeed_ulysses import _mask_of
+    from zerostart.upstream.deepspeed.parallel.ulysses import _mask_of
 
     config = Qwen3Config(hidden_size=8, num_attention_heads=2, use_sliding_window=True, sliding_window=3)
     config._attn_implementation = "sdpa"

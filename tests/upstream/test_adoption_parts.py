@@ -8,8 +8,8 @@ import pytest
 
 from ranks import run_ranks
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream import accelerate as ac
-from zerostart.upstream import transformers_loading as loading
+from zerostart.upstream.accelerate import plugins as ac
+from zerostart.upstream.transformers import loading
 
 
 def test_unknown_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

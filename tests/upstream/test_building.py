@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from zerostart.upstream.transformers import without_weights
+from zerostart.upstream.transformers.models import without_weights
 
 
 def test_a_model_inside_a_model_is_built_on_meta_too() -> None:

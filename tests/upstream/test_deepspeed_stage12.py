@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from zerostart.upstream import deepspeed_stage12 as ds12
+from zerostart.upstream.deepspeed.zero12 import buffers as ds12
 
 
 def test_the_installed_version_is_known() -> None:
@@ -55,7 +55,7 @@ def test_older_versions_take_the_stock_route_with_one_warning(
 
 
 def test_storages_tell_their_users() -> None:
-    from zerostart.upstream.torch import storage_users
+    from zerostart.upstream.torch.tensors import storage_users
 
     tensor = torch.zeros(8)
     storage = tensor.untyped_storage()

@@ -10,7 +10,7 @@ import torch
 from diffusers.loaders import single_file_model, single_file_utils
 
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream import diffusers as df
+from zerostart.upstream.diffusers import weights as df
 
 TABLE = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
 

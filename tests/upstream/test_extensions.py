@@ -27,8 +27,8 @@ from torch.utils.file_baton import FileBaton
 
 from ranks import rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
-from zerostart.upstream import extensions
-from zerostart.upstream.extensions import built
+from zerostart.upstream.torch import extensions
+from zerostart.upstream.torch.extensions import built
 
 SOON = 5.0
 
@@ -301,7 +301,7 @@ def builder_of(name: str) -> Any:
 
 
 def compile_operators(folder: Path) -> None:
-    from zerostart.upstream.deepspeed import import_deepspeed
+    from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
 
     import_deepspeed()
     from deepspeed.accelerator import get_accelerator
@@ -337,7 +337,7 @@ def test_a_killed_compile_of_any_operator(tmp_path: Path) -> None:
 
 def test_every_builder_compiles_where_the_guard_is() -> None:
     """By ``OpBuilder.jit_load``, which none has of its own: what a release adds is guarded as well."""
-    from zerostart.upstream.deepspeed import import_deepspeed
+    from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
 
     import_deepspeed()
     from deepspeed.ops import op_builder
@@ -358,7 +358,7 @@ def test_environments_that_share_a_folder(compiled_for: str, tmp_path: Path) -> 
 
 
 def compile_beside(compiled_for: str, folder: Path) -> None:
-    from zerostart.upstream.deepspeed import import_deepspeed
+    from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
 
     import_deepspeed()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)

@@ -8,9 +8,9 @@ from packaging.version import Version
 
 from ranks import run_ranks
 from zerostart.layout.plans import EXPERT_STYLES, TENSOR_STYLES
-from zerostart.upstream import transformers as hf
-from zerostart.upstream import transformers_tensor
-from zerostart.upstream.transformers_tensor import require
+from zerostart.upstream.transformers import models as hf
+from zerostart.upstream.transformers import tensor as transformers_tensor
+from zerostart.upstream.transformers.tensor import require
 
 
 def test_transformers_tensor_parallel_styles() -> None:
@@ -43,7 +43,7 @@ def expert_groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
     import deepspeed
     from torch.distributed import get_process_group_ranks as ranks_of
 
-    from zerostart.upstream.deepspeed_experts import ExpertGroups
+    from zerostart.upstream.deepspeed.parallel.experts import ExpertGroups
 
     deepspeed.init_distributed("gloo", dist_init_required=False)
     groups = ExpertGroups(2)

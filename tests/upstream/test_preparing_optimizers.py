@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.upstream import accelerate_preparing
+from zerostart.upstream.accelerate import preparing as accelerate_preparing
 
 
 def test_whole_parameters_are_not_held_while_they_are_replaced() -> None:

@@ -13,10 +13,10 @@ import torch
 
 from ranks import run_ranks
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream import deepspeed_stage3 as ds3
-from zerostart.upstream import deepspeed_start as start
-from zerostart.upstream import transformers as hf
-from zerostart.upstream.torch_fsdp2 import are_reduced_as_shards
+from zerostart.upstream.deepspeed.zero3 import optimizer as ds3
+from zerostart.upstream.deepspeed.zero3 import start
+from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
+from zerostart.upstream.transformers import models as hf
 
 
 @pytest.mark.parametrize("glob", ["router", "layers.*.norm", "a.*.b.*"])

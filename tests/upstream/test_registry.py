@@ -18,7 +18,7 @@ from tests.upstream import table
 from zerostart import upstream
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import shapes
-from zerostart.upstream.deepspeed import import_deepspeed
+from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
 from zerostart.upstream.registry import (
     Lasts,
     PatchPoint,

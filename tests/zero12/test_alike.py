@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
-from zerostart.upstream import deepspeed_stage12_alike as hashing
-from zerostart.upstream.deepspeed_stage12_alike import alike, fingerprint, place_weights
+from zerostart.upstream.deepspeed.zero12 import alike as hashing
+from zerostart.upstream.deepspeed.zero12.alike import alike, fingerprint, place_weights
 
 WEIGHTS = place_weights(1 << 22, torch.device("cpu"))
 

@@ -37,7 +37,7 @@ from zerostart.checkpoint.lanes import (
     lanes_of_elements,
 )
 from zerostart.errors import CheckpointError
-from zerostart.upstream.torch import has_byte_products
+from zerostart.upstream.torch.tensors import has_byte_products
 
 __all__ = ["ROOM", "Digests", "Ranks"]
 

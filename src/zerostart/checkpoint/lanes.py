@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from zerostart.upstream.torch import product_of_bytes
+from zerostart.upstream.torch.tensors import product_of_bytes
 
 __all__ = [
     "ALL",

@@ -110,7 +110,7 @@ def _misfit(point: Touched) -> str:
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed says there what it found.
         try:
             if point.library is DEEPSPEED:
-                from zerostart.upstream.deepspeed import import_deepspeed
+                from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
 
                 import_deepspeed()
             importlib.import_module(point.library.name)
@@ -121,7 +121,7 @@ def _misfit(point: Touched) -> str:
 
 def _left_locks() -> list[str]:
     """Files that stop DeepSpeed's compiles, which killed ones have left."""
-    from zerostart.upstream.extensions import left_locks
+    from zerostart.upstream.torch.extensions import left_locks
 
     return [str(lock) for lock in left_locks()]
 

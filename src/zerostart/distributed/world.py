@@ -28,7 +28,7 @@ from zerostart.distributed.network import explained, network_view, tell_file_lim
 from zerostart.distributed.reports import agreed_since, mark_agreed, now, report_of, restored
 from zerostart.distributed.roll_call import RollCall
 from zerostart.errors import ConfigError, PeerError
-from zerostart.upstream.torch_store import (
+from zerostart.upstream.torch.store import (
     made_groups,
     messages_group,
     patience,

@@ -14,7 +14,7 @@ from zerostart.engines.shard import Shard
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry import Box
 from zerostart.layout import Layout, Placed, replicated
-from zerostart.upstream.deepspeed_editing import has_own_values
+from zerostart.upstream.deepspeed.state.editing import has_own_values
 
 __all__ = [
     "check_own_memory",

@@ -12,7 +12,7 @@ from typing import Any
 from zerostart.engines.base import Engine
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh
-from zerostart.upstream.accelerate import is_set
+from zerostart.upstream.accelerate.plugins import is_set
 
 #: Entry points of other packages: a name, and the subclass of ``Engine``.
 GROUP = "zerostart.engines"

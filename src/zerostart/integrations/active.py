@@ -13,8 +13,8 @@ from zerostart.engines import Engine, check_choice, family_of, titled
 from zerostart.errors import ConfigError
 from zerostart.integrations.sharing import ALONE, Sharing
 from zerostart.layout import Mesh
-from zerostart.upstream.accelerate import FSDP2Plugin, fsdp2_plugin, parallelism
-from zerostart.upstream.deepspeed_active import active_config, config_stage, open_init_dtype
+from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin, parallelism
+from zerostart.upstream.deepspeed.active import active_config, config_stage, open_init_dtype
 
 __all__ = ["Active", "find_active", "fsdp2_config"]
 

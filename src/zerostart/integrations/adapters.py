@@ -18,8 +18,8 @@ from zerostart.integrations.meeting import all_come
 from zerostart.loading.record import loaded_around, loaded_models, record_of
 from zerostart.state.editing import take
 from zerostart.state.full_tensors import whole_tensor
-from zerostart.upstream.deepspeed_editing import master_of
-from zerostart.upstream.deepspeed_edits import is_gathered
+from zerostart.upstream.deepspeed.state.editing import master_of
+from zerostart.upstream.deepspeed.zero3.edits import is_gathered
 
 __all__ = ["disabled", "injected", "merged", "read", "shown", "surrounded"]
 

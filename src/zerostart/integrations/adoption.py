@@ -35,15 +35,15 @@ from zerostart.loading.argument_kinds import config_of
 from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.record import loaded_models, record_of
 from zerostart.state.full_tensors import full_tensors
-from zerostart.upstream import accelerate_preparing as accelerate_parts
-from zerostart.upstream import diffsynth_loading as diffsynth_parts
-from zerostart.upstream import diffusers_loading as diffusers_parts
-from zerostart.upstream import transformers_loading as loading_parts
-from zerostart.upstream.accelerate import join_ranks
-from zerostart.upstream.deepspeed_saving import Consolidation
+from zerostart.upstream.accelerate import preparing as accelerate_parts
+from zerostart.upstream.accelerate.plugins import join_ranks
+from zerostart.upstream.deepspeed.state.saving import Consolidation
+from zerostart.upstream.diffsynth import loading as diffsynth_parts
+from zerostart.upstream.diffusers import loading as diffusers_parts
 from zerostart.upstream.saving_calls import SavingCalls
-from zerostart.upstream.stepped import adopted_steps
-from zerostart.upstream.transformers_distributed import Noting
+from zerostart.upstream.torch.stepped import adopted_steps
+from zerostart.upstream.transformers import loading as loading_parts
+from zerostart.upstream.transformers.distributed import Noting
 
 __all__ = ["disable", "enable", "enabled"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import EnabledArguments
-from zerostart.upstream.transformers_distributed import AxesAsked, axes_asked, override_plans, show_experts
+from zerostart.upstream.transformers.distributed import AxesAsked, axes_asked, override_plans, show_experts
 
 __all__ = ["Asked", "take"]
 

@@ -17,7 +17,7 @@ from zerostart.loading.source import open_source
 from zerostart.state.resuming import planned_reads
 from zerostart.transfer import Progress
 from zerostart.transfer.strategy import execute_together
-from zerostart.upstream.deepspeed_state import drop_gathered
+from zerostart.upstream.deepspeed.state.engine import drop_gathered
 
 __all__ = ["load_lora", "resume"]
 

@@ -15,7 +15,7 @@ from zerostart.integrations.asked import Asked
 from zerostart.integrations.pretrained import Call
 from zerostart.models import Built, library_of
 from zerostart.upstream.served import Findings
-from zerostart.upstream.transformers import without_weights
+from zerostart.upstream.transformers.models import without_weights
 
 __all__ = ["DiffusionCall"]
 

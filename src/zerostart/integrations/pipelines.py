@@ -25,7 +25,7 @@ from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.loading.window import Window
 from zerostart.transfer.memory import allocated_bytes
-from zerostart.upstream.diffusers_pipelines import assembled, component_class, pipeline_class
+from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
 
 __all__ = ["PipelineRequest", "drop_components", "load_pipeline"]
 

@@ -15,8 +15,8 @@ from zerostart.errors import ConfigError
 from zerostart.integrations.active import fsdp2_config
 from zerostart.integrations.sharing import check_sharing, check_tensors
 from zerostart.loading.record import kept_record, loaded_model, loaded_models, record_of
-from zerostart.upstream.accelerate import FSDP2Plugin, fsdp2_plugin
-from zerostart.upstream.deepspeed_active import config_stage
+from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin
+from zerostart.upstream.deepspeed.active import config_stage
 
 __all__ = ["note_whole", "partitioned", "sharded"]
 

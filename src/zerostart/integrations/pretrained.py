@@ -22,7 +22,7 @@ from zerostart.loading.run import run
 from zerostart.models import Built, library_of
 from zerostart.models.operator_log import OperatorLog
 from zerostart.upstream.served import Findings
-from zerostart.upstream.transformers_quantizers import dequantise, dequantizer
+from zerostart.upstream.transformers.quantizers import dequantise, dequantizer
 
 __all__ = ["Call"]
 

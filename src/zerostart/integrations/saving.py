@@ -18,7 +18,7 @@ from zerostart.loading.record import bare_model, kept_record, loaded_models
 from zerostart.state.adapters import adapted_model, has_adapters
 from zerostart.state.own_names import save_own_names
 from zerostart.state.saving import SaveRequest, save
-from zerostart.upstream.diffusers_pipelines import name_classes
+from zerostart.upstream.diffusers.pipelines import name_classes
 
 __all__ = [
     "already_saved",

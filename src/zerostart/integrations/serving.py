@@ -10,8 +10,8 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from zerostart.loading.record import record_of
-from zerostart.upstream.diffusers_lora import LoraShapes
-from zerostart.upstream.peft_adapters import AdapterCalls
+from zerostart.upstream.diffusers.lora import LoraShapes
+from zerostart.upstream.peft.adapters import AdapterCalls
 from zerostart.upstream.saving_calls import Replacement, SavingCalls
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def serve_adapters(model: nn.Module) -> None:
 def serve_resizing(model: nn.Module) -> None:
     """Have ``resize_token_embeddings`` of a loaded ``model``, if it has that, resize its shards."""
     if not record_of(model).engine.whole and hasattr(model, "resize_token_embeddings"):
-        from zerostart.upstream.transformers_loading import resize_by
+        from zerostart.upstream.transformers.loading import resize_by
 
         resize_by(model, functools.partial(_resize, model))
 

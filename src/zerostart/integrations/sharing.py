@@ -12,7 +12,7 @@ from zerostart.engines import family_of
 from zerostart.errors import ConfigError
 from zerostart.loading.record import record_of
 from zerostart.models import library_of
-from zerostart.upstream.accelerate import parallelism
+from zerostart.upstream.accelerate.plugins import parallelism
 
 __all__ = ["ALONE", "Sharing", "check_sharing", "check_tensors"]
 

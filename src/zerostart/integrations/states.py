@@ -23,7 +23,7 @@ from zerostart.loading.record import loaded_models
 from zerostart.state.checkpointing import save_state
 from zerostart.state.resuming import load_state
 from zerostart.state.values import checksum, encoded_whole
-from zerostart.upstream.deepspeed_steps import check_movable, steps_of
+from zerostart.upstream.deepspeed.state.steps import check_movable, steps_of
 
 __all__ = [
     "begin_fsdp_load",

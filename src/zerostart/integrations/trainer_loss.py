@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zerostart.loading.record import loaded_models, record_of
-from zerostart.upstream.deepspeed_ulysses import sequence_group
+from zerostart.upstream.deepspeed.parallel.ulysses import sequence_group
 
 __all__ = ["shared_loss"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import EngineError
-from zerostart.upstream.torch_wrapper import make_wrapper
+from zerostart.upstream.torch.wrapper import make_wrapper
 
 __all__ = ["absent"]
 

@@ -31,7 +31,7 @@ from zerostart.recipe import Recipe
 from zerostart.transfer import PeakMeter, Tuning
 from zerostart.transfer.page_locked import release_locked
 from zerostart.transfer.strategy import ReadDemand, TransferStats, agree_on_strategy
-from zerostart.upstream.stepped import watch_model
+from zerostart.upstream.torch.stepped import watch_model
 
 __all__ = ["rehearse", "run"]
 

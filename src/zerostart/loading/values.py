@@ -29,7 +29,7 @@ from zerostart.loading.record import loaded_models
 from zerostart.models import Aliases
 from zerostart.planning import Plan, Read
 from zerostart.transfer.strategy import TransferStats
-from zerostart.upstream.deepspeed import partition_of
+from zerostart.upstream.deepspeed.zero3.partitions import partition_of
 
 __all__ = ["Values"]
 

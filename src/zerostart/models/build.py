@@ -14,7 +14,7 @@ from zerostart.errors import BuildError, ConfigError
 from zerostart.models.library import Built, Stored
 from zerostart.models.operator_log import OperatorLog
 from zerostart.models.registry import library_in, library_of
-from zerostart.upstream.transformers import check_built, without_weights
+from zerostart.upstream.transformers.models import check_built, without_weights
 
 __all__ = ["ModelLike", "build", "explained", "from_config", "require"]
 

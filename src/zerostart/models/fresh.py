@@ -22,7 +22,7 @@ from zerostart.models.origins import Origins, fill_plain_tensors, program_for, r
 from zerostart.models.registry import library_of, maker_of
 from zerostart.models.tensors import replace_tensor, state_names
 from zerostart.recipe import Coverage, Recipes
-from zerostart.upstream.transformers_fresh import initialising
+from zerostart.upstream.transformers.fresh import initialising
 
 __all__ = ["build_fresh", "fresh_origins", "import_model"]
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zerostart.errors import BuildError
-from zerostart.upstream.torch import truncated_normal_goes_to
+from zerostart.upstream.torch.tensors import truncated_normal_goes_to
 
 __all__ = ["Op", "OperatorLog"]
 

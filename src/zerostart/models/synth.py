@@ -26,7 +26,7 @@ from zerostart.models.noise import Noise
 from zerostart.models.registry import library_of
 from zerostart.models.shrink import scaled, tiny
 from zerostart.recipe.dtypes import spelling, torch_dtype
-from zerostart.upstream.transformers import ignorable_on_save, without_weights
+from zerostart.upstream.transformers.models import ignorable_on_save, without_weights
 
 __all__ = ["Synthesised", "synthesise"]
 

@@ -26,7 +26,7 @@ from zerostart.recipe.overlaps import reads_what_it_writes
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, names_of
 from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views, straight, strided_step
-from zerostart.upstream.torch_wrapper import shares_storage
+from zerostart.upstream.torch.wrapper import shares_storage
 
 __all__ = ["view", "write"]
 

@@ -16,7 +16,7 @@ from zerostart.recipe.memory import Memory
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.strides import as_on_cpu
 from zerostart.recipe.values import Value, constant, depends_on_values, names_of
-from zerostart.upstream.torch_wrapper import resizable
+from zerostart.upstream.torch.wrapper import resizable
 
 __all__ = [
     "UNSAID_VIEWS",

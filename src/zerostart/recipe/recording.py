@@ -14,7 +14,7 @@ from zerostart.recipe.record import record
 from zerostart.recipe.refusals import refusal, refusals_count
 from zerostart.recipe.sealed import SEALED
 from zerostart.recipe.symbolic import SymbolicTensor, constants_become_real
-from zerostart.upstream.torch import asks_for_memory
+from zerostart.upstream.torch.tensors import asks_for_memory
 
 __all__ = ["recorded"]
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zerostart.recipe.refusals import refusal
-from zerostart.upstream.torch_wrapper import without_dispatch
+from zerostart.upstream.torch.wrapper import without_dispatch
 
 __all__ = ["OTHERWISE", "as_on_cpu"]
 

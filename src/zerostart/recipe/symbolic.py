@@ -27,7 +27,7 @@ from zerostart.recipe.refusals import ours_are_refused, refusal
 from zerostart.recipe.sealed import Sealed
 from zerostart.recipe.values import Value, constant, names_of
 from zerostart.recipe.views import Layout, Step, straight
-from zerostart.upstream.torch_wrapper import become_wrapper, make_wrapper, without_dispatch
+from zerostart.upstream.torch.wrapper import become_wrapper, make_wrapper, without_dispatch
 
 __all__ = ["SymbolicTensor", "constants_become_real", "settled"]
 

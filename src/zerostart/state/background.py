@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zerostart.checkpoint.pending import is_same, note_pending
 from zerostart.distributed.world import World, group_beside
 from zerostart.errors import WriteError
-from zerostart.upstream.torch_process_group import BeforeTheEnd
+from zerostart.upstream.torch.process_group import BeforeTheEnd
 
 __all__ = ["Saving", "begin", "finish_last", "settle_last"]
 

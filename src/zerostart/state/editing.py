@@ -18,7 +18,7 @@ from zerostart.layout import Layout, replicated
 from zerostart.loading.parts import live_shards, whole_of_parts
 from zerostart.state.background import settle_last
 from zerostart.state.full_tensors import MESSAGE, carried, whole_tensor
-from zerostart.upstream.deepspeed_editing import (
+from zerostart.upstream.deepspeed.state.editing import (
     Master,
     check_editable,
     has_own_values,

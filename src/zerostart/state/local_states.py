@@ -23,8 +23,8 @@ from zerostart.layout.flat import flat_run
 from zerostart.recipe import spelling
 from zerostart.state.places import Places
 from zerostart.state.values import decoded, dtype_of, encoded
-from zerostart.upstream.optimizer_values import put_together, taken_apart
-from zerostart.upstream.stepped import Stepped
+from zerostart.upstream.torch.optimizer_values import put_together, taken_apart
+from zerostart.upstream.torch.stepped import Stepped
 
 __all__ = ["LOCAL", "check_local", "is_element_wise", "local_states", "restored_local"]
 

@@ -10,8 +10,8 @@ import torch
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.state.rules import class_of
 from zerostart.state.values import decoded, encoded_whole
-from zerostart.upstream.optimizer_values import inner_optimizers, own_values, set_own_values
-from zerostart.upstream.stepped import Stepped
+from zerostart.upstream.torch.optimizer_values import inner_optimizers, own_values, set_own_values
+from zerostart.upstream.torch.stepped import Stepped
 
 __all__ = ["check_own", "own_of", "restore_own"]
 

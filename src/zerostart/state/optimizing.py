@@ -23,7 +23,7 @@ from zerostart.state.local_states import is_element_wise
 from zerostart.state.places import Places
 from zerostart.state.rules import class_of
 from zerostart.state.values import decoded, dtype_of, encoded
-from zerostart.upstream.stepped import Member, Stepped, rule_of
+from zerostart.upstream.torch.stepped import Member, Stepped, rule_of
 
 __all__ = [
     "Kept",

@@ -49,8 +49,8 @@ from zerostart.state.values import decoded, dtype_of
 from zerostart.transfer import Progress, Tuning
 from zerostart.transfer.strategy import execute_together
 from zerostart.transfer.tuning import tune
-from zerostart.upstream import deepspeed_state as deepspeed
-from zerostart.upstream import deepspeed_steps
+from zerostart.upstream.deepspeed.state import engine as deepspeed
+from zerostart.upstream.deepspeed.state import steps as deepspeed_steps
 
 __all__ = ["load_state", "planned_reads"]
 

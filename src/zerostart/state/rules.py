@@ -9,7 +9,7 @@ import torch
 
 from zerostart.errors import CheckpointError
 from zerostart.state.values import decoded
-from zerostart.upstream.stepped import computes, rule_of
+from zerostart.upstream.torch.stepped import computes, rule_of
 
 __all__ = ["check_rule", "class_of"]
 

@@ -32,10 +32,10 @@ from zerostart.state.places import Places, places_of
 from zerostart.state.random_states import random_rows
 from zerostart.state.values import encoded_whole
 from zerostart.state.writing import Entry, Outgoing, plain
-from zerostart.upstream import deepspeed_state as deepspeed
-from zerostart.upstream import deepspeed_steps
-from zerostart.upstream.stepped import Stepped, has_taken, plain_steps, watch_steps
-from zerostart.upstream.torch_fsdp2 import has_unreduced
+from zerostart.upstream.deepspeed.state import engine as deepspeed
+from zerostart.upstream.deepspeed.state import steps as deepspeed_steps
+from zerostart.upstream.torch.fsdp2 import has_unreduced
+from zerostart.upstream.torch.stepped import Stepped, has_taken, plain_steps, watch_steps
 
 __all__ = [
     "FORMAT",

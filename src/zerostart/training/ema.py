@@ -22,8 +22,8 @@ from zerostart.state.places import Places, places_of
 from zerostart.state.precise import Instead
 from zerostart.state.training_state import training_of
 from zerostart.training.trained_sections import EmaConfig
-from zerostart.upstream import deepspeed_state as deepspeed
-from zerostart.upstream.stepped import Member, Stepped
+from zerostart.upstream.deepspeed.state import engine as deepspeed
+from zerostart.upstream.torch.stepped import Member, Stepped
 
 __all__ = ["KEY", "Ema"]
 

@@ -14,7 +14,7 @@ from zerostart.engines.training import Launched
 from zerostart.errors import ConfigError, EngineError
 from zerostart.training.config import TrainConfig
 from zerostart.training.engine_config import own_config
-from zerostart.upstream.accelerate_launched import launched_dynamo, launched_for, launched_precision
+from zerostart.upstream.accelerate.launched import launched_dynamo, launched_for, launched_precision
 
 __all__ = ["with_launched"]
 

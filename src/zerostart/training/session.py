@@ -30,7 +30,7 @@ from zerostart.training.schedule import learning_rate_schedule
 from zerostart.training.sequences import Sharing
 from zerostart.training.tasks.base import Batch, Items, Task
 from zerostart.training.trackers import check_trackers, made_trackers
-from zerostart.upstream.accelerate_launched import hidden
+from zerostart.upstream.accelerate.launched import hidden
 
 __all__ = ["Session", "check_surroundings", "open_session"]
 

@@ -1,4 +1,4 @@
-"""The package's contacts with private parts of other libraries, one file for each, and their registry.
+"""The package's contacts with private parts of other libraries, a folder for each, and their registry.
 
 Nothing else reaches below a library's public surface. What a file touches it declares in ``TOUCHED``
 (``registry.py``): the versions that are known (``versions.py``), what the library's code has to look like

@@ -20,10 +20,10 @@ from zerostart.engines.flat_buffers import held_layouts
 from zerostart.engines.names import loaded_names
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, Parallelism, flat_partition, replicated
-from zerostart.upstream.deepspeed_autoep import note_shared
-from zerostart.upstream.deepspeed_experts import ExpertGroups, mark_expert, require_groups
-from zerostart.upstream.deepspeed_flat_experts import mark_flat_expert
-from zerostart.upstream.deepspeed_tensor_engine import TensorGroups
+from zerostart.upstream.deepspeed.parallel.autoep import note_shared
+from zerostart.upstream.deepspeed.parallel.experts import ExpertGroups, mark_expert, require_groups
+from zerostart.upstream.deepspeed.parallel.tensor_engine import TensorGroups
+from zerostart.upstream.deepspeed.zero12.experts import mark_flat_expert
 
 __all__ = ["expert_cutter", "expert_shards", "flat_expert_shards"]
 

@@ -126,8 +126,8 @@ class DeepSpeed(Engine):
 
     def share_sequences(self, model: nn.Module) -> None:
         """See ``Engine``: Ulysses itself is registered by whoever starts DeepSpeed's engine."""
-        from zerostart.upstream.deepspeed import join_group
-        from zerostart.upstream.deepspeed_ulysses import mask_sequences
+        from zerostart.upstream.deepspeed.parallel.ulysses import mask_sequences
+        from zerostart.upstream.deepspeed.zero3.partitions import join_group
 
         if self.mesh.sequence_parallel > 1:
             join_group()  # which Ulysses makes its groups of
@@ -176,7 +176,7 @@ class DeepSpeed(Engine):
 
     def begin_sharing(self, model: nn.Module) -> None:
         """See ``Engine``: what is evaluated is shared, too."""
-        from zerostart.upstream.deepspeed_ulysses import evaluate_in_parts
+        from zerostart.upstream.deepspeed.parallel.ulysses import evaluate_in_parts
 
         if self.mesh.sequence_parallel > 1:
             evaluate_in_parts()
@@ -214,7 +214,7 @@ class ZeroThree(DeepSpeed):
 
     def require(self) -> None:
         """See ``Engine``."""
-        from zerostart.upstream.deepspeed_stage3 import require_stage3
+        from zerostart.upstream.deepspeed.zero3.optimizer import require_stage3
 
         require_stage3()
 
@@ -257,8 +257,8 @@ class ZeroThree(DeepSpeed):
     def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
         """See ``Engine``; the methods need nothing, as each module gathers its own parameters."""
         from zerostart.engines.deepspeed.calls import keep_calls
-        from zerostart.upstream.deepspeed_hollow import keep_from_loss
-        from zerostart.upstream.deepspeed_stages import keep_stage
+        from zerostart.upstream.deepspeed.stages import keep_stage
+        from zerostart.upstream.deepspeed.zero3.hollow import keep_from_loss
 
         keep_calls(model)
         keep_stage(model, self.title, {3}.__contains__)
@@ -267,7 +267,7 @@ class ZeroThree(DeepSpeed):
     def share_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
         """See ``Engine``; ``deepspeed.initialize`` partitions them, and each rank gives a part of its own."""
         from zerostart.engines.added import with_first_values
-        from zerostart.upstream.deepspeed_hollow import keep_from_loss
+        from zerostart.upstream.deepspeed.zero3.hollow import keep_from_loss
 
         keep_from_loss(model, added)
         if not self.mesh.parallel:
@@ -320,7 +320,7 @@ class FlatBuffers(DeepSpeed):
 
     def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
         """See ``Engine``; nothing is gathered, and stage 3 would partition what ranks share otherwise."""
-        from zerostart.upstream.deepspeed_stages import keep_stage
+        from zerostart.upstream.deepspeed.stages import keep_stage
 
         if self.mesh.parallel:
             taken = {1, 2} if self.mesh.expert_parallel > 1 else {0, 1, 2}
@@ -333,8 +333,8 @@ class FlatBuffers(DeepSpeed):
 
     def require(self) -> None:
         """See ``Engine``."""
-        from zerostart.upstream.deepspeed import check_sections
-        from zerostart.upstream.deepspeed_stage12 import known
+        from zerostart.upstream.deepspeed.zero3.partitions import check_sections
+        from zerostart.upstream.deepspeed.zero12.buffers import known
 
         if known():
             check_sections(self.config)

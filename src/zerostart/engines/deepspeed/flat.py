@@ -24,11 +24,11 @@ from zerostart.layout import Parallelism
 from zerostart.layout.flat import FlatGroup, FlatRules
 from zerostart.transfer.memory import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
-from zerostart.upstream import deepspeed_stage12 as upstream
-from zerostart.upstream.deepspeed import import_deepspeed
-from zerostart.upstream.deepspeed_tensor_engine import restore_hooks
-from zerostart.upstream.extensions import compiling, load_operations
-from zerostart.upstream.torch import storage_users
+from zerostart.upstream.deepspeed.parallel.tensor_engine import restore_hooks
+from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
+from zerostart.upstream.deepspeed.zero12 import buffers as upstream
+from zerostart.upstream.torch.extensions import compiling, load_operations
+from zerostart.upstream.torch.tensors import storage_users
 
 __all__ = ["FlatKeeper", "FlatShards", "offer_runs"]
 
@@ -50,7 +50,7 @@ class FlatKeeper:
         self._parameters.append(weakref.ref(parameter))
 
     def bring(self) -> None:
-        """See ``zerostart.upstream.deepspeed_stage12.Keeper``: each buffer in one piece, collectively.
+        """See ``zerostart.upstream.deepspeed.zero12.buffers.Keeper``: each buffer in one piece, collectively.
 
         Raises InsufficientMemoryError where the device still has no room for them.
         """
@@ -88,7 +88,7 @@ class FlatKeeper:
         round_robin: bool,
         aligned: bool,
     ) -> list[torch.Tensor | None]:
-        """See ``zerostart.upstream.deepspeed_stage12.Keeper``. Parameters that have left are left alone."""
+        """See ``Keeper`` (``zerostart.upstream.deepspeed.zero12.marks``). Parameters that have left are left alone."""
         rules = [FlatRules(count, round_robin, aligned) for count in partitions]
         flats: list[torch.Tensor | None] = [None] * len(groups)
         for members in self._members().values():

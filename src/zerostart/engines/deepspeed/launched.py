@@ -9,7 +9,7 @@ from typing import Any
 from zerostart.engines.deepspeed.reading import section_of
 from zerostart.engines.training import Launched
 from zerostart.errors import ConfigError
-from zerostart.upstream.accelerate_launched import launched_deepspeed
+from zerostart.upstream.accelerate.launched import launched_deepspeed
 
 __all__ = ["launched", "launcher_file", "own_file"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from zerostart.engines.deepspeed.partitions import arrange
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.errors import EngineError
-from zerostart.upstream.deepspeed_stage3 import Reader, mark, require_stage3
+from zerostart.upstream.deepspeed.zero3.optimizer import Reader, mark, require_stage3
 
 __all__ = ["check_mixture", "mark_parameters", "mixed_dtypes"]
 

@@ -25,12 +25,12 @@ from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
 from zerostart.layout import Layout, flat_partition
 from zerostart.transfer import Arena, page_locked
-from zerostart.upstream import deepspeed as upstream
-from zerostart.upstream.deepspeed_edits import check_outside, note_loaded
-from zerostart.upstream.deepspeed_leaves import mark_leaves
-from zerostart.upstream.deepspeed_stage3 import called
-from zerostart.upstream.deepspeed_tensor_engine import restore_hooks
-from zerostart.upstream.extensions import compiling, load_operations
+from zerostart.upstream.deepspeed.parallel.tensor_engine import restore_hooks
+from zerostart.upstream.deepspeed.zero3 import partitions as upstream
+from zerostart.upstream.deepspeed.zero3.edits import check_outside, note_loaded
+from zerostart.upstream.deepspeed.zero3.leaves import mark_leaves
+from zerostart.upstream.deepspeed.zero3.optimizer import called
+from zerostart.upstream.torch.extensions import compiling, load_operations
 
 __all__ = ["PartitionMaker", "current_shards"]
 

@@ -10,7 +10,7 @@ import torch
 
 from zerostart.transfer.memory import ALIGNMENT
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
-from zerostart.upstream.torch import storage_users
+from zerostart.upstream.torch.tensors import storage_users
 
 __all__ = ["arrange"]
 

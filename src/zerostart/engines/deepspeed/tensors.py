@@ -1,7 +1,7 @@
 """Tensors shared out by ranks on DeepSpeed: the layers that AutoTP makes, born in slices.
 
-DeepSpeed itself says what it slices (``upstream/deepspeed_tensors.py``), before anything is read; here that
-becomes a plan, and the cut of a model on meta by which each rank is left with its slices. Every stage then
+DeepSpeed itself says what it slices (``upstream/deepspeed/parallel/tensors.py``), before anything is read;
+here that becomes a plan, and the cut of a model on meta by which each rank is left with its slices. Every stage then
 shards these over the ranks that hold the same ones.
 """
 
@@ -21,9 +21,9 @@ from zerostart.engines.same_draws import share_draws
 from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Parallelism, ParallelPlan, Ranges, rules_without
 from zerostart.models import library_of
-from zerostart.upstream import deepspeed_tensors as upstream
-from zerostart.upstream.deepspeed_slices import Slice, slices_of
-from zerostart.upstream.deepspeed_tensor_engine import TensorGroups, mark_sliced
+from zerostart.upstream.deepspeed.parallel import tensors as upstream
+from zerostart.upstream.deepspeed.parallel.slices import Slice, slices_of
+from zerostart.upstream.deepspeed.parallel.tensor_engine import TensorGroups, mark_sliced
 
 __all__ = ["tensor_cutter", "tensor_cuts"]
 

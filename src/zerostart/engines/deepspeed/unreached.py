@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zerostart.distributed.world import default_device
-from zerostart.upstream.deepspeed_steps import steps_of
+from zerostart.upstream.deepspeed.state.steps import steps_of
 
 __all__ = ["spare_unreached"]
 

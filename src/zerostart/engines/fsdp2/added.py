@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from zerostart.engines.added import with_first_values
 from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
-from zerostart.upstream.torch_fsdp2 import whole_tensor
+from zerostart.upstream.torch.fsdp2 import whole_tensor
 
 __all__ = ["hold_masters", "shard_added", "shard_around", "share_added"]
 

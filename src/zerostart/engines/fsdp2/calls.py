@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from zerostart.engines.calls import OutsideInferenceMode, Rebuilt, leave_inference_mode, rebuilt, write_back
 from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
-from zerostart.upstream.torch_fsdp2 import begin_at, in_backward
+from zerostart.upstream.torch.fsdp2 import begin_at, in_backward
 
 __all__ = ["keep_calls"]
 

@@ -118,7 +118,7 @@ class FSDP2(Engine):
 
     def check_sequences(self, model: nn.Module) -> None:
         """See ``Engine``: torch's context parallelism, of a device that it has kernels for."""
-        from zerostart.upstream.torch_context_parallel import check_kernels
+        from zerostart.upstream.torch.context_parallel import check_kernels
 
         check_ring(model, self.mesh.sequence_parallel)
         if self.mesh.sequence_parallel > 1 and (kind := default_device().type) != "cpu":
@@ -126,7 +126,7 @@ class FSDP2(Engine):
 
     def share_sequences(self, model: nn.Module) -> None:
         """See ``Engine``: the ring is entered by whoever calls the model."""
-        from zerostart.upstream.torch_context_parallel import require, ring_on_cpu
+        from zerostart.upstream.torch.context_parallel import require, ring_on_cpu
 
         if self.mesh.sequence_parallel > 1:
             require()
@@ -282,7 +282,7 @@ class FSDP2(Engine):
 
     def begin_sharing(self, model: nn.Module) -> None:
         """See ``Engine``: the groups of ranks that share a batch, and no masks of one rank's tokens."""
-        from zerostart.upstream.torch_context_parallel import drop_masks
+        from zerostart.upstream.torch.context_parallel import drop_masks
 
         if self.mesh.sequence_parallel > 1:
             drop_masks(model)
@@ -298,13 +298,13 @@ class FSDP2(Engine):
 
     def sequence_chunks(self, rank: int) -> tuple[tuple[int, ...], int]:
         """See ``Engine``."""
-        from zerostart.upstream.torch_context_parallel import head_and_tail
+        from zerostart.upstream.torch.context_parallel import head_and_tail
 
         return head_and_tail(*self.mesh.sequence(rank))
 
     def attending(self) -> AbstractContextManager[None]:
         """See ``Engine``."""
-        from zerostart.upstream.torch_context_parallel import ring
+        from zerostart.upstream.torch.context_parallel import ring
 
         return contextlib.nullcontext() if self.mesh.sequence_parallel == 1 else ring(self._sequence_mesh)
 

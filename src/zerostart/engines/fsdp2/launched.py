@@ -8,8 +8,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zerostart.engines.training import Launched
 from zerostart.errors import ConfigError
-from zerostart.upstream.accelerate import FSDP2Plugin
-from zerostart.upstream.accelerate_launched import launched_fsdp
+from zerostart.upstream.accelerate.launched import launched_fsdp
+from zerostart.upstream.accelerate.plugins import FSDP2Plugin
 
 __all__ = ["launched", "launcher_file"]
 

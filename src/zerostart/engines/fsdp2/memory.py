@@ -19,7 +19,7 @@ from torch import nn
 from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.memory import Held, Moment, Optimizer, Sizes, Target
-from zerostart.upstream.torch_fsdp2 import are_reduced_as_shards
+from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
 
 __all__ = ["Units", "after_load"]
 

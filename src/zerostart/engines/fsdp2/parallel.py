@@ -32,7 +32,7 @@ from zerostart.engines.residence import Residence
 from zerostart.engines.same_draws import share_draws
 from zerostart.engines.shard import Shard
 from zerostart.layout import Parallelism
-from zerostart.upstream.transformers_tensor import require as require_styles
+from zerostart.upstream.transformers.tensor import require as require_styles
 
 __all__ = ["FSDP2ParallelShards", "parallel_shards"]
 

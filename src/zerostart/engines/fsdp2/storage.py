@@ -18,7 +18,7 @@ from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
 from zerostart.layout import Layout, dimension_shard, replicated
 from zerostart.transfer import Arena, page_locked
-from zerostart.upstream.torch import adopt_local_tensors, hide_padding, over
+from zerostart.upstream.torch.tensors import adopt_local_tensors, hide_padding, over
 
 __all__ = ["arena_of", "give_storage", "holders", "sharded", "sharded_layout"]
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from zerostart.engines.shard import replace_everywhere
 from zerostart.errors import EngineError
 from zerostart.layout import Cut, Parallelism, Ranges
-from zerostart.upstream.transformers_tensor import run_in_style
+from zerostart.upstream.transformers.tensor import run_in_style
 
 __all__ = ["cut_tensors", "distributed"]
 

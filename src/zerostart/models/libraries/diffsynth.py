@@ -10,7 +10,7 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.models.libraries.plain import Plain
 from zerostart.models.library import Built
 from zerostart.recipe import Recipes
-from zerostart.upstream.deepspeed_printing import keep_printable
+from zerostart.upstream.deepspeed.zero3.printing import keep_printable
 
 __all__ = ["DiffSynth"]
 

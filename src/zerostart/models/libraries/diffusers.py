@@ -17,8 +17,8 @@ from zerostart.models.libraries import diffusers_layouts as layouts
 from zerostart.models.library import Built, Construction, ModelLibrary, OwnLoading, Stored
 from zerostart.models.tensors import state_names
 from zerostart.recipe import Recipes, Target, matched, symbols_of
-from zerostart.upstream import diffusers as upstream
-from zerostart.upstream.diffusers import model_class, require
+from zerostart.upstream.diffusers import weights as upstream
+from zerostart.upstream.diffusers.weights import model_class, require
 
 __all__ = ["Diffusers"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from zerostart.errors import ConversionError
 from zerostart.recipe import SymbolicTensor, Target, run_converter
-from zerostart.upstream.diffusers import fix_names, original_layout
+from zerostart.upstream.diffusers.weights import fix_names, original_layout
 
 __all__ = ["Reading", "convert"]
 

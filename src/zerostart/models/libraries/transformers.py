@@ -20,11 +20,11 @@ from zerostart.models.libraries import transformers_conversions as conversions
 from zerostart.models.library import Attention, Built, Construction, ModelLibrary, OwnLoading, Stored
 from zerostart.models.tensors import state_names
 from zerostart.recipe import Coverage, Recipes, Target, assembled, symbols_of
-from zerostart.upstream import transformers as upstream
-from zerostart.upstream import transformers_attention as attention_parts
-from zerostart.upstream import transformers_fresh as fresh
-from zerostart.upstream.transformers_code import class_beside, unasked
-from zerostart.upstream.transformers_quantizers import dequantizer, method_of, prepare
+from zerostart.upstream.transformers import attention as attention_parts
+from zerostart.upstream.transformers import fresh
+from zerostart.upstream.transformers import models as upstream
+from zerostart.upstream.transformers.code import class_beside, unasked
+from zerostart.upstream.transformers.quantizers import dequantizer, method_of, prepare
 
 __all__ = ["Transformers"]
 

@@ -17,7 +17,7 @@ import torch
 
 from zerostart.errors import ConversionError
 from zerostart.recipe import SymbolicTensor, Target, recorded, settled
-from zerostart.upstream.transformers import loading_core
+from zerostart.upstream.transformers.models import loading_core
 
 __all__ = ["Converted", "convert"]
 

@@ -16,7 +16,7 @@ from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.errors import ConfigError
 from zerostart.training.samples.settings import SamplesConfig
-from zerostart.upstream.diffusers_pipelines import assembled, component_class, pipeline_class
+from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
 
 __all__ = ["Drawing", "Prompt"]
 

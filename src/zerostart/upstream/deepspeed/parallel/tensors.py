@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.upstream import deepspeed as upstream
-from zerostart.upstream.deepspeed_slices import TOUCHED as SLICES
-from zerostart.upstream.deepspeed_slices import Slice, slices_of
+from zerostart.upstream.deepspeed.parallel.slices import TOUCHED as SLICES
+from zerostart.upstream.deepspeed.parallel.slices import Slice, slices_of
+from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.versions import DEEPSPEED

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.errors import ConfigError, EngineError
-from zerostart.upstream import deepspeed_nvme as nvme
-from zerostart.upstream.deepspeed_nvme import check_swapping, swap_file, write_through
+from zerostart.upstream.deepspeed.zero3 import nvme
+from zerostart.upstream.deepspeed.zero3.nvme import check_swapping, swap_file, write_through
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.versions import DEEPSPEED
 

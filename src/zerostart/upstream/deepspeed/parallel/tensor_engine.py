@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.errors import EngineError
-from zerostart.upstream import deepspeed as upstream
-from zerostart.upstream.deepspeed_slices import slices_of
+from zerostart.upstream.deepspeed.parallel.slices import slices_of
+from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.patches import Held, Ticket, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.versions import DEEPSPEED

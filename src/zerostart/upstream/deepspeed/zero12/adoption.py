@@ -1,6 +1,6 @@
 """Private parts of DeepSpeed's ZeRO stage 1 and 2 optimizers: how one takes our flat buffers when it is made.
 
-What both optimizers share; ``zerostart.upstream.deepspeed_stage12_optimizers`` has each.
+What both optimizers share; ``zerostart.upstream.deepspeed.zero12.optimizers`` has each.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerostart.upstream.deepspeed_masters import follow, tell_changed
-from zerostart.upstream.deepspeed_stage12_marks import Keeper, RunReader, marked, remark
+from zerostart.upstream.deepspeed.state.masters import follow, tell_changed
+from zerostart.upstream.deepspeed.zero12.marks import Keeper, RunReader, marked, remark
 from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import PatchPoint, Use
 from zerostart.upstream.versions import DEEPSPEED

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerostart.upstream.deepspeed import partition_available
+from zerostart.upstream.deepspeed.zero3.partitions import partition_available
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.versions import DEEPSPEED
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zerostart.upstream.accelerate import FSDP2Plugin, is_set
-from zerostart.upstream.accelerate import require as require_plugin
+from zerostart.upstream.accelerate.plugins import FSDP2Plugin, is_set
+from zerostart.upstream.accelerate.plugins import require as require_plugin
 from zerostart.upstream.registry import Shape, Use, demand
 from zerostart.upstream.versions import ACCELERATE
 

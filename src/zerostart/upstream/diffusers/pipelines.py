@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zerostart.errors import BuildError
-from zerostart.upstream.diffusers import require
+from zerostart.upstream.diffusers.weights import require
 from zerostart.upstream.registry import Use, demand
-from zerostart.upstream.transformers_code import unasked
+from zerostart.upstream.transformers.code import unasked
 from zerostart.upstream.versions import DIFFUSERS
 
 __all__ = ["TOUCHED", "assembled", "component_class", "name_classes", "pipeline_class"]

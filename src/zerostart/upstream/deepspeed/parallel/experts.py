@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerostart.upstream import deepspeed as upstream
+from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.versions import DEEPSPEED
 

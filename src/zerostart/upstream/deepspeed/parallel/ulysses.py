@@ -26,7 +26,7 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
-from zerostart.upstream.transformers_attention import packed_documents, require
+from zerostart.upstream.transformers.attention import packed_documents, require
 from zerostart.upstream.versions import DEEPSPEED
 
 __all__ = ["TOUCHED", "evaluate_in_parts", "mask_sequences", "sequence_group"]

@@ -30,14 +30,14 @@ from typing import Any
 
 import torch
 
-from zerostart.upstream.deepspeed import import_deepspeed
-from zerostart.upstream.deepspeed_grouping import TOUCHED as GROUPING
-from zerostart.upstream.deepspeed_grouping import grouping
-from zerostart.upstream.deepspeed_stage12_adoption import TOUCHED as ADOPTION
-from zerostart.upstream.deepspeed_stage12_alike import alike
-from zerostart.upstream.deepspeed_stage12_marks import Keeper, Mark, RunReader, marked, remark
-from zerostart.upstream.deepspeed_stage12_optimizers import TOUCHED as OPTIMIZERS
-from zerostart.upstream.deepspeed_stage12_optimizers import enter_constructors
+from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
+from zerostart.upstream.deepspeed.zero12.adoption import TOUCHED as ADOPTION
+from zerostart.upstream.deepspeed.zero12.alike import alike
+from zerostart.upstream.deepspeed.zero12.grouping import TOUCHED as GROUPING
+from zerostart.upstream.deepspeed.zero12.grouping import grouping
+from zerostart.upstream.deepspeed.zero12.marks import Keeper, Mark, RunReader, marked, remark
+from zerostart.upstream.deepspeed.zero12.optimizers import TOUCHED as OPTIMIZERS
+from zerostart.upstream.deepspeed.zero12.optimizers import enter_constructors
 from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit
 from zerostart.upstream.versions import DEEPSPEED

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zerostart.upstream.accelerate import SHARDED, is_set, remember, remember_parallelism, require
+from zerostart.upstream.accelerate.plugins import SHARDED, is_set, remember, remember_parallelism, require
 from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.refusals import fits
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit

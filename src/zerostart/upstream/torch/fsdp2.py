@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, need
-from zerostart.upstream.torch import over
+from zerostart.upstream.torch.tensors import over
 from zerostart.upstream.versions import TORCH
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Private parts of DeepSpeed's ZeRO stage 1 and 2 optimizers: their construction over our flat buffers.
 
-See ``zerostart.upstream.deepspeed_stage12``, which has the way in. The overrides live on the one object that
-is constructed, and end with its constructor, also when that fails.
+See ``zerostart.upstream.deepspeed.zero12.buffers``, which has the way in. The overrides live on the one
+object that is constructed, and end with its constructor, also when that fails.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from zerostart.upstream.deepspeed_stage12_adoption import Adoption
+from zerostart.upstream.deepspeed.zero12.adoption import Adoption
 from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape
 from zerostart.upstream.versions import DEEPSPEED

@@ -17,10 +17,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from zerostart.errors import EngineError
-from zerostart.upstream.deepspeed_experts import ExpertGroups
-from zerostart.upstream.deepspeed_grouping import TOUCHED as GROUPING
-from zerostart.upstream.deepspeed_grouping import grouping
-from zerostart.upstream.deepspeed_stage12_marks import expert_of, mark_expert_of
+from zerostart.upstream.deepspeed.parallel.experts import ExpertGroups
+from zerostart.upstream.deepspeed.zero12.grouping import TOUCHED as GROUPING
+from zerostart.upstream.deepspeed.zero12.grouping import grouping
+from zerostart.upstream.deepspeed.zero12.marks import expert_of, mark_expert_of
 from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
 from zerostart.upstream.versions import DEEPSPEED

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from zerostart.upstream.deepspeed_split_groups import Kind, split_groups, split_optimizer
-from zerostart.upstream.deepspeed_stage12_marks import expert_of, marked
+from zerostart.upstream.deepspeed.zero12.marks import expert_of, marked
+from zerostart.upstream.deepspeed.zero12.split_groups import Kind, split_groups, split_optimizer
 from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape
 from zerostart.upstream.versions import DEEPSPEED

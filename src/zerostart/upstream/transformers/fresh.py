@@ -10,7 +10,7 @@ import torch
 
 from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
-from zerostart.upstream.transformers import without_zero_init
+from zerostart.upstream.transformers.models import without_zero_init
 from zerostart.upstream.versions import TRANSFORMERS
 
 __all__ = ["TOUCHED", "initialising", "is_configuration"]

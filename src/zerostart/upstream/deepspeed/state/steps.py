@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from zerostart.errors import ConfigError, EngineError
-from zerostart.upstream.deepspeed_stage12_adoption import shares_of
+from zerostart.upstream.deepspeed.zero12.adoption import shares_of
 from zerostart.upstream.registry import Shape, Use
-from zerostart.upstream.stepped import Member, Stepped, plain_steps
+from zerostart.upstream.torch.stepped import Member, Stepped, plain_steps
 from zerostart.upstream.versions import DEEPSPEED
 
 __all__ = [

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from zerostart.errors import ConfigError
-from zerostart.upstream.deepspeed_editing import optimizer_of
-from zerostart.upstream.deepspeed_steps import TOUCHED as STEPS
-from zerostart.upstream.deepspeed_steps import base_optimizer, optimizer_of_engine
+from zerostart.upstream.deepspeed.state.editing import optimizer_of
+from zerostart.upstream.deepspeed.state.steps import TOUCHED as STEPS
+from zerostart.upstream.deepspeed.state.steps import base_optimizer, optimizer_of_engine
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Touched, Use, demand
 from zerostart.upstream.versions import DEEPSPEED
 

@@ -28,12 +28,12 @@ from typing import Any
 import torch
 
 from zerostart.errors import EngineError
-from zerostart.upstream import deepspeed_start as starting
-from zerostart.upstream.deepspeed import require
-from zerostart.upstream.deepspeed_alignment import aligning
-from zerostart.upstream.deepspeed_edits import check_step, watching
-from zerostart.upstream.deepspeed_edits import note as note_edits
-from zerostart.upstream.deepspeed_masters import follow_partition, tell_changed
+from zerostart.upstream.deepspeed.state.masters import follow_partition, tell_changed
+from zerostart.upstream.deepspeed.zero3 import start as starting
+from zerostart.upstream.deepspeed.zero3.alignment import aligning
+from zerostart.upstream.deepspeed.zero3.edits import check_step, watching
+from zerostart.upstream.deepspeed.zero3.edits import note as note_edits
+from zerostart.upstream.deepspeed.zero3.partitions import require
 from zerostart.upstream.patches import Held, Ticket, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
 from zerostart.upstream.versions import DEEPSPEED

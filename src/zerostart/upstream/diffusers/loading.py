@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from zerostart.errors import BuildError
-from zerostart.upstream.diffusers import require as require_version
+from zerostart.upstream.diffusers.weights import require as require_version
 from zerostart.upstream.on_import import when_imported
 from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand

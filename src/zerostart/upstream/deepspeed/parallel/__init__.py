@@ -1,0 +1,1 @@
+"""DeepSpeed's experts, tensors and sequences over several ranks."""

@@ -1,0 +1,1 @@
+"""Where DeepSpeed keeps what a training state is made of."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO stages 1 and 2."""
