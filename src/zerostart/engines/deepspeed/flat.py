@@ -88,7 +88,7 @@ class FlatKeeper:
         round_robin: bool,
         aligned: bool,
     ) -> list[torch.Tensor | None]:
-        """See ``Keeper`` (``zerostart.upstream.deepspeed.zero12.marks``). Parameters that have left are left alone."""
+        """See ``upstream.deepspeed.zero12.marks.Keeper``. Parameters that have left are left alone."""
         rules = [FlatRules(count, round_robin, aligned) for count in partitions]
         flats: list[torch.Tensor | None] = [None] * len(groups)
         for members in self._members().values():

@@ -1,8 +1,8 @@
 """Tensors shared out by ranks on DeepSpeed: the layers that AutoTP makes, born in slices.
 
 DeepSpeed itself says what it slices (``upstream/deepspeed/parallel/tensors.py``), before anything is read;
-here that becomes a plan, and the cut of a model on meta by which each rank is left with its slices. Every stage then
-shards these over the ranks that hold the same ones.
+here that becomes a plan, and the cut of a model on meta by which each rank is left with its slices. Every
+stage then shards these over the ranks that hold the same ones.
 """
 
 from __future__ import annotations
