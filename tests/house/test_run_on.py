@@ -17,7 +17,8 @@ DEVICES = re.compile(
 #: Where there is none, or it is a word of something else.
 ABSENT = re.compile(
     r"([Nn]o|[Nn]one|[Ww]ithout( an)?|there is no|wants? an|ask for|asks? for( \w+)*? of an) accelerators?\b"
-    r"|rank 0's stream|whole stream|its stream|the CUDA build|没有加速器|不需要加速器|无需加速器"
+    r"|rank 0's stream|whole stream|its stream|the CUDA build|torch with CUDA|带 CUDA 的 torch"
+    r"|没有加速器|不需要加速器|无需加速器"
 )
 #: What says it: by itself, or by the table of docs/configuring.md.
 SAID = re.compile(

@@ -13,7 +13,7 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -36,6 +36,20 @@ _PAUSE = 0.25
 #: Ranks in one number of the store: its numbers have 63 bits and a sign.
 _BITS = 48
 _AGAIN = "What was under way is not complete: start all ranks again"
+
+
+@contextlib.contextmanager
+def _store_needed(call: str) -> Iterator[None]:
+    """Inside, the store has to answer; what torch raises where it does not becomes a PeerError."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(
+            f"the process group's store, which rank 0 or its launcher serves, does not answer at {call}: "
+            f"{error}. {_AGAIN}"
+        ) from error
 
 
 def in_words(ranks: Sequence[int], names: Callable[[int], str] = str) -> str:
@@ -102,13 +116,8 @@ class RollCall:
         than ``absent``. After ``SILENCE`` seconds a warning says who is awaited, with the ``hint``. Raises
         PeerError if the store is gone.
         """
-        try:
+        with _store_needed(call):
             return self._await(absent, call, hint, all_here, elsewhere)
-        except RuntimeError as error:
-            raise PeerError(
-                f"the process group's store, which rank 0 or its launcher serves, does not answer at {call}: "
-                f"{error}. {_AGAIN}"
-            ) from error
 
     def _await(
         self,
@@ -139,18 +148,19 @@ class RollCall:
         any rank, on all.
         """
         place = self._next()
-        self.store.add(f"{place}/{group}", 1)
-        self._gather(place, call)
-        if self.store.add(f"{place}/{group}", 0) == self.size:
-            return ""
-        own, key = doubt(), f"{place}/doubt"
-        if own and self.store.add(f"{key}s", 1) == 1:
-            self.store.set(key, f"rank {self.rank}: {own}")
-        self._gather(self._next(), call)
-        if not self.store.add(f"{key}s", 0):
-            return ""
-        self._ask(lambda: self.store.wait([key]))
-        return str(self.store.get(key).decode())
+        with _store_needed(call):
+            self.store.add(f"{place}/{group}", 1)
+            self._gather(place, call)
+            if self.store.add(f"{place}/{group}", 0) == self.size:
+                return ""
+            own, key = doubt(), f"{place}/doubt"
+            if own and self.store.add(f"{key}s", 1) == 1:
+                self.store.set(key, f"rank {self.rank}: {own}")
+            self._gather(self._next(), call)
+            if not self.store.add(f"{key}s", 0):
+                return ""
+            self._ask(lambda: self.store.wait([key]))
+            return str(self.store.get(key).decode())
 
     def _gather(self, place: str, call: str) -> None:
         self.come(place)
@@ -208,10 +218,11 @@ class RollCall:
 
     def _ask(self, question: Callable[[], T]) -> T:
         """The answer of the store; raises RuntimeError if it has none for long: its host may be cut off."""
-        if self._silent_store:
-            raise RuntimeError("the store has not answered")
         answers: list[T] = []
         failures: list[RuntimeError] = []
+        if self._silent_store:
+            failures.append(dist.DistStoreError("the store has not answered"))
+            raise failures[0]
 
         def ask() -> None:
             try:
@@ -222,11 +233,11 @@ class RollCall:
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(10 * LOOK)
+        if not answers and not failures:
+            self._silent_store = True
+            failures.append(dist.DistStoreError("the store has not answered"))
         if failures:
             raise failures[0]
-        if not answers:
-            self._silent_store = True
-            raise RuntimeError("the store has not answered")
         return answers[0]
 
     def _next(self) -> str:

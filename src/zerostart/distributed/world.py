@@ -151,7 +151,10 @@ def _control_group() -> Any:
 
 
 def group_beside() -> Any:
-    """Another group of all ranks, for messages alone, of another thread perhaps; collective."""
+    """Another group of all ranks, for messages alone, of another thread perhaps; collective.
+
+    Raises ConfigError where hosts cannot reach each other, naming the host and the remedy.
+    """
     calls = _new_roll_call()
     group = _messages_group(calls)
     _roll_calls[group] = calls

@@ -34,7 +34,8 @@ def source_or_none(source: Any, world: World, model: Any = None) -> Catalog | No
 
     A path or hub id is the same on every rank, and rank 0 parses the headers for all; of a pipeline it is the
     component of the class of ``model``; a catalog is one that all ranks have. A mapping of tensors is held by
-    every rank, or by some while the others pass None. Raises ConfigError on every rank otherwise.
+    every rank, or by some while the others pass None. Raises ConfigError on every rank otherwise, and
+    ReadError where machines have copies of the files that differ.
     """
     if isinstance(source, Catalog):
         views = world.all_gather_object(files_view(), "arguments")
