@@ -19,16 +19,8 @@ from zerostart import upstream
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import shapes
 from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
-from zerostart.upstream.registry import (
-    Lasts,
-    PatchPoint,
-    Shape,
-    Touched,
-    Use,
-    demand,
-    misfit,
-    touched,
-)
+from zerostart.upstream.registry import Lasts, PatchPoint, Touched, Use, demand, misfit, touched
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DIFFSYNTH, LIBRARIES, TORCH, Library
 
 FILES = sorted(Path(upstream.__file__).parent.glob("*.py"))

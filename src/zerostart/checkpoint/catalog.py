@@ -13,8 +13,6 @@ from typing import Any
 from zerostart.checkpoint.storage import Storage
 from zerostart.geometry import Piece, whole
 
-__all__ = ["DTYPE_BITS", "TORCH_NAMES", "Assembled", "Catalog", "TensorEntry", "contiguous_strides"]
-
 #: Width in bits of each element type, in the safetensors spelling.
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8,

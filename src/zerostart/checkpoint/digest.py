@@ -39,8 +39,6 @@ from zerostart.checkpoint.lanes import (
 from zerostart.errors import CheckpointError
 from zerostart.upstream.torch.tensors import has_byte_products
 
-__all__ = ["ROOM", "Digests", "Ranks"]
-
 #: Bytes that a thread takes which adds.
 ROOM = TOGETHER * BLOCK
 #: Bytes that are summed up in the time of one call, and of one element by itself; and elements at a time.

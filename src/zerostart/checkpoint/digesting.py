@@ -15,8 +15,6 @@ from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.storage import Reader
 from zerostart.distributed.machine import cores
 
-__all__ = ["file_digests"]
-
 #: Bytes of one read, and most threads, of which each has a buffer of as many.
 CHUNK, THREADS = 4 << 20, 8
 #: Integers as wide as an element; a complex one of 16 bytes is in no file.

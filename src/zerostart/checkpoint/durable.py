@@ -9,8 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["begin_writeback", "sync", "sync_directory", "sync_handle", "write_whole"]
-
 #: sync_file_range(2): have the system begin to write what is in memory alone, and wait for nothing.
 _RANGE_WRITE = 2
 

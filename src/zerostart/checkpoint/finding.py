@@ -15,8 +15,6 @@ from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.checkpoint.training import stock_time
 from zerostart.errors import ZerostartError
 
-__all__ = ["DEEPSPEED", "FSDP", "LATEST", "is_tag", "state_in", "tell_of_newer"]
-
 logger = logging.getLogger("zerostart")
 
 #: The name of DeepSpeed's file that names its last checkpoint.

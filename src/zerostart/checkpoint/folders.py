@@ -16,8 +16,6 @@ from pathlib import Path, PurePosixPath
 from zerostart.checkpoint.durable import sync_handle
 from zerostart.errors import WriteError
 
-__all__ = ["NO_LINKS", "Folder", "Identity", "lock"]
-
 #: What tells a file from a later one of its name: inode, bytes, and time of the last change in nanoseconds.
 Identity = list[int]
 #: What a system answers that gives no second name to a file here.

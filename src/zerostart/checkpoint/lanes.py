@@ -19,18 +19,6 @@ import torch
 
 from zerostart.upstream.torch.tensors import product_of_bytes
 
-__all__ = [
-    "ALL",
-    "BLOCK",
-    "LANES",
-    "MANY",
-    "TOGETHER",
-    "Blocks",
-    "bytes_agree",
-    "lanes_of",
-    "lanes_of_elements",
-]
-
 #: Words of one block, and most blocks at a time.
 WORDS, MANY = 1 << 13, 1 << 6
 BLOCK = 8 * WORDS

@@ -19,29 +19,6 @@ from zerostart.checkpoint.storage.files import open_regular
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json, shown
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
-__all__ = [
-    "FORMAT",
-    "HIDDEN",
-    "INDEX",
-    "MARKER",
-    "MARKERS",
-    "SAVED_AT",
-    "STATE_MARKER",
-    "WEIGHTS",
-    "check_seal",
-    "contents_of",
-    "current",
-    "documents",
-    "group_of",
-    "grouped",
-    "is_foreign",
-    "is_inside",
-    "is_state",
-    "lies_at",
-    "saved_at",
-    "sealed",
-]
-
 #: The version of the documents.
 FORMAT = 1
 MARKER, STATE_MARKER = "zerostart.json", "state.json"

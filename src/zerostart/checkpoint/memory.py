@@ -16,8 +16,6 @@ from zerostart.checkpoint.formats.inert_pickle import plain_versions
 from zerostart.checkpoint.storage.memory import MemoryStorage
 from zerostart.errors import ConfigError
 
-__all__ = ["memory_catalog", "signature"]
-
 
 def memory_catalog(tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...] = (0,)) -> Catalog:
     """Catalog of the tensors of a mapping, in its order; ``holders`` are the ranks that have it.

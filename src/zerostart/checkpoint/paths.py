@@ -7,8 +7,6 @@ from pathlib import Path
 
 from zerostart.errors import ConfigError
 
-__all__ = ["expanded"]
-
 
 def expanded(path: str | os.PathLike[str]) -> Path:
     """``path`` with the home directory that ``~`` or ``~user`` stands for.

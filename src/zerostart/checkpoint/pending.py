@@ -8,8 +8,6 @@ from pathlib import Path
 
 from zerostart.checkpoint.paths import expanded
 
-__all__ = ["is_same", "note_pending", "wait_for"]
-
 #: The real path of a directory, and the thread at whose end it is there, or will never be.
 _pending: list[tuple[Path, threading.Thread]] = []
 

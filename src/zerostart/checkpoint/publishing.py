@@ -46,8 +46,6 @@ from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.switching import CONTENT, Plan, finish, planned, settle, switch
 from zerostart.errors import CheckpointError, VerifyError, WriteError, ZerostartError
 
-__all__ = ["Staging", "finish_switched", "remove", "told"]
-
 _LOCK = re.compile(r"(?P<token>[0-9a-f]{12})\.lock")
 #: A list of more bytes is none that a save has written.
 _MOST = 100 << 20

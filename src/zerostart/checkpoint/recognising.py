@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["HEAD_BYTES", "OTHER_FORMATS", "named_kind"]
-
 #: The first bytes that are looked at: up to the mark of a tar archive.
 HEAD_BYTES = 512
 _LATER = "download it again"

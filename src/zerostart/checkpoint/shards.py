@@ -20,8 +20,6 @@ from zerostart.checkpoint.formats.safetensors import MAX_NUMBERS, MAX_TENSORS
 from zerostart.checkpoint.strict_json import MAX_JSON_BYTES
 from zerostart.errors import CheckpointError, ConfigError
 
-__all__ = ["DEFAULT_STEM", "SaveLayout", "ShardFile", "parse_size", "plan_shards"]
-
 DEFAULT_STEM = "model"
 #: huggingface_hub's units are decimal; the binary ones are an addition.
 _UNITS = {

@@ -39,16 +39,6 @@ from zerostart.checkpoint.strict_json import DAMAGED, MAX_CONFIG_BYTES, MAX_DOCU
 from zerostart.checkpoint.training import training_checkpoint
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
-__all__ = [
-    "Files",
-    "config_path",
-    "open_catalog",
-    "open_saved_state",
-    "read_config",
-    "read_files",
-    "resolve_source",
-]
-
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
 #: How an index is called; diffusers puts the name of a variant before the last dot.

@@ -13,9 +13,6 @@ from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.errors import CheckpointNotFoundError, ReadError
 
-__all__ = ["check_unchanged", "samples_of", "seen_here", "states_here", "states_of"]
-
-
 #: Samples of a file, and bytes of each.
 _SAMPLES, _SAMPLED = 9, 1 << 12
 

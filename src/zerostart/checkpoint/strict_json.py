@@ -11,17 +11,6 @@ from zerostart.checkpoint.recognising import HEAD_BYTES, named_kind
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
-__all__ = [
-    "DAMAGED",
-    "MAX_DOCUMENT_BYTES",
-    "MAX_JSON_BYTES",
-    "dump_json",
-    "is_too_much",
-    "load_json",
-    "read_json",
-    "shown",
-]
-
 #: The safetensors library's limit on a header, here for indices and configurations as well.
 MAX_JSON_BYTES = 100_000_000
 #: The limit on the document of a training state, which names each parameter several times: enough for a

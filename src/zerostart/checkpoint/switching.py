@@ -28,8 +28,6 @@ from zerostart.checkpoint.manifest import (
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.errors import ZerostartError
 
-__all__ = ["CONTENT", "Plan", "finish", "planned", "settle", "switch"]
-
 #: What says how weights are to be read, and is theirs; other files beside them may be a script's own.
 CONTENT = ("config.json", "adapter_config.json")
 

@@ -17,8 +17,6 @@ from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, ZerostartError
 
-__all__ = ["stock_time", "training_checkpoint", "training_states"]
-
 CONFIG_NAME = "config.json"
 #: The folders in which accelerate's ``save_state`` leaves a sharded model's weights, and FSDP2's optimizer.
 _ACCELERATE, _OPTIMIZER = ("pytorch_model_fsdp_0", "pytorch_model"), "optimizer_0"

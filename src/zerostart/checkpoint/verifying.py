@@ -19,8 +19,6 @@ from zerostart.checkpoint.source import Files, open_catalog
 from zerostart.checkpoint.strict_json import shown
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
-__all__ = ["Verified", "verify"]
-
 #: Most faults that a message lists.
 _LISTED = 8
 

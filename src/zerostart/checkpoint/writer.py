@@ -26,8 +26,6 @@ from zerostart.checkpoint.storage.direct import PAGE, open_direct, whole_pages
 from zerostart.checkpoint.storage.page_cache import direct_suits, file_system
 from zerostart.errors import CheckpointError, WriteError
 
-__all__ = ["CheckpointWriter"]
-
 #: Bytes of a file after which the disk begins with them, while what follows is written to memory.
 AHEAD = 16 << 20
 #: Bytes from which on a write goes round the page cache: a call waits for the disk each time.

@@ -13,8 +13,6 @@ from zerostart.cli.train import Config, Overrides, Ranks, run_config
 from zerostart.cli.worker import join_group, leave_group, worker_main
 from zerostart.errors import ConfigError
 
-__all__ = ["command"]
-
 
 def command(config: Config, overrides: Overrides = None, nproc: Ranks = None) -> None:
     """Compute latents and embeddings of the media once, on all ranks, and keep them.

@@ -14,8 +14,6 @@ from zerostart.loading.arguments import LoadArguments
 if TYPE_CHECKING:
     from zerostart.engines import Engine
 
-__all__ = ["command"]
-
 
 def command(
     family: Annotated[

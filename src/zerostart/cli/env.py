@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from zerostart.upstream.registry import Touched
 
-__all__ = ["command"]
-
 #: Beside the libraries that the registry knows versions of: what users combine zerostart with.
 _OTHERS = ("huggingface-hub", "safetensors", "numpy", "trl", "datasets")
 _MORE = "All names: --json; the reasons: docs/upstream.md; whether they fit: --check."

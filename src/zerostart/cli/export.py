@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["command"]
-
 
 class _Dtype(enum.StrEnum):
     float32 = "float32"

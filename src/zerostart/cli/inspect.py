@@ -11,8 +11,6 @@ import typer
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.strict_json import dump_json
 
-__all__ = ["command", "readable"]
-
 _LARGEST = 5
 
 

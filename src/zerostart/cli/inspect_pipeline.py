@@ -12,8 +12,6 @@ from zerostart.checkpoint.source import open_catalog
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["add_figures", "describe", "print_components"]
-
 
 def add_figures(table: Table, *headings: str) -> None:
     """Columns that stay whole where the terminal is narrow; the names before them are broken instead."""

@@ -31,8 +31,6 @@ from typing import Any
 from zerostart import errors
 from zerostart.errors import ConfigError, PeerError, ZerostartError, printable
 
-__all__ = ["run_local_ranks"]
-
 _POLL_SECONDS = 0.02
 _TERM_SECONDS = 5.0
 _TAIL_LINES = 30

@@ -20,8 +20,6 @@ from zerostart.errors import ConfigError, ZerostartError
 from zerostart.loading.argument_kinds import dtype_of
 from zerostart.loading.arguments import LoadArguments
 
-__all__ = ["command"]
-
 
 @takes(LoadArguments)
 def command(

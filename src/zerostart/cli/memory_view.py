@@ -15,8 +15,6 @@ from zerostart.training.terminal import duration, say
 if TYPE_CHECKING:
     from zerostart.forecast import Fit, RankForecast, WorldPlan
 
-__all__ = ["show_comparison", "show_plan"]
-
 #: Rows that a table shows; a line sums up the rest.
 SHOWN = 12
 #: Cells of a bar, where the terminal has them beside the names of phases and the sizes.

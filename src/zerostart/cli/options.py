@@ -12,8 +12,6 @@ import typer
 from zerostart.loading.argument_kinds import config_of, dtype_of
 from zerostart.loading.arguments import ForecastArguments, LoadArguments, Option, options
 
-__all__ = ["SourceArgument", "takes", "values_of"]
-
 Command = TypeVar("Command", bound=Callable[..., None])
 
 SourceArgument = Annotated[

@@ -13,8 +13,6 @@ from zerostart.cli.options import SourceArgument, takes, values_of
 from zerostart.loading.arguments import ForecastArguments, LoadArguments
 from zerostart.loading.collection import uncollected
 
-__all__ = ["command"]
-
 
 @takes(LoadArguments, ForecastArguments)
 def command(

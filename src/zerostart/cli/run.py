@@ -17,8 +17,6 @@ from zerostart.loading.arguments import EnabledArguments
 if TYPE_CHECKING:
     from zerostart.integrations.notices import Notice
 
-__all__ = ["CONTEXT", "command", "pending"]
-
 #: What follows the script's name is the script's.
 CONTEXT = {"allow_interspersed_args": False}
 #: The script to be run when the command line is through; what it raises is then its own affair.

@@ -21,8 +21,6 @@ from typing import Any, NoReturn
 
 from zerostart.errors import ConfigError
 
-__all__ = ["Script"]
-
 
 @dataclass(frozen=True)
 class Script:

@@ -11,8 +11,6 @@ import typer
 from zerostart.checkpoint.shards import parse_size
 from zerostart.errors import ConfigError
 
-__all__ = ["command"]
-
 
 class _Dtype(enum.StrEnum):
     float32 = "float32"

@@ -17,8 +17,6 @@ from zerostart.cli.launch import run_local_ranks
 from zerostart.cli.worker import join_group, leave_group, worker_main
 from zerostart.errors import ConfigError
 
-__all__ = ["Config", "Overrides", "Ranks", "command", "run_config"]
-
 Config = Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values over those of the file.")

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["command"]
-
 
 def command(
     path: Annotated[Path, typer.Argument(help="A directory that zerostart has saved.", show_default=False)],

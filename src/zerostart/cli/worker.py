@@ -15,8 +15,6 @@ from typing import NoReturn
 
 from zerostart.checkpoint.strict_json import dump_json
 
-__all__ = ["join_group", "leave_group", "worker_main"]
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

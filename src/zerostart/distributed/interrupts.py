@@ -7,8 +7,6 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["HeldSignals"]
-
 #: What ends a program by raising an exception somewhere in it.
 _HELD = (signal.SIGINT, signal.SIGTERM)
 

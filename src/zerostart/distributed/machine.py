@@ -8,16 +8,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = [
-    "UNKNOWN",
-    "available_memory",
-    "cores",
-    "cores_of_node",
-    "files_view",
-    "local_ranks",
-    "machine_name",
-]
-
 ROOT = Path("/")
 #: More memory than there is: what is available where nothing says how much.
 UNKNOWN = 1 << 62

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from zerostart.distributed.machine import machine_name
 
-__all__ = ["explained", "network_view", "tell_file_limit", "unreachable"]
-
 logger = logging.getLogger("zerostart")
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -8,8 +8,6 @@ import pickle
 from zerostart import errors
 from zerostart.errors import PeerError, ZerostartError
 
-__all__ = ["agreed_since", "mark_agreed", "now", "report_of", "restored"]
-
 _AGREED = "_zerostart_agreed"
 _moments = itertools.count()
 

@@ -22,8 +22,6 @@ import torch.distributed as dist
 from zerostart.distributed.network import explained
 from zerostart.errors import PeerError, printable
 
-__all__ = ["LOOK", "SILENCE", "RollCall", "in_words"]
-
 logger = logging.getLogger("zerostart")
 T = TypeVar("T")
 

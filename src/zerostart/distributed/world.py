@@ -36,17 +36,6 @@ from zerostart.upstream.torch.store import (
     store_of,
 )
 
-__all__ = [
-    "World",
-    "backend_of",
-    "current_world",
-    "default_device",
-    "group_beside",
-    "is_lost",
-    "joined_world",
-    "make_device_current",
-]
-
 T = TypeVar("T")
 
 

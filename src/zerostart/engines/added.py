@@ -9,8 +9,6 @@ from torch import nn
 
 from zerostart.distributed.world import current_world
 
-__all__ = ["with_first_values"]
-
 
 def with_first_values(make: Callable[[], Sequence[nn.Parameter]]) -> Sequence[nn.Parameter]:
     """What ``make`` gives, which may be collective, with the values that it has on rank 0; collective."""

@@ -28,8 +28,6 @@ from zerostart.errors import ConfigError
 from zerostart.layout import Mesh, Parallelism
 from zerostart.models import Alias
 
-__all__ = ["Engine", "MasterReader", "ShardMaker"]
-
 
 class MasterReader(Protocol):
     """Reads parameters once more, as the checkpoint stores them, into fp32 memory; collective."""

@@ -14,15 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "OutsideInferenceMode",
-    "Rebuilt",
-    "has_containers",
-    "leave_inference_mode",
-    "rebuilt",
-    "write_back",
-]
-
 #: A container of the caller's, the engine's copy of it, and what the copy held when it was handed on.
 Rebuilt = tuple[Any, Any, Any]
 

@@ -22,8 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from zerostart.layout import Parallelism
 
-__all__ = ["exchange_tokens", "expert_modules"]
-
 
 def expert_modules(model: nn.Module, parallelism: Parallelism) -> dict[nn.Module, dict[str, str]]:
     """The modules that hold experts, with their cut parameters' names there and in the model."""

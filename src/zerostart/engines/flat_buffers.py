@@ -22,19 +22,6 @@ from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.layout import Layout, Parallelism, replicated
 from zerostart.layout.flat import FlatGroup, FlatRules
 
-__all__ = [
-    "ALIGNMENT",
-    "Buffer",
-    "Family",
-    "FlatBufferShards",
-    "buffers_of",
-    "exchanges",
-    "families_of",
-    "gather_in_place",
-    "held_layouts",
-    "placed_whole",
-]
-
 #: Bytes that a group, and a parameter, may begin at a multiple of.
 ALIGNMENT = 64
 #: Parameter groups for whose padding there is room.

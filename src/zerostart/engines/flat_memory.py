@@ -11,8 +11,6 @@ import torch
 
 from zerostart.engines.memory import FP32, Held, Moment, Optimizer, Target
 
-__all__ = ["after_load"]
-
 
 def after_load(held: Held, whole: int, optimizer: Optimizer, target: Target, masters: bool) -> list[Moment]:
     """The moments of ``initialize`` and of the first step; ``whole``: bytes of the flat buffers.

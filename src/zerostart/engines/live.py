@@ -16,16 +16,6 @@ from zerostart.geometry import Box
 from zerostart.layout import Layout, Placed, replicated
 from zerostart.upstream.deepspeed.state.editing import has_own_values
 
-__all__ = [
-    "check_own_memory",
-    "first_rank_shard",
-    "found_shards",
-    "laid_out",
-    "put_to_rest",
-    "whole_shard",
-    "with_whole",
-]
-
 
 def put_to_rest(model: nn.Module) -> None:
     """Have ``model`` hold its shards as its parameters, whichever engine a forward has left gathered.

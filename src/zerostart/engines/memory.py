@@ -11,8 +11,6 @@ import torch
 
 from zerostart.transfer.page_locked import rounded_up
 
-__all__ = ["FP32", "Array", "Gathers", "Held", "Moment", "Optimizer", "Sizes", "Target", "pinned_by_torch"]
-
 #: A number for each rank in question.
 Array = npt.NDArray[np.int64]
 #: Bytes by component; a number for each rank, or one for all.

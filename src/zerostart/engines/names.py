@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["loaded_names", "plain_name"]
-
 #: Names under which torch.compile, activation checkpointing and PEFT's layers keep what they wrap.
 _WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "base_layer"})
 

@@ -12,8 +12,6 @@ from zerostart.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tenso
 from zerostart.layout.partition_config import Linear, partition_plan
 from zerostart.models import library_of
 
-__all__ = ["resolve"]
-
 
 def resolve(
     model: nn.Module,

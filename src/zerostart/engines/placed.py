@@ -13,8 +13,6 @@ from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.transfer import Arena
 
-__all__ = ["PlacedShards"]
-
 
 class PlacedShards:
     """Makes the shards of ``rank``, uninitialised; what would be in files is in host memory."""

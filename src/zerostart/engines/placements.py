@@ -10,8 +10,6 @@ from torch import nn
 from zerostart.engines.residence import Residence
 from zerostart.layout import Layout, Parallelism, Section
 
-__all__ = ["DEVICE", "HOST", "RANKS_OF_A_MACHINE", "STORAGE", "Parameters", "Placements", "placed_on_mesh"]
-
 #: Homes of a shard: the device that computes, host memory, or a file.
 DEVICE, HOST, STORAGE = "device", "host", "storage"
 

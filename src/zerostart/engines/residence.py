@@ -17,8 +17,6 @@ from zerostart.errors import InsufficientMemoryError
 from zerostart.transfer.memory import device_bytes, free_bytes
 from zerostart.transfer.rearrange import SCRATCH
 
-__all__ = ["HOST", "IN_PLACE", "NOWHERE", "MemoryFit", "Residence", "agree_on_residence", "residence_of"]
-
 IN_PLACE, HOST, NOWHERE = "in place", "host", "does not fit"
 
 

@@ -15,8 +15,6 @@ from torch import nn
 
 from zerostart.distributed.world import default_device
 
-__all__ = ["share_draws"]
-
 
 def share_draws(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Have each forward of ``model`` in training begin, on all ranks of ``group``, as on its first.

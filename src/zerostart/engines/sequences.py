@@ -11,8 +11,6 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.models import Attention, library_of
 
-__all__ = ["check_heads", "check_ring"]
-
 
 def check_heads(model: nn.Module, size: int) -> None:
     """Raise ConfigError unless ``size`` ranks can share the heads of ``model`` (on meta)."""

@@ -10,8 +10,6 @@ from torch import nn
 
 from zerostart.layout import Layout
 
-__all__ = ["Shard", "replace_everywhere"]
-
 
 @dataclass(frozen=True)
 class Shard:

@@ -20,8 +20,6 @@ from zerostart.forecast.memory import held_alone, moments_of
 from zerostart.forecast.moments import peaks
 from zerostart.forecast.result import Memory
 
-__all__ = ["advice", "fits_of"]
-
 #: Most ranks that are advised, as a multiple of those that are planned.
 MOST = 64
 #: Bytes of staging buffers with which reading is still fast.

@@ -27,8 +27,6 @@ from zerostart.recipe import Recipe
 from zerostart.transfer import Tuning
 from zerostart.transfer.strategy import MOST_REQUESTS, ReadDemand, chosen
 
-__all__ = ["Foreseen"]
-
 
 @dataclass(frozen=True)
 class Foreseen:

@@ -28,8 +28,6 @@ from zerostart.planning import Count, Rates
 from zerostart.recipe import Coverage, Recipes
 from zerostart.transfer import Tuning
 
-__all__ = ["Subject", "foresee"]
-
 
 @dataclass(frozen=True)
 class Subject:

@@ -10,8 +10,6 @@ from zerostart.engines.placements import RANKS_OF_A_MACHINE
 from zerostart.errors import ConfigError
 from zerostart.transfer.memory import device_bytes
 
-__all__ = ["Fit", "Limits"]
-
 
 @dataclass(frozen=True)
 class Limits:

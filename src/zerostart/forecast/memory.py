@@ -13,8 +13,6 @@ from zerostart.engines.memory import Array, Held, Moment, Optimizer, Target
 from zerostart.forecast.shares import held_of
 from zerostart.layout import Parallelism
 
-__all__ = ["held_alone", "moments_of"]
-
 
 def held_alone(model: nn.Module, placed: Placements, parallelism: Parallelism, ranks: Sequence[int]) -> Held:
     """What ``ranks`` hold, for memory alone: without what they read."""

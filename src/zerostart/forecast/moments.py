@@ -9,8 +9,6 @@ import numpy as np
 from zerostart.engines.memory import Moment, Sizes, Target
 from zerostart.forecast.result import PHASES, Memory
 
-__all__ = ["peaks"]
-
 
 def peaks(moments: Iterable[Moment], ranks: int, target: Target) -> list[dict[str, Memory]]:
     """Of each rank the highest memory of each phase, by component."""

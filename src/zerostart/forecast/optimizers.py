@@ -13,9 +13,6 @@ from collections.abc import Mapping
 from zerostart.engines.memory import Optimizer
 from zerostart.errors import ConfigError
 
-__all__ = ["OPTIMIZERS", "optimizer_of"]
-
-
 OPTIMIZERS: Mapping[str, Optimizer] = {
     made.name: made
     for made in (

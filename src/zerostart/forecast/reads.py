@@ -18,8 +18,6 @@ from zerostart.planning import Count, PlanOptions, Share, count_reads
 from zerostart.recipe import Recipe
 from zerostart.transfer import Tuning
 
-__all__ = ["Owned", "counts_of", "owned_by"]
-
 
 @dataclass(frozen=True)
 class Owned:

@@ -12,8 +12,6 @@ from zerostart.forecast.limits import Fit
 from zerostart.planning import ReadStrategy
 from zerostart.recipe import Coverage, Recipes
 
-__all__ = ["PHASES", "Memory", "RankForecast", "WorldPlan"]
-
 #: What memory is told of: the load, the engine's and the optimizer's construction, and the first step.
 PHASES = ("load", "initialize", "step")
 

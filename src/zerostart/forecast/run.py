@@ -12,8 +12,6 @@ from zerostart.loading.preparation import prepare, undisturbed
 from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
 
-__all__ = ["forecast"]
-
 
 def forecast(
     request: Request, world_size: int, rank: int | None = None, asked: ForecastArguments | None = None

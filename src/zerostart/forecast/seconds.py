@@ -16,8 +16,6 @@ from zerostart.errors import ConfigError
 from zerostart.forecast.result import RankForecast
 from zerostart.planning import Rates
 
-__all__ = ["rates_of", "timed"]
-
 
 def rates_of(assumed: Rates, storage: float | None, interconnect: float | None) -> Rates:
     """``assumed`` rates, with those that are given, in bytes a second, in their place.

@@ -14,8 +14,6 @@ from zerostart.engines.placements import DEVICE, HOST, Placements
 from zerostart.layout import Parallelism
 from zerostart.transfer.page_locked import rounds_up
 
-__all__ = ["held_of"]
-
 
 def held_of(
     model: nn.Module,

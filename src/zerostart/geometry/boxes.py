@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["Box", "row_major_boxes", "row_major_strides"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

@@ -10,8 +10,6 @@ from zerostart.geometry.boxes import Box
 from zerostart.geometry.digits import cut, extent
 from zerostart.geometry.pieces import Piece
 
-__all__ = ["Copy", "Loop", "copies_between", "merge_runs"]
-
 #: ``(size, source stride, destination stride)`` of one loop.
 Loop = tuple[int, int, int]
 

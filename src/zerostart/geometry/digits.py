@@ -8,8 +8,6 @@ no single stride can say, has two or three. This is what keeps a conversion to a
 
 from __future__ import annotations
 
-__all__ = ["Digit", "Digits", "cut", "extent", "simplify", "split_at"]
-
 Digit = tuple[int, int]
 Digits = tuple[Digit, ...]
 

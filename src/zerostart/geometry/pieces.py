@@ -19,20 +19,6 @@ from math import prod
 from zerostart.geometry.boxes import row_major_strides
 from zerostart.geometry.digits import Digits, cut, extent, simplify, split_at
 
-__all__ = [
-    "Piece",
-    "broadcast",
-    "concatenate",
-    "crop",
-    "insert_axis",
-    "join_runs",
-    "permute",
-    "reshape",
-    "shift",
-    "stack",
-    "whole",
-]
-
 #: A reshape that no digit boundary allows is cut into at most this many pieces before it is refused.
 MAX_PIECES = 1 << 16
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from zerostart.geometry.boxes import Box, row_major_strides
 from zerostart.geometry.copies import Copy, Loop
 
-__all__ = ["Region", "block_regions", "regions", "split_loop", "split_region"]
-
 
 @dataclass(frozen=True, slots=True)
 class Region:

@@ -13,8 +13,6 @@ from math import prod
 
 import numpy as np
 
-__all__ = ["Strided", "tiles"]
-
 #: First address, and ``(size, stride)`` of the loops.
 Strided = tuple[int, tuple[tuple[int, int], ...]]
 

@@ -16,8 +16,6 @@ from zerostart.layout import Mesh
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin, parallelism
 from zerostart.upstream.deepspeed.active import active_config, config_stage, open_init_dtype
 
-__all__ = ["Active", "find_active", "fsdp2_config"]
-
 
 @dataclass(frozen=True)
 class Active:

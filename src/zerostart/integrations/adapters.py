@@ -21,8 +21,6 @@ from zerostart.state.full_tensors import whole_tensor
 from zerostart.upstream.deepspeed.state.editing import master_of
 from zerostart.upstream.deepspeed.zero3.edits import is_gathered
 
-__all__ = ["disabled", "injected", "merged", "read", "shown", "surrounded"]
-
 #: The loaded model that a layer with adapters is in.
 _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 

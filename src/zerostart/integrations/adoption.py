@@ -45,8 +45,6 @@ from zerostart.upstream.torch.stepped import adopted_steps
 from zerostart.upstream.transformers import loading as loading_parts
 from zerostart.upstream.transformers.distributed import Noting
 
-__all__ = ["disable", "enable", "enabled"]
-
 #: The kind of call that serves one library's loading.
 Chosen = TypeVar("Chosen", bound=Call)
 #: Settings that are in force, the innermost last.

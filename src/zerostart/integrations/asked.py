@@ -11,8 +11,6 @@ from zerostart.errors import ConfigError
 from zerostart.loading.arguments import EnabledArguments
 from zerostart.upstream.transformers.distributed import AxesAsked, axes_asked, override_plans, show_experts
 
-__all__ = ["Asked", "take"]
-
 #: transformers' arguments for it.
 ARGUMENTS = ("distributed_config", "tp_plan", "tp_size", "device_mesh")
 

@@ -16,8 +16,6 @@ from zerostart.integrations.pretrained import Call
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
 
-__all__ = ["DiffSynthCall", "keys_of_torch_file"]
-
 #: Under these DiffSynth looks for a torch file's weights, where it has nothing else.
 _UNWRAPPED = ("state_dict", "module", "model_state")
 

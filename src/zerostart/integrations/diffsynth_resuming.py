@@ -19,8 +19,6 @@ from zerostart.transfer import Progress
 from zerostart.transfer.strategy import execute_together
 from zerostart.upstream.deepspeed.state.engine import drop_gathered
 
-__all__ = ["load_lora", "resume"]
-
 Original = Callable[[], Any]
 
 

@@ -17,8 +17,6 @@ from zerostart.recipe import spelling
 from zerostart.state.publishing import agreed_place, publishing
 from zerostart.state.writing import plain, write_tensors
 
-__all__ = ["save_trained"]
-
 _SUFFIX = ".safetensors"
 #: Bytes: whatever its size, what is trained is one file.
 _ONE_FILE = 1 << 62

@@ -17,8 +17,6 @@ from zerostart.models import Built, library_of
 from zerostart.upstream.served import Findings
 from zerostart.upstream.transformers.models import without_weights
 
-__all__ = ["DiffusionCall"]
-
 
 class DiffusionCall(Call):
     """As ``Call``, by diffusers' rules: what is missing is initialised by the model's own constructor."""

@@ -24,8 +24,6 @@ from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.upstream.torch.store import patience, store_of
 
-__all__ = ["all_come", "given", "together", "waiting"]
-
 _ALONE, _TOGETHER = "alone", "together"
 _ALIKE = (
     "every rank gets a part of the model, so call it on every rank (without `if is_main_process`), or "

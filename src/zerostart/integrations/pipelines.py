@@ -27,8 +27,6 @@ from zerostart.loading.window import Window
 from zerostart.transfer.memory import allocated_bytes
 from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
 
-__all__ = ["PipelineRequest", "drop_components", "load_pipeline"]
-
 #: A model whole on every rank is the load of this engine at this stage.
 WHOLE = {"engine": "fsdp2", "zero_stage": 0}
 #: Names of the components of each pipeline that were placed to be dropped.

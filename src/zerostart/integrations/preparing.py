@@ -18,8 +18,6 @@ from zerostart.loading.record import kept_record, loaded_model, loaded_models, r
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin
 from zerostart.upstream.deepspeed.active import config_stage
 
-__all__ = ["note_whole", "partitioned", "sharded"]
-
 #: Settings of FSDP2 that the parameters of a model have, and which cannot be left to the engine's default.
 POLICIES = ("mp_policy", "offload_policy")
 #: Models that every rank read whole while zerostart was enabled, for no sharding was set up then.

@@ -24,8 +24,6 @@ from zerostart.models.operator_log import OperatorLog
 from zerostart.upstream.served import Findings
 from zerostart.upstream.transformers.quantizers import dequantise, dequantizer
 
-__all__ = ["Call"]
-
 #: Arguments of transformers' ``from_pretrained`` that a sharded load cannot honour, and why.
 REFUSED: Mapping[str, str] = {
     "device_map": "the ranks share the model out by themselves",

@@ -15,8 +15,6 @@ from zerostart.upstream.deepspeed.state.editing import optimizer_of
 from zerostart.upstream.torch.fsdp2 import has_run, whole_for_a_while
 from zerostart.upstream.transformers.loading import knowing_partitions
 
-__all__ = ["resize_token_embeddings"]
-
 #: What a model, its configuration and its layers say of their size.
 _SIZES = ("vocab_size", "num_embeddings", "in_features", "out_features")
 

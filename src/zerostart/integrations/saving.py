@@ -20,17 +20,6 @@ from zerostart.state.own_names import save_own_names
 from zerostart.state.saving import SaveRequest, save
 from zerostart.upstream.diffusers.pipelines import name_classes
 
-__all__ = [
-    "already_saved",
-    "in_shards",
-    "push_to_hub",
-    "save_adapters",
-    "save_model",
-    "save_pipeline",
-    "save_pretrained",
-    "save_weights",
-]
-
 Original = Callable[[], Any]
 #: Arguments that a sharded save cannot honour: what they are unless they are given, and the way out.
 _REFUSED: Mapping[str, tuple[Any, str]] = {

@@ -17,8 +17,6 @@ from zerostart.upstream.saving_calls import Replacement, SavingCalls
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["SAVE_PRETRAINED", "serve", "serve_adapters", "serve_resizing", "serve_saving"]
-
 
 def _by(name: str) -> Replacement:
     """``integrations.saving``'s function of that name."""

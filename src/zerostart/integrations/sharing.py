@@ -14,8 +14,6 @@ from zerostart.loading.record import record_of
 from zerostart.models import library_of
 from zerostart.upstream.accelerate.plugins import parallelism
 
-__all__ = ["ALONE", "Sharing", "check_sharing", "check_tensors"]
-
 
 @dataclass(frozen=True)
 class Sharing:

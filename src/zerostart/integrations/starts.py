@@ -12,8 +12,6 @@ from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.models import build_fresh, library_of
 
-__all__ = ["Start"]
-
 
 class Start(Call):
     """Builds on meta, and has each rank initialise its shards; see ``transformers_loading.Starting``."""

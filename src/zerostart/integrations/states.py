@@ -25,17 +25,6 @@ from zerostart.state.resuming import load_state
 from zerostart.state.values import checksum, encoded_whole
 from zerostart.upstream.deepspeed.state.steps import check_movable, steps_of
 
-__all__ = [
-    "begin_fsdp_load",
-    "load_accelerator_state",
-    "load_checkpoint",
-    "load_fsdp_model",
-    "load_fsdp_optimizer",
-    "save_checkpoint",
-    "save_fsdp_model",
-    "save_fsdp_optimizer",
-]
-
 Original = Callable[[], Any]
 _CLIENT, _CLIENTS = "client_state", "client_states"
 #: Whether adapters alone were asked for, of models that are saved with the optimizer that follows.

@@ -23,14 +23,6 @@ from zerostart.integrations.saving import already_saved, in_shards, save_weights
 from zerostart.loading.record import loaded_models
 from zerostart.state.resuming import load_state
 
-__all__ = [
-    "last_checkpoint",
-    "load_deepspeed",
-    "load_from_checkpoint",
-    "load_optimizer_and_scheduler",
-    "save_model",
-]
-
 Original = Callable[[], Any]
 #: The Trainer's file of its schedule.
 _SCHEDULE = "scheduler.pt"

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from zerostart.loading.record import loaded_models, record_of
 from zerostart.upstream.deepspeed.parallel.ulysses import sequence_group
 
-__all__ = ["shared_loss"]
-
 logger = logging.getLogger("zerostart")
 _IGNORED = -100
 _told: set[str] = set()

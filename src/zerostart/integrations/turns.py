@@ -23,8 +23,6 @@ from zerostart.errors import ConfigError, EngineError
 from zerostart.loading.parts import loaded_parts
 from zerostart.models import library_of
 
-__all__ = ["explain_waiting", "together"]
-
 DURING = "taking turns in zerostart.synced"
 Call = Callable[..., Any]
 

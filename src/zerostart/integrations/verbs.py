@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from zerostart.loading.arguments import EngineConfig
     from zerostart.loading.placement import Placement
 
-__all__ = ["drop_components", "load_pipeline", "synced"]
-
 
 def load_pipeline(
     source: str | os.PathLike[str],

@@ -14,8 +14,6 @@ from math import gcd, prod
 from zerostart.geometry import Box, row_major_boxes, row_major_strides
 from zerostart.layout.layout import Layout, Placed
 
-__all__ = ["FlatGroup", "FlatRules", "flat_run", "narrowed", "shares"]
-
 #: A partition begins at a multiple of this many elements (DeepSpeed's ``nccl_start_alignment_factor``).
 START_ALIGNMENT = 2
 #: Bytes that ``parameter_alignment`` aligns each parameter to.

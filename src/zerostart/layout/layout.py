@@ -12,8 +12,6 @@ from math import prod
 
 from zerostart.geometry import Box, copies_between, row_major_boxes, row_major_strides, whole
 
-__all__ = ["Layout", "Placed", "dimension_shard", "flat_partition", "replicated"]
-
 
 @dataclass(frozen=True, slots=True)
 class Placed:

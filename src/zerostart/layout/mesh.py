@@ -23,8 +23,6 @@ from dataclasses import dataclass
 
 from zerostart.errors import ConfigError
 
-__all__ = ["Mesh"]
-
 
 @dataclass(frozen=True, slots=True)
 class Mesh:

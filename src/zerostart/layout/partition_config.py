@@ -16,8 +16,6 @@ from typing import Any
 from zerostart.errors import ConfigError
 from zerostart.layout.plans import Cut, ParallelPlan
 
-__all__ = ["PRESETS", "Linear", "partition_plan"]
-
 Shape = tuple[int | tuple[int, ...], ...]
 _KEYS = {"partition_config", "preset_model", "autotp_size", "tp_size", "enabled"}
 _CONFIG_KEYS = {"layer_specs", "use_default_specs", "strict_mode", "tp_size", "lm_head_patterns"}

@@ -14,20 +14,6 @@ from zerostart.errors import ConfigError
 from zerostart.layout.mesh import Mesh
 from zerostart.layout.section import Section, entire, packed, ranged
 
-__all__ = [
-    "EXPERT_STYLES",
-    "TENSOR_STYLES",
-    "Cut",
-    "ParallelPlan",
-    "Parallelism",
-    "Ranges",
-    "cut_of",
-    "expand",
-    "expert_plan",
-    "rules_without",
-    "tensor_plan",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:

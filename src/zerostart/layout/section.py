@@ -18,8 +18,6 @@ from math import prod
 from zerostart.geometry import Box
 from zerostart.layout.layout import Layout, Placed
 
-__all__ = ["Section", "chunk", "entire", "packed", "ranged"]
-
 
 @dataclass(frozen=True, slots=True)
 class Section:

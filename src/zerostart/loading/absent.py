@@ -10,8 +10,6 @@ from torch import nn
 from zerostart.errors import EngineError
 from zerostart.upstream.torch.wrapper import make_wrapper
 
-__all__ = ["absent"]
-
 
 class _Absent(torch.Tensor):
     """Shape, dtype and device of a parameter, and nothing in it; what would compute with it is told."""

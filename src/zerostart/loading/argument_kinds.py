@@ -22,8 +22,6 @@ from zerostart.errors import ConfigError, ZerostartError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_arguments", "checked_arguments", "config_of", "dtype_of"]
-
 #: By what annotations call them: classes, or where one is that need not be imported, and the words for it.
 _KINDS: dict[str, tuple[type | tuple[str, str] | tuple[type, ...], str]] = {
     "None": (type(None), "None"),

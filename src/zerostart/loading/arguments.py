@@ -33,16 +33,6 @@ if TYPE_CHECKING:
     )
     EngineConfig: TypeAlias = Mapping[str, object] | str | os.PathLike[str]
 
-__all__ = [
-    "EnabledArguments",
-    "ForecastArguments",
-    "LoadArguments",
-    "Option",
-    "documented",
-    "keys",
-    "options",
-]
-
 Value = TypeVar("Value")
 Verb = TypeVar("Verb", bound="Callable[..., object]")
 

@@ -17,8 +17,6 @@ from zerostart.recipe import Recipe
 from zerostart.recipe.computed import leaves_of
 from zerostart.transfer import Arena, Progress, Tuning, execute, page_locked
 
-__all__ = ["AtRest", "InFiles", "InMemory"]
-
 _PURPOSE = (
     "and layers of the model are read from it as they are needed; keep it as it is while the model is used, "
     "or place the component 'replicate'"

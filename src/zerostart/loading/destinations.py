@@ -17,8 +17,6 @@ from zerostart.recipe import Recipe
 from zerostart.transfer import Progress, Tuning
 from zerostart.transfer.strategy import TransferStats, execute_together
 
-__all__ = ["Destinations"]
-
 
 @dataclass(frozen=True)
 class Destinations:

@@ -14,8 +14,6 @@ from zerostart.planning import Destination, join
 from zerostart.recipe import Recipe
 from zerostart.transfer import Progress, execute
 
-__all__ = ["equal_in"]
-
 #: Elements compared at a time.
 STEP = 1 << 20
 

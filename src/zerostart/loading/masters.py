@@ -24,8 +24,6 @@ from zerostart.recipe.computed import leaves_of
 from zerostart.transfer import Progress, Tuning
 from zerostart.transfer.strategy import execute_together
 
-__all__ = ["Masters", "is_rounded", "masters_of"]
-
 _PURPOSE = (
     "and fp32 masters are to be read from it when the engine starts; keep it as it is until then, or load "
     "again, or pass fp32_masters=False to zerostart.load to have them start from the parameters' rounded "

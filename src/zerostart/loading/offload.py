@@ -28,8 +28,6 @@ from zerostart.models import Origins
 from zerostart.planning import PlanOptions, join
 from zerostart.recipe import Recipe
 
-__all__ = ["load_offloaded", "release"]
-
 #: Most bytes of staging while a layer is read, beside the window.
 STAGING = 32 << 20
 

@@ -12,8 +12,6 @@ from zerostart.engines import Shard, found_shards, put_to_rest
 from zerostart.loading.record import LoadRecord, bare_model, kept_record, record_of
 from zerostart.loading.report import Report
 
-__all__ = ["live_shards", "loaded_parts", "report_of", "whole_of_parts"]
-
 #: What the loads did one after the other; peaks too, as each begins where the last one ended.
 _SUMMED = ("read_bytes", "planned_bytes", "exchanged_bytes", "peak_host_bytes", "peak_device_bytes")
 #: What is the same of all, or not said of the whole.

@@ -10,8 +10,6 @@ from zerostart.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Placement"]
-
 KINDS = {
     "shard": "its parameters are shared out over the ranks by the engine",
     "replicate": "whole on every rank",

@@ -23,8 +23,6 @@ from zerostart.loading.starting import start
 from zerostart.models import Aliases, Built
 from zerostart.recipe import Recipes, Target, main_dtype, torch_dtype
 
-__all__ = ["prepare", "undisturbed"]
-
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:

@@ -11,8 +11,6 @@ from zerostart.loading.values import Values
 from zerostart.models import Aliases, Built, Origins
 from zerostart.recipe import Coverage, Recipes
 
-__all__ = ["Prepared"]
-
 
 @dataclass(frozen=True)
 class Prepared:

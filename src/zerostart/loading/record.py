@@ -15,18 +15,6 @@ from zerostart.layout import Parallelism
 from zerostart.loading.report import Report
 from zerostart.recipe import Recipe
 
-__all__ = [
-    "LoadRecord",
-    "bare_model",
-    "keep",
-    "kept_record",
-    "loaded_around",
-    "loaded_model",
-    "loaded_models",
-    "record_of",
-    "wrapped",
-]
-
 
 @dataclass(frozen=True)
 class LoadRecord:

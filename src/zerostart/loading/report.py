@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from zerostart.engines.residence import Residence
 from zerostart.errors import printable
 
-__all__ = ["Clock", "Report"]
-
 
 class Clock:
     """Seconds by phase; a phase may be entered several times."""

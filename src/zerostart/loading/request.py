@@ -17,8 +17,6 @@ from zerostart.loading.arguments import LoadArguments
 from zerostart.recipe import main_dtype
 from zerostart.transfer import MIN_CHUNK, Tuning, tune
 
-__all__ = ["Request"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request(LoadArguments):

@@ -33,8 +33,6 @@ from zerostart.transfer.page_locked import release_locked
 from zerostart.transfer.strategy import ReadDemand, TransferStats, agree_on_strategy
 from zerostart.upstream.torch.stepped import watch_model
 
-__all__ = ["rehearse", "run"]
-
 
 def run(request: Request, then: Callable[[nn.Module], None] | None = None) -> nn.Module:
     """Load, collectively; see ``zerostart.load``. ``then`` is called with the model as the last of it."""

@@ -18,8 +18,6 @@ from zerostart.distributed.machine import files_view
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
 
-__all__ = ["check_model", "described", "open_source", "source_or_none"]
-
 
 def open_source(source: Any, world: World, model: Any = None) -> Catalog:
     """``source_or_none``, where there must be a source. Raises ConfigError on every rank if there is none."""

@@ -17,8 +17,6 @@ from zerostart.loading.values import Values
 from zerostart.models import Aliases, Built
 from zerostart.recipe import Coverage, Recipes
 
-__all__ = ["start"]
-
 
 def start(
     request: Request,

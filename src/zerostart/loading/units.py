@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-__all__ = ["Division", "Part", "divide", "reads_rows"]
-
 #: Tables of at least so many bytes are read by rows.
 LEAST_TABLE = 16 << 20
 #: Modules that compute with the parameters of their children themselves.

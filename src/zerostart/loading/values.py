@@ -31,8 +31,6 @@ from zerostart.planning import Plan, Read
 from zerostart.transfer.strategy import TransferStats
 from zerostart.upstream.deepspeed.zero3.partitions import partition_of
 
-__all__ = ["Values"]
-
 logger = logging.getLogger("zerostart")
 #: Bytes of tensors that are moved before they are freed.
 TOGETHER = 64 << 20

@@ -18,8 +18,6 @@ from zerostart.errors import EngineError
 from zerostart.loading.at_rest import AtRest
 from zerostart.transfer import Arena
 
-__all__ = ["Unit", "Window"]
-
 #: Uses that are remembered: several times through the layers of any model.
 REMEMBERED = 1 << 14
 

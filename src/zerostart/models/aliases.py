@@ -18,8 +18,6 @@ from zerostart.errors import BuildError
 from zerostart.models.operator_log import storage_key
 from zerostart.models.slots import Slot, registered, tensor_slots
 
-__all__ = ["Alias", "Aliases"]
-
 
 @dataclass(frozen=True)
 class Alias:

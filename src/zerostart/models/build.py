@@ -16,9 +16,6 @@ from zerostart.models.operator_log import OperatorLog
 from zerostart.models.registry import library_in, library_of
 from zerostart.upstream.transformers.models import check_built, without_weights
 
-__all__ = ["ModelLike", "build", "explained", "from_config", "require"]
-
-
 ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | Built | None
 
 

@@ -10,8 +10,6 @@ from torch import nn
 from zerostart.models.library import Built
 from zerostart.models.tensors import recast, replace_tensor, state_names
 
-__all__ = ["cast_parameters", "let_cast", "set_dtypes"]
-
 
 def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
     """Give the meta tensors their final dtypes, before anything is allocated.

@@ -13,8 +13,6 @@ from zerostart.models.origins import Origins, keep_dtypes
 from zerostart.models.tensors import recast, replace_tensor
 from zerostart.recipe import Recipes, Target, matched, symbols_of
 
-__all__ = ["Taken", "existing_origins", "existing_recipes", "has_values", "named_tensors"]
-
 
 def has_values(model: object) -> bool:
     """Whether ``model`` is a module with a parameter, or without any a buffer, that is not on meta."""

@@ -24,8 +24,6 @@ from zerostart.models.tensors import replace_tensor, state_names
 from zerostart.recipe import Coverage, Recipes
 from zerostart.upstream.transformers.fresh import initialising
 
-__all__ = ["build_fresh", "fresh_origins", "import_model"]
-
 
 def import_model(model: Any) -> None:
     """Import what building ``model`` needs, as far as that is known. Raises as ``build_fresh`` does."""

@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_map
 from zerostart.layout import Layout
 from zerostart.models.operator_log import Op, OperatorLog
 
-__all__ = ["CHUNK", "Program", "fill_missing", "program_of"]
-
 aten = torch.ops.aten
 #: States of torch's generator, by the places of calls in the log.
 States = Mapping[int, torch.Tensor]

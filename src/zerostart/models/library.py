@@ -23,8 +23,6 @@ from zerostart.models.operator_log import OperatorLog
 from zerostart.models.tensors import owner_of, replace_tensor, state_names
 from zerostart.recipe import Coverage, Recipes, Target, matched, one_thread, run_converter, symbols_of
 
-__all__ = ["Attention", "Built", "Construction", "Converter", "ModelLibrary", "OwnLoading", "Stored"]
-
 #: What autoencoders and image encoders are run by.
 ENTRIES = ("encode", "decode", "tiled_encode", "tiled_decode", "encode_image", "encode_video")
 #: From a state dict under the checkpoint's names and shapes to one under the model's.

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-__all__ = ["Noise"]
-
 #: Elements of the block, a prime: 16 MB in fp32.
 _PERIOD = 4_194_301
 

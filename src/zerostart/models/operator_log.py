@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zerostart.errors import BuildError
 from zerostart.upstream.torch.tensors import truncated_normal_goes_to
 
-__all__ = ["Op", "OperatorLog"]
-
 
 @dataclass(frozen=True)
 class Op:

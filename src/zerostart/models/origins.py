@@ -26,8 +26,6 @@ from zerostart.models.tensors import (
 )
 from zerostart.recipe import Coverage, Recipe, Recipes, SymbolicTensor
 
-__all__ = ["Origins", "fill_plain_tensors", "keep_dtypes", "program_for", "resolve_origins", "tie_names"]
-
 #: Tells whether two state-dict names hold equal bytes in the checkpoint; the same answer on every rank.
 Equal = Callable[[Recipe, Recipe], bool]
 

@@ -14,8 +14,6 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.models.library import ModelLibrary
 
-__all__ = ["library_in", "library_of", "maker_of", "model_library_names", "register_model_library"]
-
 #: Entry points of other packages: a name, and the subclass of ``ModelLibrary``.
 GROUP = "zerostart.model_libraries"
 #: Names, and where the class is. Each is asked in turn, so the last two take what nobody else has taken:

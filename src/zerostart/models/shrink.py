@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
-__all__ = ["scaled", "tiny"]
-
 #: Names of sizes by what they shrink to; a smaller value stays. The vocabulary is odd on purpose, so that
 #: no even number of ranks divides it; everything else keeps the relations that models check.
 _TINY: Mapping[int, tuple[str, ...]] = {

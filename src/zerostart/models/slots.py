@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Slot", "registered", "tensor_slots"]
-
 
 @dataclass(frozen=True)
 class Slot:

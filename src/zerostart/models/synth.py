@@ -28,8 +28,6 @@ from zerostart.models.shrink import scaled, tiny
 from zerostart.recipe.dtypes import spelling, torch_dtype
 from zerostart.upstream.transformers.models import ignorable_on_save, without_weights
 
-__all__ = ["Synthesised", "synthesise"]
-
 _DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-__all__ = ["owner_of", "recast", "replace_tensor", "state_names"]
-
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds the tensor ``name``, and its name there."""

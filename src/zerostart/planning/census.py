@@ -21,8 +21,6 @@ from zerostart.planning.plan import Computation, Destination
 from zerostart.planning.reads import Numbers, PlanOptions, read_starts_of_many, segments
 from zerostart.recipe import Computed, Recipe
 
-__all__ = ["Count", "Share", "count_reads"]
-
 
 @dataclass(frozen=True, slots=True)
 class Share:

@@ -20,8 +20,6 @@ from zerostart.planning.plan import Computation, Destination, Held, Part, Step
 from zerostart.planning.reads import PlanOptions, Segment, merged_reads, segments
 from zerostart.recipe import BLOCK, Computed, Cut, Operand
 
-__all__ = ["computations"]
-
 Tensors = Mapping[str, TensorEntry]
 Maker = Callable[[Sequence[Region]], Computation]
 

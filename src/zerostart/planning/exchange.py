@@ -15,19 +15,6 @@ import numpy.typing as npt
 
 from zerostart.planning.plan import Part, Plan, Read
 
-__all__ = [
-    "Agreement",
-    "Delivery",
-    "ExchangeStep",
-    "Exchange",
-    "Table",
-    "batches",
-    "pieces_within",
-    "exchange_schedule",
-    "spans_within",
-    "table_of",
-]
-
 #: Rows ``file, offset, bytes, rows, stride``: the reads of a rank, in the order in which it makes them.
 Table = npt.NDArray[np.int64]
 

@@ -13,8 +13,6 @@ from zerostart.planning.plan import Computation, Destination, Plan
 from zerostart.planning.reads import PlanOptions, Segment, merged_reads, segments
 from zerostart.recipe import Computed, Recipe
 
-__all__ = ["join", "pull_back"]
-
 
 def join(
     catalog: Catalog,

@@ -12,8 +12,6 @@ from itertools import accumulate
 from zerostart.geometry import Box, Copy, Piece, copies_between, merge_runs, row_major_strides
 from zerostart.recipe import Operand
 
-__all__ = ["Operands"]
-
 Factors = tuple[tuple[int, ...], ...]
 
 

@@ -11,8 +11,6 @@ from zerostart.checkpoint.storage import Storage
 from zerostart.geometry import Box
 from zerostart.recipe import Computed
 
-__all__ = ["Computation", "Destination", "Held", "Part", "Plan", "Read", "Step"]
-
 #: Register of an operand, its shape, and its strides there in elements (None for row-major).
 Held = tuple[int, tuple[int, ...], tuple[int, ...] | None]
 

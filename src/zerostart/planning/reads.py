@@ -18,17 +18,6 @@ from zerostart.geometry import Copy, Loop
 from zerostart.planning.plan import Destination, Part, Read
 from zerostart.recipe import torch_dtype
 
-__all__ = [
-    "MAX_BUFFERS",
-    "Numbers",
-    "PlanOptions",
-    "Segment",
-    "merged_reads",
-    "read_starts",
-    "read_starts_of_many",
-    "segments",
-]
-
 Numbers = npt.NDArray[np.int64]
 
 MiB = 1 << 20

@@ -19,8 +19,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-__all__ = ["MARGIN", "Rates", "ReadStrategy", "Traffic", "choose"]
-
 GB = 1e9
 #: Reading once has to be this much faster: it is the more delicate way.
 MARGIN = 0.9

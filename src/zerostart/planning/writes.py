@@ -25,8 +25,6 @@ from zerostart.planning.join import pull_back
 from zerostart.planning.plan import Part
 from zerostart.recipe import Recipe, torch_dtype
 
-__all__ = ["GRAIN", "Origin", "Write", "WritePlan", "own_part", "plan_writes"]
-
 #: Bytes of a replicated share below which it is not divided further among those who hold it.
 GRAIN = 1 << 20
 

@@ -27,8 +27,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from zerostart import geometry
 from zerostart.recipe.computed import Computed, Cut, Operand
 
-__all__ = ["Regions", "computed", "memory_order", "regions_of"]
-
 aten = torch.ops.aten
 
 #: Element by element too, though torch does not tag them so.

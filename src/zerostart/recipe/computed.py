@@ -18,8 +18,6 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from zerostart.geometry import Box, Piece, reshape
 
-__all__ = ["BLOCK", "Computed", "Cut", "Operand", "leaves_of"]
-
 #: Elements of a block. torch's loops take full vectors, two at a time, and give what is left at the end to
 #: another routine, which may round otherwise. A block is a multiple of any such step (two vectors of bytes,
 #: of the 2048 bits that no processor exceeds), so that its elements are in the vectors they are in eagerly.

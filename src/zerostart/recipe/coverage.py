@@ -9,8 +9,6 @@ from difflib import get_close_matches
 
 from zerostart.errors import BuildError, CoverageError, printable
 
-__all__ = ["Coverage"]
-
 Shape = tuple[int, ...]
 #: How many names of a kind an error message lists before it counts the rest.
 SHOWN = 8

@@ -10,8 +10,6 @@ import torch
 from zerostart.checkpoint.catalog import Assembled, TensorEntry
 from zerostart.errors import CheckpointError, ConfigError
 
-__all__ = ["holds", "main_dtype", "spelling", "torch_dtype"]
-
 _TORCH: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

@@ -28,8 +28,6 @@ from zerostart.recipe.values import HANDLERS, Value, compute, names_of
 from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views, straight, strided_step
 from zerostart.upstream.torch.wrapper import shares_storage
 
-__all__ = ["view", "write"]
-
 aten = torch.ops.aten
 #: Writes that give every element the same.
 _FILLS = {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}

@@ -19,8 +19,6 @@ from zerostart.geometry.tiling import Strided, tiles
 from zerostart.recipe.computed import Computed
 from zerostart.recipe.recipe import Recipe
 
-__all__ = ["Reversal", "inverted", "reversal"]
-
 #: Most pieces into which one tensor is cut on its way back.
 MOST_PIECES = 1 << 14
 

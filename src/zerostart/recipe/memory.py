@@ -11,8 +11,6 @@ from zerostart.geometry import row_major_strides
 from zerostart.recipe.values import Value, constant
 from zerostart.recipe.views import Layout
 
-__all__ = ["Memory"]
-
 
 class Memory:
     """One storage of eager torch, by the tensor that it was made for.

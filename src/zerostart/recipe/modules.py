@@ -29,8 +29,6 @@ from zerostart.recipe.refusals import refusal
 from zerostart.recipe.stored import copies_of
 from zerostart.recipe.symbolic import SymbolicTensor, settled
 
-__all__ = ["Loaded", "load_module"]
-
 aten = torch.ops.aten
 _MISMATCH = re.compile(
     r"size mismatch for (.+): copying a param with shape torch\.Size\(\[([\d, ]*)\]\) from checkpoint, "

@@ -18,21 +18,6 @@ from zerostart.recipe.strides import as_on_cpu
 from zerostart.recipe.values import Value, constant, depends_on_values, names_of
 from zerostart.upstream.torch.wrapper import resizable
 
-__all__ = [
-    "UNSAID_VIEWS",
-    "all_constant",
-    "constant_of",
-    "counted",
-    "fill_of",
-    "is_view",
-    "mapped",
-    "on_meta",
-    "reals",
-    "tensors_in",
-    "valued",
-    "writes",
-]
-
 aten = torch.ops.aten
 #: Views of an operand, though their schemas do not say so.
 UNSAID_VIEWS = {

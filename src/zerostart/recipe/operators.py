@@ -13,18 +13,6 @@ from zerostart import geometry
 from zerostart.recipe.computed import Computed
 from zerostart.recipe.values import HANDLERS, Value, compute, constant
 
-__all__ = [
-    "cast",
-    "cat",
-    "expand",
-    "permute",
-    "reshape",
-    "select_scatter",
-    "slice_of",
-    "slice_scatter",
-    "stack",
-]
-
 aten = torch.ops.aten
 H = TypeVar("H", bound=Callable[..., Any])
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["reads_what_it_writes"]
-
 
 def reads_what_it_writes(written: list[Any], given: list[Any]) -> bool:
     """Whether an operator takes of its arguments ``given`` what it changes meanwhile, by writing ``written``.

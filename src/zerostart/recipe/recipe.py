@@ -10,8 +10,6 @@ from zerostart.geometry import Piece
 from zerostart.recipe.computed import Computed
 from zerostart.recipe.coverage import Coverage
 
-__all__ = ["Recipe", "Recipes", "Target"]
-
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -29,8 +29,6 @@ from zerostart.recipe.operands import (
 from zerostart.recipe.refusals import by_torch, ours_are_refused, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, depends_on_values, names_of
 
-__all__ = ["record"]
-
 aten = torch.ops.aten
 
 

@@ -16,8 +16,6 @@ from zerostart.recipe.sealed import SEALED
 from zerostart.recipe.symbolic import SymbolicTensor, constants_become_real
 from zerostart.upstream.torch.tensors import asks_for_memory
 
-__all__ = ["recorded"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from typing import ParamSpec, TypeVar
 
 from zerostart.errors import ConversionError
 
-__all__ = ["by_torch", "ours_are_refused", "refusal", "refusals_count"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Noted = list[ConversionError]

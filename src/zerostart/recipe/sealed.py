@@ -15,8 +15,6 @@ import torch
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.values import names_of
 
-__all__ = ["SEALED", "Sealed"]
-
 _MEMORY = (
     *(
         "data_ptr",

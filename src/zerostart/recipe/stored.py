@@ -16,8 +16,6 @@ from zerostart.recipe.memory import Memory
 from zerostart.recipe.symbolic import SymbolicTensor
 from zerostart.recipe.values import Value
 
-__all__ = ["copies_of", "symbols_of"]
-
 
 def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
     """A symbolic tensor for each tensor of the checkpoint, by its name.

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zerostart.recipe.refusals import refusal
 from zerostart.upstream.torch.wrapper import without_dispatch
 
-__all__ = ["OTHERWISE", "as_on_cpu"]
-
 aten = torch.ops.aten
 #: Operators whose meta kernels lay out what they make in another way than those of the CPU.
 OTHERWISE = {

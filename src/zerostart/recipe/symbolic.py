@@ -29,9 +29,6 @@ from zerostart.recipe.values import Value, constant, names_of
 from zerostart.recipe.views import Layout, Step, straight
 from zerostart.upstream.torch.wrapper import become_wrapper, make_wrapper, without_dispatch
 
-__all__ = ["SymbolicTensor", "constants_become_real", "settled"]
-
-
 _CONSTANTS: ContextVar[list[weakref.ref[SymbolicTensor]] | None] = ContextVar("constants", default=None)
 
 

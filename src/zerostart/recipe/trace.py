@@ -24,8 +24,6 @@ from zerostart.recipe.recording import recorded
 from zerostart.recipe.stored import copies_of
 from zerostart.recipe.symbolic import SymbolicTensor, settled
 
-__all__ = ["assembled", "loaded_into", "matched", "run_converter"]
-
 
 def run_converter(
     converter: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],

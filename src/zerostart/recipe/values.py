@@ -22,8 +22,6 @@ from zerostart.recipe.dtypes import holds
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.strides import as_on_cpu
 
-__all__ = ["HANDLERS", "Value", "compute", "constant", "depends_on_values", "names_of"]
-
 aten = torch.ops.aten
 #: By operator: what it does to values (``operators`` and ``views`` fill it).
 HANDLERS: dict[Any, Callable[..., Any]] = {}

@@ -30,8 +30,6 @@ from zerostart.recipe.operators import (
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, constant, names_of
 
-__all__ = ["KNOWN_VIEWS", "SAME", "Layout", "Step", "single_views", "straight", "strided_step"]
-
 aten = torch.ops.aten
 #: A strided view that is made of more rows than this, or written into more runs, is computed.
 MOST_ROWS = 4096

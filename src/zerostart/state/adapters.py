@@ -22,16 +22,6 @@ from zerostart.state.contents import Contents, Held
 from zerostart.state.full_tensors import whole_tensor
 from zerostart.state.writing import plain
 
-__all__ = [
-    "PEFT_FORMAT",
-    "Adapted",
-    "AdapterFormat",
-    "adapted_model",
-    "adapter_contents",
-    "has_adapters",
-    "merged",
-]
-
 
 def _as_it_is(name: str) -> str:
     return name

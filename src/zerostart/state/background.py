@@ -30,8 +30,6 @@ from zerostart.distributed.world import World, group_beside
 from zerostart.errors import WriteError
 from zerostart.upstream.torch.process_group import BeforeTheEnd
 
-__all__ = ["Saving", "begin", "finish_last", "settle_last"]
-
 logger = logging.getLogger("zerostart")
 
 

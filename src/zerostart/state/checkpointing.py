@@ -26,8 +26,6 @@ from zerostart.state.training_state import MARKER, MODEL, STATE, Content, collec
 from zerostart.state.values import checksum
 from zerostart.state.writing import write_tensors
 
-__all__ = ["save_state"]
-
 logger = logging.getLogger("zerostart")
 
 

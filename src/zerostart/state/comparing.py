@@ -12,8 +12,6 @@ import torch
 from zerostart.distributed.world import World
 from zerostart.errors import printable
 
-__all__ = ["Difference", "Tally", "TensorDifference"]
-
 #: Integers as wide as an element, in which elements are compared bit for bit.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Tensors that are listed in words.

@@ -25,8 +25,6 @@ from zerostart.recipe.inverse import inverted, reversal
 from zerostart.state.writing import Entry, Outgoing
 from zerostart.transfer.writing import Change
 
-__all__ = ["Contents", "Held", "contents_of", "held_tensors", "renamed_contents"]
-
 
 @dataclass(frozen=True)
 class Held:

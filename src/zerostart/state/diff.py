@@ -27,8 +27,6 @@ from zerostart.state.stored import Stored, catalogs_at, is_state
 from zerostart.state.writing import Entry, plain, planned
 from zerostart.transfer.writing import write_out
 
-__all__ = ["diff"]
-
 #: Elements that are compared at a time, and most threads that do.
 _PIECE, _THREADS = 1 << 20, 8
 #: Bytes of a live model that are put together at a time.

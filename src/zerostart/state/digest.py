@@ -21,8 +21,6 @@ from zerostart.planning.writes import GRAIN, own_part
 from zerostart.recipe import spelling
 from zerostart.state.contents import held_tensors
 
-__all__ = ["add_share", "digest", "digests_of"]
-
 #: Bytes of elements that lie scattered in a storage and are put together at a time.
 _TOGETHER = 8 << 20
 

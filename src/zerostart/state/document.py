@@ -13,8 +13,6 @@ from zerostart.errors import CheckpointError, ConfigError
 from zerostart.state.training_state import FORMAT, MARKER
 from zerostart.state.writing import Entry
 
-__all__ = ["check_size", "read_document"]
-
 #: What every document has, and of which kind. What came later may be missing, in older ones.
 _FIELDS: dict[str, tuple[type, ...]] = {
     "world_size": (int,),

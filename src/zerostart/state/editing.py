@@ -26,8 +26,6 @@ from zerostart.upstream.deepspeed.state.editing import (
     row_major,
 )
 
-__all__ = ["gathered", "take"]
-
 #: Integers as wide as an element, in which two elements of one dtype are compared bit for bit.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

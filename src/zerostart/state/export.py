@@ -31,8 +31,6 @@ from zerostart.state.keeping import complete
 from zerostart.state.publishing import publishing
 from zerostart.transfer import Progress, execute
 
-__all__ = ["Exported", "export"]
-
 #: Bytes that are in memory at a time.
 BATCH = 64 << 20
 #: What the Trainer calls the checkpoints of a run.

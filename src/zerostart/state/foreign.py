@@ -11,8 +11,6 @@ from zerostart.checkpoint.formats.found import Found
 from zerostart.checkpoint.training import training_states
 from zerostart.state.values import encoded
 
-__all__ = ["OTHERS", "foreign_state"]
-
 #: The world size in their documents: it is of no use, as random states of ranks are not there.
 OTHERS = 0
 #: Settings of a parameter group that JSON can hold.

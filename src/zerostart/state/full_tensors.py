@@ -16,8 +16,6 @@ from zerostart.layout import Layout
 from zerostart.loading.parts import live_shards, loaded_parts, whole_of_parts
 from zerostart.models import state_names
 
-__all__ = ["MESSAGE", "carried", "full_tensors", "whole_tensor"]
-
 #: Elements of each rank's share that travel in one message.
 MESSAGE = 1 << 22
 

@@ -30,8 +30,6 @@ from zerostart.state.writing import Outgoing
 from zerostart.transfer.memory import Arena
 from zerostart.transfer.page_locked import page_locked
 
-__all__ = ["kept_on_host"]
-
 #: Bytes of a tensor from which on it may be copied later; and integers as wide as its elements.
 LATER = 16 * PAGE
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -14,8 +14,6 @@ from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.training_state import MARKER
 
-__all__ = ["complete", "prune"]
-
 
 def complete(directory: Path, own: Callable[[Any], bool] | None = None) -> list[Path]:
     """The complete training checkpoints in ``directory``, the oldest first.

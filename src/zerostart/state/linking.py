@@ -18,8 +18,6 @@ from zerostart.errors import VerifyError
 from zerostart.state.digest import digests_of
 from zerostart.state.writing import Entry, Outgoing
 
-__all__ = ["check_unchanged", "linked"]
-
 _WEIGHTS = ".safetensors"
 
 

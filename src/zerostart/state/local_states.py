@@ -26,8 +26,6 @@ from zerostart.state.values import decoded, dtype_of, encoded
 from zerostart.upstream.torch.optimizer_values import put_together, taken_apart
 from zerostart.upstream.torch.stepped import Stepped
 
-__all__ = ["LOCAL", "check_local", "is_element_wise", "local_states", "restored_local"]
-
 #: The first part of their names in a checkpoint.
 LOCAL = "local"
 

@@ -13,8 +13,6 @@ from zerostart.state.values import decoded, encoded_whole
 from zerostart.upstream.torch.optimizer_values import inner_optimizers, own_values, set_own_values
 from zerostart.upstream.torch.stepped import Stepped
 
-__all__ = ["check_own", "own_of", "restore_own"]
-
 #: What its class adds to a state dict, and what lies in its ``state`` under no parameter.
 _VALUES, _STATE = "values", "state"
 

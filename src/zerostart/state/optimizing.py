@@ -25,18 +25,6 @@ from zerostart.state.rules import class_of
 from zerostart.state.values import decoded, dtype_of, encoded
 from zerostart.upstream.torch.stepped import Member, Stepped, rule_of
 
-__all__ = [
-    "Kept",
-    "gradient_of",
-    "like",
-    "masters_of",
-    "moments_of",
-    "restore_groups",
-    "restored_moments",
-    "share_of",
-    "taken",
-]
-
 logger = logging.getLogger("zerostart")
 
 #: What says how a group was made or is computed here, and not what is computed.

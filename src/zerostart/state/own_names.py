@@ -13,8 +13,6 @@ from zerostart.state.contents import held_tensors
 from zerostart.state.publishing import publishing
 from zerostart.state.writing import plain, write_tensors
 
-__all__ = ["save_own_names"]
-
 
 def save_own_names(model: nn.Module, path: str | os.PathLike[str], max_shard_size: int | str) -> None:
     """Save the state dict of ``model``, ties once; collective, each rank its own share.

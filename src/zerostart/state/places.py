@@ -14,8 +14,6 @@ from zerostart.errors import ConfigError
 from zerostart.loading.record import bare_model, loaded_model, record_of, wrapped
 from zerostart.models import state_names
 
-__all__ = ["Places", "places_of"]
-
 #: Packages whose modules are put around a whole model; PEFT's have parameters of their own.
 _AROUND = ("torch", "deepspeed", "accelerate")
 

@@ -15,8 +15,6 @@ from zerostart.state.contents import Held
 from zerostart.state.optimizing import masters_of
 from zerostart.state.training_state import training_of
 
-__all__ = ["Instead", "replaced", "with_masters"]
-
 
 @dataclass(frozen=True)
 class Instead:

@@ -15,8 +15,6 @@ from zerostart.checkpoint.publishing import Staging, told
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 
-__all__ = ["Publication", "agreed_place", "publishing"]
-
 
 @dataclass(frozen=True)
 class Publication:

@@ -10,8 +10,6 @@ import torch
 
 from zerostart.distributed.world import default_device
 
-__all__ = ["random_rows", "set_random_rows"]
-
 
 def random_rows() -> dict[str, torch.Tensor]:
     """This rank's state of each generator, as a 1-D CPU tensor whose length is the same on every rank."""

@@ -52,8 +52,6 @@ from zerostart.transfer.tuning import tune
 from zerostart.upstream.deepspeed.state import engine as deepspeed
 from zerostart.upstream.deepspeed.state import steps as deepspeed_steps
 
-__all__ = ["load_state", "planned_reads"]
-
 logger = logging.getLogger("zerostart")
 
 #: A tensor of the checkpoint, and where this rank's share of it goes: the name, the layout, 1-D storage.

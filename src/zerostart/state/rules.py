@@ -11,8 +11,6 @@ from zerostart.errors import CheckpointError
 from zerostart.state.values import decoded
 from zerostart.upstream.torch.stepped import computes, rule_of
 
-__all__ = ["check_rule", "class_of"]
-
 #: Settings that change the rule, with the values that every class computes with.
 _USUAL = {"amsgrad": False, "maximize": False, "bias_correction": True}
 

@@ -35,8 +35,6 @@ from zerostart.state.publishing import Publication, publishing
 from zerostart.state.settings import save_settings
 from zerostart.state.writing import Written, write_tensors
 
-__all__ = ["SaveReport", "SaveRequest", "save"]
-
 
 @dataclass(frozen=True)
 class SaveRequest:

@@ -12,8 +12,6 @@ from torch import nn
 from zerostart.errors import WriteError
 from zerostart.models import library_of
 
-__all__ = ["copy_beside", "save_settings"]
-
 #: What is copied from beside the weights that a model was loaded from: its tokenizer or processor, its code.
 _KINDS = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".bpe", ".spm"})
 _FOLDERS = ("additional_chat_templates",)

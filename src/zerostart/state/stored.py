@@ -30,8 +30,6 @@ from zerostart.recipe import Recipe, Target, torch_dtype
 from zerostart.transfer import Progress, execute
 from zerostart.transfer.staging import bytes_view
 
-__all__ = ["Stored", "catalogs_at", "is_state"]
-
 #: Where a training state has the model, under its state-dict names.
 MODEL = "model"
 

@@ -37,19 +37,6 @@ from zerostart.upstream.deepspeed.state import steps as deepspeed_steps
 from zerostart.upstream.torch.fsdp2 import has_unreduced
 from zerostart.upstream.torch.stepped import Stepped, has_taken, plain_steps, watch_steps
 
-__all__ = [
-    "FORMAT",
-    "MARKER",
-    "MODEL",
-    "STATE",
-    "Content",
-    "Training",
-    "check_restorable",
-    "collected",
-    "placed_gradients",
-    "training_of",
-]
-
 logger = logging.getLogger("zerostart")
 
 #: The version of what is written here; a reader knows this one and those before.

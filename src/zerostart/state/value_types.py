@@ -23,8 +23,6 @@ import torch
 
 from zerostart.errors import CheckpointError, ConfigError
 
-__all__ = ["Form", "form_of", "made", "may_be_key"]
-
 #: Kinds of NumPy's dtypes whose elements are their bytes: no objects, no records.
 _KINDS = frozenset("biufcSUMm")
 #: Bytes of an array that stand in the document itself; those of a larger one are a tensor.

@@ -24,8 +24,6 @@ from zerostart.errors import CheckpointError, ConfigError
 from zerostart.recipe import spelling, torch_dtype
 from zerostart.state.value_types import form_of, made, may_be_key
 
-__all__ = ["checksum", "decoded", "dtype_of", "encoded", "encoded_whole"]
-
 #: Keys of the forms; a dict with one of these keys is written as a list of its items.
 _TENSOR, _SCALAR, _TUPLE, _FLOAT, _ITEMS, _COUNTER, _BYTES, _TYPE = (
     "$tensor",

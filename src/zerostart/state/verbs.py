@@ -28,8 +28,6 @@ if TYPE_CHECKING:
         bool | int | float | str | torch.Tensor | Sequence["Extra"] | Mapping[str, "Extra"] | None
     )
 
-__all__ = ["diff", "digest", "load_state", "save", "save_state", "verify"]
-
 
 def save_state(
     path: str | os.PathLike[str],

@@ -27,8 +27,6 @@ from zerostart.transfer.page_locked import rounds_up
 from zerostart.transfer.tuning import MIN_CHUNK
 from zerostart.transfer.writing import SLACK, Change, Source, write_out
 
-__all__ = ["Entry", "Outgoing", "Written", "plain", "planned", "write_tensors"]
-
 #: Name, dtype in safetensors' spelling, and shape of a tensor of the files.
 Entry = tuple[str, str, Sequence[int]]
 

@@ -21,8 +21,6 @@ from zerostart.loading.record import record_of
 from zerostart.testing.net import Net, imported, reference, save
 from zerostart.testing.ranks import on_ranks
 
-__all__ = ["EngineConformance"]
-
 
 class EngineConformance:
     """Subclass it, and set ``engine``, the name; ``stages`` and ``config`` where the defaults do not do."""

@@ -28,8 +28,6 @@ from zerostart.loading.record import record_of
 from zerostart.recipe import Recipes, main_dtype, torch_dtype
 from zerostart.testing.ranks import on_ranks
 
-__all__ = ["ModelLibraryConformance"]
-
 _SEED = 11
 
 

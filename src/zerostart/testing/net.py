@@ -7,8 +7,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-__all__ = ["Net", "imported", "reference", "save"]
-
 
 class Net(nn.Module):
     """Parameters of several sizes (none divides by all worlds), a tie, and buffers of both kinds."""

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["on_ranks"]
-
 
 def on_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0

@@ -31,8 +31,6 @@ from zerostart.errors import CheckpointNotFoundError, ReadError
 from zerostart.testing.net import Net, imported, reference, save
 from zerostart.testing.ranks import on_ranks
 
-__all__ = ["StorageConformance"]
-
 NAME = "model.safetensors"
 
 

@@ -18,8 +18,6 @@ from torch.utils.data import Sampler
 from zerostart.errors import ConfigError
 from zerostart.training.tasks.base import Items, Task
 
-__all__ = ["Buckets", "order_of"]
-
 logger = logging.getLogger("zerostart")
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from zerostart.training.config import TrainConfig
     from zerostart.training.media.items import MediaItems
 
-__all__ = ["ensure_cache"]
-
 logger = logging.getLogger("zerostart")
 #: In a cache: what is known of the rows of its media as they were found. No part of what it is.
 _KNOWN = ".media.known"

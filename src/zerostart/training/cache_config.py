@@ -10,8 +10,6 @@ from zerostart.checkpoint.shards import parse_size
 from zerostart.errors import ConfigError
 from zerostart.training.sections import Count, Positive, Section
 
-__all__ = ["CacheConfig"]
-
 Dtype = Literal["float32", "bfloat16", "float16"]
 Kind = Literal["shard", "replicate", "offload"]
 

@@ -12,8 +12,6 @@ from zerostart.training.cache_config import CacheConfig
 if TYPE_CHECKING:
     from zerostart.training.media.items import MediaItems
 
-__all__ = ["Facts", "differences", "facts_of_media", "facts_of_rows"]
-
 #: The settings on which the numbers in a cache depend.
 _SETTINGS = ("dtype", "vae_dtype", "max_sequence_length", "posterior", "seed", "last_frame")
 _SHOWN = 3

@@ -44,8 +44,6 @@ from zerostart.training.cached import (
 from zerostart.training.growth import Growth
 from zerostart.training.locks import hold
 
-__all__ = ["Draft", "drafted", "items_of_a_file", "publish", "publish_prompts"]
-
 #: A small cache is in some files at least, so that several ranks have something to do.
 _FILES = 64
 _FEWEST = 4

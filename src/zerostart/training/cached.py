@@ -32,19 +32,6 @@ from zerostart.checkpoint.manifest import documents, lies_at
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
 from zerostart.recipe import torch_dtype
 
-__all__ = [
-    "FOLDER",
-    "VERSION",
-    "CachedItems",
-    "Entry",
-    "Kind",
-    "digest_of",
-    "is_of_cache",
-    "items_file",
-    "read_manifest",
-    "text_key",
-]
-
 #: Of the files and what is in them. One of version 1 does not say which rows its items are of: it cannot
 #: grow.
 VERSION, _OLDER = 2, 1

@@ -12,8 +12,6 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.training.gradient_checkpoint import checkpointed
 
-__all__ = ["checkpoint_blocks"]
-
 
 class CheckpointedForward:
     """Stands for the ``forward`` of one module.
@@ -28,6 +26,7 @@ class CheckpointedForward:
         self.offload = offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward, as a checkpoint."""
         return checkpointed(self.original, args, kwargs, self.offload)
 
 

@@ -27,8 +27,6 @@ from zerostart.training.place import FOLDER, counts, of_a_run, standing
 from zerostart.training.schedule import reschedule
 from zerostart.training.session import Session
 
-__all__ = ["Checkpoints", "Past", "newest"]
-
 logger = logging.getLogger("zerostart")
 
 

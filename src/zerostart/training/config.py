@@ -21,20 +21,6 @@ from zerostart.training.trained_sections import EmaConfig, LoraConfig
 if TYPE_CHECKING:
     from zerostart.engines import Engine
 
-__all__ = [
-    "CheckpointConfig",
-    "DataConfig",
-    "EngineConfig",
-    "LoggingConfig",
-    "ModelConfig",
-    "OutputConfig",
-    "ResumeConfig",
-    "TaskConfig",
-    "TrackingConfig",
-    "TrainConfig",
-    "TrainingConfig",
-]
-
 # The schedules of ``transformers.get_scheduler`` that need no further arguments.
 Schedule = Literal[
     "linear",

@@ -21,9 +21,6 @@ from zerostart.training.registry import task_class
 from zerostart.training.sections import TaskConfig
 from zerostart.training.trained_rules import check_trained
 
-__all__ = ["load_config", "parse_config"]
-
-
 #: Sections that one value stands for, that of this key.
 _SHORT = {"resume": "path"}
 

@@ -19,8 +19,6 @@ from zerostart.engines import plain_name
 from zerostart.loading.record import record_of
 from zerostart.training.config import TrainConfig
 
-__all__ = ["ACCEPTED", "DATA", "course_of", "departures"]
-
 DATA, _BASE = "data", "a digest of the weights of model.source"
 #: Of each section that counts, the keys that do not; what ``lora.targets`` and the like name is compared.
 _FREE: Mapping[str, frozenset[str]] = {

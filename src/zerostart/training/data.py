@@ -24,15 +24,6 @@ from zerostart.errors import ConfigError
 from zerostart.training.config import DataConfig
 from zerostart.training.parsing import parsed_json
 
-__all__ = [
-    "STDLIB_DOCSTRINGS",
-    "Sequences",
-    "file_digests",
-    "iter_documents",
-    "split_held_out",
-    "tokenize",
-]
-
 #: The value of ``data.source`` that stands for the docstrings of the standard library.
 STDLIB_DOCSTRINGS = "stdlib-docstrings"
 

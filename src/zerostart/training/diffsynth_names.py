@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["PREFIX", "DiffSynthNames", "names_for"]
-
 #: What DiffSynth's own names begin with, of the model that its pipelines call ``dit``.
 PREFIX = "pipe.dit."
 

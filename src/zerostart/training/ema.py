@@ -25,8 +25,6 @@ from zerostart.training.trained_sections import EmaConfig
 from zerostart.upstream.deepspeed.state import engine as deepspeed
 from zerostart.upstream.torch.stepped import Member, Stepped
 
-__all__ = ["KEY", "Ema"]
-
 #: What averages are called in a training checkpoint.
 KEY = "ema"
 #: Elements that are averaged at once: what this takes beside them is as many.

@@ -18,8 +18,6 @@ from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointNotFoundError, ZerostartError
 
-__all__ = ["KNOWN_FILES", "TRAINED", "EncoderFiles", "encoder_files"]
-
 #: What the names of models begin with that are trained and not asked for what is cached; schedulers neither.
 TRAINED = "transformer"
 _NOT_ENCODERS = (TRAINED, "scheduler")

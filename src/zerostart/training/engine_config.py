@@ -11,8 +11,6 @@ from zerostart.errors import ConfigError
 from zerostart.training.config import TrainConfig
 from zerostart.training.parsing import parsed_json
 
-__all__ = ["engine_config", "own_config"]
-
 
 def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None) -> dict[str, Any]:
     """What ``zerostart.load`` gets as ``engine_config``; raises :class:`ConfigError`."""

@@ -15,8 +15,6 @@ from zerostart.training.failures import Failures
 from zerostart.training.session import Session
 from zerostart.training.tasks.base import Batch, Collator, Items, Task
 
-__all__ = ["HELD_OUT", "HeldOut", "held_out_batches"]
-
 #: The epoch for which a task draws what held-out examples need: none that a run comes to.
 HELD_OUT = -1
 

@@ -12,8 +12,6 @@ from zerostart.training.ema import Ema
 from zerostart.training.exporting import save_request, step_folder
 from zerostart.training.tasks.base import Task
 
-__all__ = ["AVERAGE", "export_model", "export_step"]
-
 #: Where the average of the weights goes, beside the model or in the folder of a step.
 AVERAGE = "ema"
 

@@ -25,8 +25,6 @@ from zerostart.training.diffsynth_names import PREFIX, names_for
 if TYPE_CHECKING:
     from zerostart.training.config import TrainConfig
 
-__all__ = ["EXPORTS", "check_export", "save_request", "step_folder"]
-
 #: In the output directory: what is saved before the end, a folder for each step.
 EXPORTS = "exports"
 #: Of diffusers' LoRA files: the name, what names begin with, and where PEFT's configuration is in the header.

@@ -9,8 +9,6 @@ from zerostart.distributed.reports import agreed_since, mark_agreed, now
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
 
-__all__ = ["Failures", "untold"]
-
 
 class Failures:
     """Keeps what this rank has failed with until the ranks meet, for the others are on their way there.

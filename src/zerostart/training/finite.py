@@ -17,8 +17,6 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.errors import DivergedError
 
-__all__ = ["Divergence", "is_finite"]
-
 
 def is_finite(model: nn.Module, optimizer: Any) -> bool:
     """Whether this rank's share of what is trained, masters and states of ``optimizer``, is finite.

@@ -10,8 +10,6 @@ from torch import nn
 from zerostart.engines import plain_name
 from zerostart.errors import ConfigError
 
-__all__ = ["train_only"]
-
 
 def train_only(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Freeze the parameters of the loaded ``model`` but for those that ``patterns`` name; gives their names.

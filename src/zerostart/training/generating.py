@@ -22,8 +22,6 @@ from zerostart.training.registry import task_class
 from zerostart.training.sections import TaskConfig
 from zerostart.training.templates import COMMENTS, LORA, TEMPLATES, Template
 
-__all__ = ["described", "template_of"]
-
 #: Where the comments of a file begin, if a line is not longer.
 _COLUMN = 40
 

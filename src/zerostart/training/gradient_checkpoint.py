@@ -22,8 +22,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from zerostart.errors import ConfigError
 from zerostart.training.host_copies import on_host
 
-__all__ = ["checkpointed"]
-
 
 def checkpointed(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], offload: bool

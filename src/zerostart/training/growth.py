@@ -9,8 +9,6 @@ from functools import cached_property
 
 from zerostart.training.cached import CachedItems
 
-__all__ = ["Growth"]
-
 
 @dataclass(frozen=True)
 class Growth:

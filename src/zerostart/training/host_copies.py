@@ -26,8 +26,6 @@ from zerostart.errors import ConfigError
 from zerostart.transfer.memory import has_streams
 from zerostart.transfer.page_locked import page_locked
 
-__all__ = ["on_host"]
-
 
 @contextlib.contextmanager
 def on_host(offload: bool) -> Iterator[None]:

@@ -22,8 +22,6 @@ from zerostart.training.samples.sampler import open_drawing
 from zerostart.training.sections import Section
 from zerostart.training.tasks.base import Items, Task
 
-__all__ = ["Inputs", "read_inputs"]
-
 
 @dataclass(frozen=True)
 class Inputs:

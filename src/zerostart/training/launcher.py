@@ -16,8 +16,6 @@ from zerostart.training.config import TrainConfig
 from zerostart.training.engine_config import own_config
 from zerostart.upstream.accelerate.launched import launched_dynamo, launched_for, launched_precision
 
-__all__ = ["with_launched"]
-
 #: What the launcher sets for each engine that it knows.
 _ENGINES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 _PLAIN = "start it with a plain multi-process accelerate configuration, with torchrun, or with --nproc"

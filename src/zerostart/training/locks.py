@@ -10,8 +10,6 @@ from pathlib import Path
 
 from zerostart.errors import WriteError
 
-__all__ = ["hold"]
-
 
 def hold(stack: contextlib.ExitStack, path: Path, refusal: str, wait: bool = False) -> None:
     """Until ``stack`` ends, or this process, no other process holds the lock ``path``, which is made.

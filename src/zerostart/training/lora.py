@@ -20,8 +20,6 @@ from zerostart.training.diffsynth_names import names_for
 from zerostart.training.lora_presets import PRESETS
 from zerostart.training.trained_sections import LoraConfig
 
-__all__ = ["ADAPTER", "add_lora", "highest_rank", "lora_targets"]
-
 #: PEFT's name for the one adapter.
 ADAPTER = "default"
 _ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)

@@ -29,8 +29,6 @@ from zerostart.training.diffsynth_names import PREFIX, names_for
 from zerostart.training.lora import ADAPTER
 from zerostart.training.trained_sections import LoraConfig
 
-__all__ = ["start_from"]
-
 logger = logging.getLogger("zerostart")
 
 #: What the files are called in a directory; DiffSynth's are called by their step.

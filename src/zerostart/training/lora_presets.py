@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PRESETS"]
-
 #: As DiffSynth-Studio's scripts have them after ``--lora_target_modules``, to the letter. ``flux2-npu`` is
 #: that of its FLUX.2-dev script for NPUs (``FLUX.2-dev-Lora-NPU.sh``), which has the last projection of each
 #: of the 48 single blocks. Entries that a smaller model does not have are passed over.

@@ -10,8 +10,6 @@ from pydantic import BaseModel, ValidationError
 
 from zerostart.training.sections import Section, TaskConfig
 
-__all__ = ["TaskMistake", "told"]
-
 
 class TaskMistake(ValueError):
     """What is wrong within the section ``task``, as pydantic tells it, and the section's class."""

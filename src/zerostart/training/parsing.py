@@ -9,8 +9,6 @@ import yaml
 
 from zerostart.errors import ConfigError
 
-__all__ = ["MOST_TEXT", "parsed_json", "parsed_yaml"]
-
 #: Characters of a document, some seconds of PyYAML's time; and values of it, each as often as it is referred
 #: to: a few aliases of aliases in a row are more than there is memory for.
 MOST_TEXT, MOST_VALUES = 1 << 18, 100_000

@@ -40,8 +40,6 @@ from zerostart.training.locks import hold
 from zerostart.training.samples.files import clear_drawn
 from zerostart.training.samples.sampler import FOLDER as SAMPLES
 
-__all__ = ["FOLDER", "METRICS", "claimed", "clear", "counts", "of_a_run", "set_aside", "standing"]
-
 #: In the output directory: the checkpoints, and what a run writes first.
 FOLDER, METRICS = "checkpoints", "metrics.jsonl"
 _LOCK, _NOTE = ".run.lock", f".{FOLDER}.replaced"

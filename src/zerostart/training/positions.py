@@ -13,8 +13,6 @@ from torch import nn
 
 from zerostart.errors import ConfigError
 
-__all__ = ["check_positions", "position_table"]
-
 #: Parts of what architectures call their tables; OPT's and BART's have rows before the first position.
 _NAMES = ("pos", "wpe")
 _BEFORE = 2

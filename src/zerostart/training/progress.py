@@ -21,8 +21,6 @@ from zerostart.errors import WriteError
 from zerostart.training.terminal import duration, say
 from zerostart.transfer.memory import peak_bytes
 
-__all__ = ["Display", "Metrics", "peak_memory_bytes", "shown_loss"]
-
 _SMOOTHING = 0.2  # weight of the newest step in the displayed rate
 
 

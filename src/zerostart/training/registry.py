@@ -10,8 +10,6 @@ from typing import Any
 from zerostart.errors import ConfigError
 from zerostart.training.tasks.base import Task
 
-__all__ = ["known_tasks", "register_task", "task_class"]
-
 #: Where the class of each task is; a module is imported when its task is first asked for.
 _TASKS: dict[str, str | type[Task]] = {
     "causal-lm": "zerostart.training.tasks.language:CausalLanguage",

@@ -36,8 +36,6 @@ from zerostart.training.stop import StopSignal
 from zerostart.training.tasks.base import Batch
 from zerostart.training.trained import choose_trained, round_to
 
-__all__ = ["TrainResult", "train"]
-
 
 @dataclass(frozen=True)
 class TrainResult:

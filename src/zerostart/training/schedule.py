@@ -10,8 +10,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from zerostart.training.config import TrainingConfig
 
-__all__ = ["learning_rate_schedule", "reschedule"]
-
 
 def learning_rate_schedule(optimizer: Optimizer, train: TrainingConfig) -> LambdaLR:
     """``train.schedule`` over ``train.steps`` steps of ``optimizer``, to be stepped after each of them.

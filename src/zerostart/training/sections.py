@@ -7,8 +7,6 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-__all__ = ["Count", "Positive", "Section", "TaskConfig"]
-
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 #: The most that a number in torch holds (int64, float32).

@@ -13,8 +13,6 @@ from torch.nn.functional import pad
 
 from zerostart.training.tasks.language import IGNORED_LABEL
 
-__all__ = ["Sharing"]
-
 
 @dataclass(frozen=True)
 class Sharing:

@@ -32,8 +32,6 @@ from zerostart.training.tasks.base import Batch, Items, Task
 from zerostart.training.trackers import check_trackers, made_trackers
 from zerostart.upstream.accelerate.launched import hidden
 
-__all__ = ["Session", "check_surroundings", "open_session"]
-
 
 @dataclass
 class Session:

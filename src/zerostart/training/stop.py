@@ -6,8 +6,6 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-__all__ = ["StopSignal"]
-
 
 class StopSignal:
     """While entered, the first SIGINT or SIGTERM only sets :attr:`requested`; the next one interrupts.

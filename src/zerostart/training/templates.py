@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["COMMENTS", "LORA", "TEMPLATES", "Template"]
-
 
 @dataclass(frozen=True)
 class Template:

@@ -8,8 +8,6 @@ from rich.console import Console
 
 from zerostart.errors import printable
 
-__all__ = ["duration", "say"]
-
 
 def say(console: Console, text: str) -> None:
     """Print ``text``, in which nothing is markup; what does not fit into a terminal goes on indented."""

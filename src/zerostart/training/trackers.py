@@ -9,8 +9,6 @@ from typing import Any
 
 from zerostart.errors import ConfigError, WriteError
 
-__all__ = ["OWN", "TABLE", "check_trackers", "log_images", "made_trackers"]
-
 #: The name of our own tracker, and of the file that it writes in the output directory.
 OWN, TABLE = "csv", "metrics.csv"
 _COLUMNS = ("step", "key", "value")

@@ -16,8 +16,6 @@ from zerostart.training.lora_files import start_from
 if TYPE_CHECKING:
     from zerostart.training.config import TrainConfig
 
-__all__ = ["choose_trained", "round_to"]
-
 
 def choose_trained(model: nn.Module, config: TrainConfig, world: World) -> str | None:
     """Freeze the loaded ``model`` but for what ``config`` trains, adding that where it is a LoRA; collective.

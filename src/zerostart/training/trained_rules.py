@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from zerostart.training.config import TrainConfig
 
-__all__ = ["check_trained"]
-
 
 def check_trained(config: TrainConfig) -> None:
     """Raise ValueError for sections that contradict each other in what is trained, averaged and saved."""

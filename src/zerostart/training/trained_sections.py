@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from zerostart.training.sections import Positive, Section
 
-__all__ = ["EmaConfig", "LoraConfig"]
-
 
 class LoraConfig(Section):
     """Low-rank adapters, trained in the place of the model, which stays as it was loaded.

@@ -13,8 +13,6 @@ from zerostart.loading.argument_kinds import check_arguments
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["checkpoint_blocks", "gradient_checkpoint"]
-
 Result = TypeVar("Result")
 
 

@@ -7,8 +7,6 @@ from itertools import product
 
 import torch
 
-__all__ = ["copy_strided"]
-
 Loop = tuple[int, int, int]
 #: Elements on one side of a block, and bytes of a block: small enough for the second-level cache, with
 #: rows long enough for the copies to and from it.

@@ -8,8 +8,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["Crew"]
-
 T = TypeVar("T")
 
 

@@ -22,8 +22,6 @@ from zerostart.planning import Agreement, ExchangeStep, Table
 from zerostart.transfer import MemoryReader, Reader, Rows, bytes_view
 from zerostart.transfer.messages import pack, place_rows, send_or_receive
 
-__all__ = ["ExchangeReader"]
-
 
 class ExchangeReader(Reader):
     """Gives the bytes of this rank's requests, in their order, to one thread; a ``Reader`` for ``execute``.

@@ -14,8 +14,6 @@ from zerostart.transfer.crew import Crew
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.staging import Staging, bytes_view, make_staging
 
-__all__ = ["execute"]
-
 
 def execute(
     plan: Plan,

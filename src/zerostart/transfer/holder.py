@@ -25,8 +25,6 @@ from zerostart.planning import Table, batches
 from zerostart.transfer.messages import pack, place_rows, send_or_receive
 from zerostart.transfer.staging import bytes_view
 
-__all__ = ["ROUND_BYTES", "ROUND_REQUESTS", "HeldReader", "serve_others"]
-
 #: Requests and bytes of all ranks together in one round. A list takes 40 bytes a request.
 ROUND_REQUESTS, ROUND_BYTES = 1 << 16, 1 << 30
 _BEGIN, _DURING = "beginning to read from the mapping", "reading from the mapping"

@@ -15,17 +15,6 @@ import torch
 from zerostart.distributed.machine import UNKNOWN, available_memory
 from zerostart.transfer.page_locked import locked_bytes, release_locked
 
-__all__ = [
-    "Arena",
-    "PeakMeter",
-    "allocated_bytes",
-    "device_bytes",
-    "free_bytes",
-    "has_streams",
-    "peak_bytes",
-    "release_cached",
-]
-
 #: Alignment of each tensor in an arena: a cache line, and more than any vector unit or dtype asks for.
 ALIGNMENT = 64
 

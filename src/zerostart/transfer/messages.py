@@ -13,8 +13,6 @@ from zerostart.distributed.world import World
 from zerostart.errors import PeerError
 from zerostart.planning import Table
 
-__all__ = ["pack", "place_rows", "send_or_receive"]
-
 
 def send_or_receive(call: Callable[..., Any], tensor: torch.Tensor, peer: int, world: World) -> None:
     """One message to or from a peer: ``call`` is ``dist.send`` or ``dist.recv``. Raises PeerError."""

@@ -18,8 +18,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["locked_bytes", "page_locked", "release_locked", "rounded_up", "rounds_up"]
-
 Register = Callable[[int, int], object]
 Unregister = Callable[[int], object]
 

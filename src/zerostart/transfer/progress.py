@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-__all__ = ["Progress"]
-
 
 class Progress:
     """Counts bytes; draws a bar if ``shown`` and standard error is a terminal."""

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Segment", "in_place", "rearrange"]
-
 #: ``(from, to, elements)`` of a part of the buffer.
 Segment = tuple[int, int, int]
 #: Bytes of scratch memory; two of this size are used.

@@ -20,8 +20,6 @@ from zerostart.transfer.copying import copy_strided
 from zerostart.transfer.memory import has_streams
 from zerostart.transfer.page_locked import page_locked
 
-__all__ = ["DeviceStaging", "HostStaging", "Staging", "bytes_view", "make_staging"]
-
 
 class Staging(Protocol):
     """One thread's buffers; allocated when the first is asked for."""

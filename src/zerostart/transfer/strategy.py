@@ -25,8 +25,6 @@ from zerostart.transfer import MIN_CHUNK, Progress, Reader, Rows, Tuning, execut
 from zerostart.transfer.exchange import ExchangeReader
 from zerostart.transfer.holder import HeldReader, serve_others
 
-__all__ = ["MOST_REQUESTS", "TransferStats", "ReadDemand", "agree_on_strategy", "chosen", "execute_together"]
-
 #: Most requests of all ranks together whose steps every rank works out: beyond, each reads its own.
 MOST_REQUESTS = 1 << 18
 #: Bytes that a rank reads for others between two agreements: a second or so.

@@ -17,8 +17,6 @@ from zerostart.distributed.machine import available_memory, cores, cores_of_node
 from zerostart.planning import Plan, Rates
 from zerostart.transfer.page_locked import rounds_up
 
-__all__ = ["MIN_CHUNK", "Tuning", "tune"]
-
 MiB = 1 << 20
 #: A chunk has to hold at least one element of any type, and a useful number of them.
 MIN_CHUNK = 1 << 16

@@ -17,8 +17,6 @@ from zerostart.transfer.crew import Crew
 from zerostart.transfer.page_locked import page_locked, release_locked
 from zerostart.transfer.staging import bytes_view
 
-__all__ = ["SLACK", "Change", "Noted", "Source", "write_out"]
-
 #: Bytes of a staging buffer beside a chunk, so that it can lie in its pages as the chunk does in the file's.
 SLACK = 2 * PAGE
 #: Told of all that is written: the tensor, the first element there, the distance from row to row, and rows of

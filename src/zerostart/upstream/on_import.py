@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["when_imported"]
-
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> Callable[[], None]:
     """Call ``then`` with the module ``name``: now, or once its import is done.

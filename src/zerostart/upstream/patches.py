@@ -16,8 +16,6 @@ from typing import Any
 
 from zerostart.upstream.registry import PatchPoint
 
-__all__ = ["Held", "Ticket", "active", "note", "replaced", "replaced_wherever_imported"]
-
 _lock = threading.RLock()
 _active: list[PatchPoint] = []
 _ABSENT = object()

@@ -19,8 +19,6 @@ from zerostart.upstream.patches import Held, replaced, replaced_wherever_importe
 from zerostart.upstream.registry import PatchPoint, Touched, misfit
 from zerostart.upstream.shapes import found
 
-__all__ = ["fits"]
-
 
 def fits(
     stack: ExitStack,

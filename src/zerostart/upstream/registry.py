@@ -25,20 +25,6 @@ from zerostart.upstream import versions
 from zerostart.upstream.shapes import Shape, assigns, found, reading
 from zerostart.upstream.versions import LIBRARIES, Library
 
-__all__ = [
-    "Lasts",
-    "Otherwise",
-    "PatchPoint",
-    "Shape",
-    "Touched",
-    "Use",
-    "demand",
-    "is_first_rank",
-    "misfit",
-    "need",
-    "touched",
-]
-
 logger = logging.getLogger("zerostart")
 
 

@@ -16,11 +16,9 @@ from typing import Any
 from zerostart.upstream.on_import import when_imported
 from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.refusals import fits
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape
-from zerostart.upstream.shapes import found
+from zerostart.upstream.registry import Lasts, PatchPoint
+from zerostart.upstream.shapes import Shape, found
 from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, DIFFSYNTH, DIFFUSERS, PEFT, TRANSFORMERS
-
-__all__ = ["TOUCHED", "Replacement", "SavingCalls"]
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _MIXIN = "diffusers.models.modeling_utils:ModelMixin"

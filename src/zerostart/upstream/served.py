@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Findings", "Served", "current_call", "serving"]
-
 
 class Served(Protocol):
     """One call of ``from_pretrained`` whose weights zerostart loads."""

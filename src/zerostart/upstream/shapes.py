@@ -22,8 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Shape", "assigns", "found", "reading"]
-
 
 @dataclass(frozen=True)
 class Shape:

@@ -10,18 +10,6 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
-__all__ = [
-    "ACCELERATE",
-    "DEEPSPEED",
-    "DIFFSYNTH",
-    "DIFFUSERS",
-    "LIBRARIES",
-    "PEFT",
-    "TORCH",
-    "TRANSFORMERS",
-    "Library",
-]
-
 
 @dataclass(frozen=True)
 class Library:

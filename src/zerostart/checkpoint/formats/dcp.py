@@ -21,8 +21,6 @@ from zerostart.checkpoint.formats.torch_zip import WRAPPERS, TorchArchive
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
-__all__ = ["is_dcp", "read_dcp"]
-
 METADATA = ".metadata"
 #: What names of an optimizer begin with that was saved with ``flatten_optimizer_state_dict=True``.
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."

@@ -11,8 +11,6 @@ from zerostart.checkpoint.formats.inert_pickle import MAX_DIMENSIONS
 from zerostart.checkpoint.strict_json import DAMAGED
 from zerostart.errors import CheckpointError
 
-__all__ = ["STATE", "Found", "Group", "is_shape", "names_of"]
-
 #: What separates the name of an optimizer's state from that of its parameter, in ``Found.assembled``.
 STATE = ":"
 

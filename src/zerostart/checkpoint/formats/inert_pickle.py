@@ -18,8 +18,6 @@ from zerostart.checkpoint.catalog import TORCH_NAMES
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
-__all__ = ["Made", "Opaque", "Storage", "StoredTensor", "plain_versions", "read_inert_pickle"]
-
 #: Bytes of instructions, strings aside: a tensor takes about 75, so that it is enough for 200 000 of them.
 MAX_INSTRUCTIONS = 16_000_000
 #: The same of a training state's description; and most classes that a pickle names.

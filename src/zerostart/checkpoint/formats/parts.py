@@ -16,8 +16,6 @@ from zerostart.checkpoint.storage.files import FileState, open_regular
 from zerostart.checkpoint.strict_json import shown
 from zerostart.errors import CheckpointError, ReadError
 
-__all__ = ["PartFiles", "Placing", "Window", "local_tensor"]
-
 #: How a number of a type is packed.
 _NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 #: Makes the entry of a tensor (of the name given) that a pickle in a file speaks of.

@@ -15,8 +15,6 @@ from pathlib import Path
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.errors import CheckpointError, printable
 
-__all__ = ["PIPELINE_INDEX", "Component", "choose", "components"]
-
 PIPELINE_INDEX = "model_index.json"
 CONFIG_NAME = "config.json"
 #: A component is an argument of the pipeline's constructor.

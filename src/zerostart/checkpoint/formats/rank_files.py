@@ -20,8 +20,6 @@ from zerostart.checkpoint.formats.shares import from_boxes
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
-__all__ = ["has_rank_files", "read_rank_files"]
-
 _WEIGHTS, _OPTIMIZER = "pytorch_model_fsdp_0_rank", "optimizer_0_rank"
 _REMEDY = "load it where it was saved, and save it again with use_dcp=True or by zerostart.save_state"
 #: Of a tensor what each rank has: its box, where that lies in its file, and what its files are.

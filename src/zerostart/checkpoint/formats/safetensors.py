@@ -19,8 +19,6 @@ from zerostart.checkpoint.storage.files import open_regular
 from zerostart.checkpoint.strict_json import DAMAGED, MAX_JSON_BYTES, load_json, shown
 from zerostart.errors import CheckpointError, ReadError
 
-__all__ = ["parse_header", "read_header"]
-
 _PREFIX_BYTES = 8
 _METADATA = "__metadata__"
 _FIELDS = frozenset(("dtype", "shape", "data_offsets"))

@@ -11,8 +11,6 @@ from zerostart.checkpoint.strict_json import shown
 from zerostart.errors import CheckpointError
 from zerostart.geometry import Piece
 
-__all__ = ["from_boxes", "from_runs"]
-
 
 def from_runs(
     name: str, shape: Sequence[int], dtype: str, runs: Iterable[tuple[TensorEntry, int, int]]

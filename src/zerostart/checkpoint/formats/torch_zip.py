@@ -27,8 +27,6 @@ from zerostart.checkpoint.storage.files import open_regular
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
-__all__ = ["NOTED_VERSIONS", "WRAPPERS", "TorchArchive", "read_torch_file"]
-
 #: Keys that frameworks put the weights under: Lightning and timm, fairseq, DeepSpeed, tutorials, Wan.
 WRAPPERS = ("state_dict", "model", "module", "model_state_dict", "model_state")
 #: A tensor takes about 200 bytes of the pickle.

@@ -15,8 +15,6 @@ from zerostart.checkpoint.formats.zero_model import ModelStates, read_model_stat
 from zerostart.checkpoint.strict_json import DAMAGED
 from zerostart.errors import CheckpointError
 
-__all__ = ["is_universal", "read_universal"]
-
 
 def is_universal(directory: Path) -> bool:
     """Whether ``directory`` is what ds_to_universal.py writes."""

@@ -15,8 +15,6 @@ from zerostart.errors import CheckpointError
 from zerostart.geometry import Piece
 from zerostart.geometry.boxes import row_major_strides
 
-__all__ = ["check_whole"]
-
 #: Most pairs of pieces of one tensor that are compared, where no shorter way says that they tile it.
 _MOST_PAIRS = 1 << 22
 

@@ -25,8 +25,6 @@ from zerostart.checkpoint.formats.zero_model import INSTEAD, ModelStates, by_ran
 from zerostart.checkpoint.strict_json import DAMAGED
 from zerostart.errors import CheckpointError
 
-__all__ = ["MASTERS", "Base", "is_zero", "read_zero"]
-
 _OPTIMIZER = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
 #: What the fp32 masters are called among the states of a parameter.
 MASTERS = "fp32"

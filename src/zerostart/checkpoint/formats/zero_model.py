@@ -16,8 +16,6 @@ from zerostart.checkpoint.formats.shares import from_boxes, from_runs
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
-__all__ = ["INSTEAD", "ModelStates", "by_rank", "read_model_states"]
-
 _MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
 #: What DeepSpeed writes of models that are cut otherwise than by data parallelism.
 _CUT = re.compile(r"layer_\d+.*|expp?_rank_.*|.*_expert_\d+_.*")

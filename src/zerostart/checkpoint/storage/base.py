@@ -12,8 +12,6 @@ from typing import ClassVar, Protocol, Self
 
 from zerostart.errors import ReadError
 
-__all__ = ["HeaderBytes", "Opener", "Reader", "Residency", "Rows", "Storage"]
-
 #: A gap up to this many bytes is fetched from storage along with the rows, where a request costs more than
 #: the bytes (65 us a request against 2 GB/s on a virtual disk; see the cost model in the documentation).
 FETCHED_GAP = 128 << 10

@@ -16,8 +16,6 @@ import numpy as np
 
 from zerostart.checkpoint.storage.retry import read_some
 
-__all__ = ["BOUNCE_BYTES", "PAGE", "open_direct", "read_direct", "whole_pages"]
-
 #: Covers the block of every device and file system in use.
 BLOCK = 4096
 #: What the page cache has whole or not at all: what is written past it must share none with what is not.

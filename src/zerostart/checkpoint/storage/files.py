@@ -12,8 +12,6 @@ from pathlib import Path
 from zerostart.checkpoint.storage.base import HeaderBytes
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
-__all__ = ["FileState", "open_regular", "read_small"]
-
 
 @dataclass(frozen=True, slots=True)
 class FileState:

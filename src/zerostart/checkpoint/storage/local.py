@@ -11,8 +11,6 @@ from zerostart.checkpoint.storage.base import Reader, Residency, Storage
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.page_cache import NETWORK, direct_suits, file_system, resident_share
 
-__all__ = ["LocalFiles"]
-
 #: Files whose residency is looked at, and the share of bytes in the page cache up to which reads may go
 #: round it.
 SAMPLED_FILES, MOSTLY_ABSENT = 4, 0.1

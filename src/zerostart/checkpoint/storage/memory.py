@@ -16,8 +16,6 @@ from zerostart.checkpoint.storage.base import Reader, Residency, Rows, Storage
 from zerostart.checkpoint.strict_json import shown
 from zerostart.errors import EngineError, ReadError, ZerostartError
 
-__all__ = ["MemoryReader", "MemoryStorage"]
-
 
 class MemoryReader(Reader):
     """Copies ranges of tensors in memory, on the host or on a device; safe to share between threads."""

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["NETWORK", "direct_suits", "file_system", "resident_share"]
-
 #: File systems whose bytes come over a network or from another machine's cache.
 NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "afs", "9p", "virtiofs"}

@@ -17,7 +17,6 @@ from zerostart.checkpoint.storage.retry import read_some
 from zerostart.checkpoint.storage.rows import advise, gather
 from zerostart.errors import CheckpointNotFoundError, ReadError
 
-__all__ = ["FileReader"]
 #: Reads below this many bytes always go through the page cache: the blocks at their ends would weigh.
 LEAST_DIRECT = 1 << 20
 

@@ -10,8 +10,6 @@ from typing import Any
 from zerostart.checkpoint.storage.base import Storage
 from zerostart.errors import ConfigError
 
-__all__ = ["register_storage", "storage_at"]
-
 #: Entry points of other packages: a scheme, and the subclass of ``Storage``.
 GROUP = "zerostart.storages"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")

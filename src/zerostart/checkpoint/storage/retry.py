@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["DELAYS", "PASSING", "patient", "read_some"]
-
 T = TypeVar("T")
 
 #: Errors that a later attempt may not meet: an interrupted or busy call, a device or server that stumbled.

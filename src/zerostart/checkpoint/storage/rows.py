@@ -20,8 +20,6 @@ import numpy.typing as npt
 
 from zerostart.checkpoint.storage.base import Rows
 
-__all__ = ["advise", "gather", "vectored"]
-
 #: Most vectors that one call takes (Linux: UIO_MAXIOV).
 MOST = 1024
 #: The kernel limits one advice to its read-ahead window, 128 KiB unless it is set otherwise.

@@ -18,8 +18,6 @@ from zerostart.engines.calls import OutsideInferenceMode, has_containers, leave_
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed.zero3.hollow import check_called
 
-__all__ = ["keep_calls"]
-
 
 def keep_calls(model: nn.Module) -> None:
     """Have every module of ``model`` get the caller's lists and dicts, and gather no inference tensors."""

@@ -12,8 +12,6 @@ from typing import Any
 from zerostart.engines.deepspeed.reading import number, section_of
 from zerostart.errors import ConfigError, EngineError
 
-__all__ = ["REMOVED", "ROUTING", "TOP_LEVEL", "autoep_size", "check_keys"]
-
 #: What DeepSpeed 0.19.8 reads at the top, and ``ep_plan`` and ``tp_plan``, which are zerostart's.
 TOP_LEVEL = frozenset(
     {

@@ -12,8 +12,6 @@ from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.layout import Parallelism
 
-__all__ = ["Cutter", "cutter"]
-
 #: Leaves this rank's part in a model, None where ranks share nothing; the ranks that partition each
 #: parameter then, None for all.
 Cutter = tuple[Callable[[nn.Module], None] | None, dist.ProcessGroup | None]

@@ -25,8 +25,6 @@ from zerostart.upstream.deepspeed.parallel.experts import ExpertGroups, mark_exp
 from zerostart.upstream.deepspeed.parallel.tensor_engine import TensorGroups
 from zerostart.upstream.deepspeed.zero12.experts import mark_flat_expert
 
-__all__ = ["expert_cutter", "expert_shards", "flat_expert_shards"]
-
 
 def expert_cutter(world: World, parallelism: Parallelism, partitioned: bool) -> Callable[[nn.Module], None]:
     """What leaves this rank's experts in a model. Collective.

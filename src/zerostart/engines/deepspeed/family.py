@@ -29,8 +29,6 @@ from zerostart.errors import ConfigError
 from zerostart.layout import Layout, Mesh, Parallelism, flat_partition
 from zerostart.layout.flat import FlatRules
 
-__all__ = ["DeepSpeed", "FlatBuffers", "ZeroThree"]
-
 #: Elements of a reduction bucket that still makes messages of a good size; DeepSpeed's own is ten times that.
 BUCKET = 50_000_000
 

@@ -27,10 +27,9 @@ from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream.deepspeed.parallel.tensor_engine import restore_hooks
 from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
 from zerostart.upstream.deepspeed.zero12 import buffers as upstream
+from zerostart.upstream.deepspeed.zero12.marks import RunReader
 from zerostart.upstream.torch.extensions import compiling, load_operations
 from zerostart.upstream.torch.tensors import storage_users
-
-__all__ = ["FlatKeeper", "FlatShards", "offer_runs"]
 
 logger = logging.getLogger("zerostart")
 
@@ -208,7 +207,7 @@ class FlatShards(FlatBufferShards):
         return new
 
 
-def offer_runs(model: nn.Module, rounded: Collection[str], reader: upstream.RunReader) -> None:
+def offer_runs(model: nn.Module, rounded: Collection[str], reader: RunReader) -> None:
     """Let the optimizer read the fp32 masters of the parameters ``rounded`` when it makes them."""
     for name, parameter in model.named_parameters():
         if name in rounded:

@@ -11,8 +11,6 @@ from zerostart.engines.training import Launched
 from zerostart.errors import ConfigError
 from zerostart.upstream.accelerate.launched import launched_deepspeed
 
-__all__ = ["launched", "launcher_file", "own_file"]
-
 #: Keys of DeepSpeed's configuration that other sections of a training configuration decide.
 _DECIDED = {
     "gradient_accumulation_steps": "train.accumulation",

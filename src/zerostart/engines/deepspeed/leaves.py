@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["expert_leaves"]
-
 
 def expert_leaves(model: nn.Module) -> list[nn.Module]:
     """The modules of ``model`` that run some of several experts, each a module of its own.

@@ -12,8 +12,6 @@ from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed.zero3.optimizer import Reader, mark, require_stage3
 
-__all__ = ["check_mixture", "mark_parameters", "mixed_dtypes"]
-
 
 def mixed_dtypes(parameters: Mapping[str, nn.Parameter]) -> dict[torch.dtype, str]:
     """The dtypes of the trainable parameters, each with the first name that has it."""

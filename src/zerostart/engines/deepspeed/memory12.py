@@ -18,8 +18,6 @@ import torch
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.memory import FP32, Array, Held, Moment, Optimizer, Sizes, Target, pinned_by_torch
 
-__all__ = ["after_load"]
-
 #: Elements that a partition is a multiple of (``nccl_start_alignment_factor``).
 ALIGNED = 2
 

@@ -23,8 +23,6 @@ import torch
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.memory import FP32, Array, Held, Moment, Optimizer, Sizes, Target, pinned_by_torch
 
-__all__ = ["after_load"]
-
 
 def after_load(held: Held, settings: DeepSpeedSettings, optimizer: Optimizer, target: Target) -> list[Moment]:
     """The moments of ``initialize`` and of the first step."""

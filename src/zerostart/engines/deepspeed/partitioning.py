@@ -26,13 +26,12 @@ from zerostart.errors import EngineError
 from zerostart.layout import Layout, flat_partition
 from zerostart.transfer import Arena, page_locked
 from zerostart.upstream.deepspeed.parallel.tensor_engine import restore_hooks
+from zerostart.upstream.deepspeed.zero3 import nvme
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.deepspeed.zero3.edits import check_outside, note_loaded
 from zerostart.upstream.deepspeed.zero3.leaves import mark_leaves
 from zerostart.upstream.deepspeed.zero3.optimizer import called
 from zerostart.upstream.torch.extensions import compiling, load_operations
-
-__all__ = ["PartitionMaker", "current_shards"]
 
 #: Builders of the operations of DeepSpeed's that are compiled at first use: of its layer, and of swapping.
 OPERATIONS = ("ShareMemCommBuilder", "AsyncIOBuilder")
@@ -58,7 +57,7 @@ class PartitionMaker:
         owners: dist.ProcessGroup | None = None,
     ) -> None:
         if settings.offload == "nvme":
-            upstream.check_swapping()
+            nvme.check_swapping()
         if settings.quantized_weights or settings.quantized_frozen_weights:
             upstream.check_quantising()
         self._world = world
@@ -104,7 +103,7 @@ class PartitionMaker:
         shards = []
         for name, parameter, layout, home, place in placed:
             if home.nvme:
-                partition = upstream.swap_file(self._init, parameter, name, layout.numel)
+                partition = nvme.swap_file(self._init, parameter, name, layout.numel)
                 self._swapped.append(parameter)
             else:
                 partition = arenas[home].take(place, layout.numel, parameter.dtype)
@@ -123,7 +122,7 @@ class PartitionMaker:
         """
         compiling.hold(model)
         if self._swapped:
-            upstream.write_through(self._init, self._swapped)
+            nvme.write_through(self._init, self._swapped)
         restore_hooks(model)
         model.register_load_state_dict_post_hook(note_loaded)  # type: ignore[no-untyped-call]
         return 0

@@ -12,8 +12,6 @@ from zerostart.transfer.memory import ALIGNMENT
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream.torch.tensors import storage_users
 
-__all__ = ["arrange"]
-
 logger = logging.getLogger("zerostart")
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from zerostart.errors import ConfigError
 
-__all__ = ["device_of", "number", "section_of"]
-
 #: Where parameters and states can be put.
 DEVICES = ("none", "cpu", "nvme")
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["serve"]
-
 #: Of a configuration that is for training, what an engine without an optimizer takes as well.
 KEPT = ("zero_optimization", "bf16", "fp16", "communication_data_type", "prescale_gradients")
 

@@ -15,8 +15,6 @@ from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Mesh
 from zerostart.layout.flat import FlatRules
 
-__all__ = ["TENSOR_RULES", "DeepSpeedSettings"]
-
 #: Smallest partition, in bytes, that DeepSpeed swaps (MIN_AIO_BYTES).
 MIN_SWAP = 1 << 20
 #: Buffers for swapped optimizer states, each of the largest sub-group (``offload_optimizer.buffer_count``).

@@ -14,8 +14,6 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.layout import cut_of, expand
 
-__all__ = ["REMEDY", "check_dropout", "check_rules", "check_structure"]
-
 REMEDY = "use engine='fsdp2', which runs it by its own plan, or tensor_parallel=1"
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SUMMED = "_ds_grad_allreduce_registered"

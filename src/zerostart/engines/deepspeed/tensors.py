@@ -25,8 +25,6 @@ from zerostart.upstream.deepspeed.parallel import tensors as upstream
 from zerostart.upstream.deepspeed.parallel.slices import Slice, slices_of
 from zerostart.upstream.deepspeed.parallel.tensor_engine import TensorGroups, mark_sliced
 
-__all__ = ["tensor_cutter", "tensor_cuts"]
-
 
 def tensor_cuts(
     model: nn.Module,

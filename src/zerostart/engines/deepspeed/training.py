@@ -11,8 +11,6 @@ import torch
 from zerostart.engines.training import AccelerateSetup, TrainingJob
 from zerostart.errors import ConfigError
 
-__all__ = ["HOST_BACKEND", "KEPT", "accelerate_setup", "training_config"]
-
 #: The dtype in which DeepSpeed keeps the model, by the precision that is mixed with fp32 masters.
 KEPT = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Hosts without an accelerator: told ``cpu=True``, accelerate forgets DeepSpeed; told a backend it does not.

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from zerostart.distributed.world import default_device
 from zerostart.upstream.deepspeed.state.steps import steps_of
 
-__all__ = ["spare_unreached"]
-
 
 def spare_unreached(engine: Any) -> None:
     """Have the optimizer of DeepSpeed's ``engine`` leave alone what no backward has reached yet, on any rank.

@@ -23,8 +23,6 @@ from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
 from zerostart.upstream.torch.fsdp2 import whole_tensor
 
-__all__ = ["hold_masters", "shard_added", "shard_around", "share_added"]
-
 #: Modules that hold parameters for others and are never called, so that nothing would gather them.
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 _AVERAGED = "_zerostart_averaged"

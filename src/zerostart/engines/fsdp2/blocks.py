@@ -10,8 +10,6 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.models import library_of
 
-__all__ = ["blocks_of"]
-
 
 def blocks_of(model: nn.Module, wrap: Sequence[str | type[nn.Module]] | None) -> list[nn.Module]:
     """The modules to be sharded as units, innermost first.

@@ -21,8 +21,6 @@ from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
 from zerostart.upstream.torch.fsdp2 import begin_at, in_backward
 
-__all__ = ["keep_calls"]
-
 
 def keep_calls(model: nn.Module, entries: Sequence[str]) -> None:
     """Have the units of ``model`` work on the caller's own containers, and gather no inference tensors.

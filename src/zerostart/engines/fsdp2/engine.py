@@ -25,8 +25,6 @@ from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.layout import Layout, replicated
 
-__all__ = ["FSDP2Shards", "current_shards", "reshard"]
-
 
 class FSDP2Shards:
     """Makes FSDP2 shards over a mesh of all ranks, with replicas or without; see ``FSDP2Settings``.

@@ -30,9 +30,6 @@ from zerostart.layout import Mesh, Parallelism, dimension_shard
 from zerostart.layout.flat import FlatRules
 from zerostart.models import Alias
 
-__all__ = ["FSDP2", "Replicated"]
-
-
 #: What can be said of the configuration in a YAML file.
 PLAIN = ("replicate", "reshard_after_forward", "wrap")
 

@@ -16,8 +16,6 @@ from torch import nn
 
 from zerostart.models import Alias
 
-__all__ = ["follow_swaps"]
-
 _ATTRIBUTE = "_zerostart_aliases"
 
 

@@ -11,8 +11,6 @@ from zerostart.errors import ConfigError
 from zerostart.upstream.accelerate.launched import launched_fsdp
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin
 
-__all__ = ["launched", "launcher_file"]
-
 
 def launched(stage: int) -> Launched:
     """The launcher's configuration for a run at a stage of FSDP2.

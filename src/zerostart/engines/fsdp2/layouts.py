@@ -15,8 +15,6 @@ from torch import nn
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.layout import Layout, Parallelism, Section, dimension_shard
 
-__all__ = ["MeshShares"]
-
 
 @dataclass(frozen=True)
 class MeshShares:

@@ -21,8 +21,6 @@ from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.memory import Held, Moment, Optimizer, Sizes, Target
 from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
 
-__all__ = ["Units", "after_load"]
-
 
 @dataclass(frozen=True)
 class Units:

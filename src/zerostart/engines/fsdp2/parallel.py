@@ -34,8 +34,6 @@ from zerostart.engines.shard import Shard
 from zerostart.layout import Parallelism
 from zerostart.upstream.transformers.tensor import require as require_styles
 
-__all__ = ["FSDP2ParallelShards", "parallel_shards"]
-
 
 class FSDP2ParallelShards:
     """Makes FSDP2 shards over the owners of each section of a mesh; see ``FSDP2Settings.check_mesh``."""

@@ -19,8 +19,6 @@ from torch.distributed.tensor import Shard
 from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Mesh
 
-__all__ = ["FSDP2Settings"]
-
 Placer = Callable[[nn.Parameter], Any]
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["begin_batch"]
-
 
 def begin_batch(model: FSDPModule, zero_stage: int, last: bool) -> None:
     """Call before the forward of each of the batches whose gradients are accumulated for one step.

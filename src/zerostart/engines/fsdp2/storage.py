@@ -20,8 +20,6 @@ from zerostart.layout import Layout, dimension_shard, replicated
 from zerostart.transfer import Arena, page_locked
 from zerostart.upstream.torch.tensors import adopt_local_tensors, hide_padding, over
 
-__all__ = ["arena_of", "give_storage", "holders", "sharded", "sharded_layout"]
-
 
 def arena_of(settings: FSDP2Settings, device: torch.device) -> Arena:
     """Memory for shards: of ``device``, unless the settings have them on the host."""

@@ -16,8 +16,6 @@ from zerostart.errors import EngineError
 from zerostart.layout import Cut, Parallelism, Ranges
 from zerostart.upstream.transformers.tensor import run_in_style
 
-__all__ = ["cut_tensors", "distributed"]
-
 #: The style of modules with whole parameters that see part of the activations, such as norms of heads.
 _SUMMED = "replicated_with_grad_allreduce"
 

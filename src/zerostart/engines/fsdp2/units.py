@@ -17,8 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from zerostart.errors import EngineError
 
-__all__ = ["Unit", "check_frozen", "let_cast", "scalars_of", "units_of"]
-
 _ATTRIBUTE = "_zerostart_computes_in"
 
 #: The dtype in which parameters are held, and the one in which they compute.

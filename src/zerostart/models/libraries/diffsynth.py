@@ -12,8 +12,6 @@ from zerostart.models.library import Built
 from zerostart.recipe import Recipes
 from zerostart.upstream.deepspeed.zero3.printing import keep_printable
 
-__all__ = ["DiffSynth"]
-
 PACKAGE = "diffsynth."
 
 

@@ -20,8 +20,6 @@ from zerostart.recipe import Recipes, Target, matched, symbols_of
 from zerostart.upstream.diffusers import weights as upstream
 from zerostart.upstream.diffusers.weights import model_class, require
 
-__all__ = ["Diffusers"]
-
 
 class Diffusers(ModelLibrary):
     """diffusers; what a checkpoint lacks is initialised by the model's own constructor."""

@@ -16,8 +16,6 @@ from zerostart.errors import ConversionError
 from zerostart.recipe import SymbolicTensor, Target, run_converter
 from zerostart.upstream.diffusers.weights import fix_names, original_layout
 
-__all__ = ["Reading", "convert"]
-
 Symbols = Mapping[str, SymbolicTensor]
 
 

@@ -9,8 +9,6 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.models.library import Built, ModelLibrary
 from zerostart.recipe import Recipes, Target, loaded_into, run_converter, symbols_of
 
-__all__ = ["Plain"]
-
 
 class Plain(ModelLibrary):
     """Any module of no library: built by the caller, and filled by its own ``load_state_dict``."""

@@ -26,8 +26,6 @@ from zerostart.upstream.transformers import models as upstream
 from zerostart.upstream.transformers.code import class_beside, unasked
 from zerostart.upstream.transformers.quantizers import dequantizer, method_of, prepare
 
-__all__ = ["Transformers"]
-
 logger = logging.getLogger("zerostart")
 _CODE = (
     "the model's class is code that lies beside the checkpoint (auto_map), of which nothing was run. If you "

@@ -19,8 +19,6 @@ from zerostart.errors import ConversionError
 from zerostart.recipe import SymbolicTensor, Target, recorded, settled
 from zerostart.upstream.transformers.models import loading_core
 
-__all__ = ["Converted", "convert"]
-
 
 @dataclass(frozen=True)
 class Converted:

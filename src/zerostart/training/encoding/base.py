@@ -21,8 +21,6 @@ from zerostart.training.cache_config import CacheConfig
 from zerostart.training.media.config import KNOWN_COLUMNS, Kind
 from zerostart.training.media.items import as_picture
 
-__all__ = ["Encoded", "Encoder", "Example", "encoder_class"]
-
 #: A decoded example, as ``zerostart.training.media`` makes it.
 Example = Mapping[str, Any]
 #: By the names of diffusers' pipelines, without a dimension of batches.

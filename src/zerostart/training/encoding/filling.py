@@ -26,8 +26,6 @@ from zerostart.training.terminal import say
 if TYPE_CHECKING:
     from zerostart.training.media.items import MediaItems
 
-__all__ = ["embedded", "fill"]
-
 #: By whose versions, too, a killed run is one to go on with.
 _LIBRARIES = ("diffusers", "torch", "transformers")
 #: Seconds between two lines that tell how far it is.

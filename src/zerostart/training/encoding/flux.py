@@ -8,8 +8,6 @@ import torch
 
 from zerostart.training.encoding.base import Encoded, Encoder, Example
 
-__all__ = ["Flux", "FluxKontext"]
-
 
 class Flux(Encoder):
     """``latents`` [C, H, W], ``prompt_embeds`` of T5 and ``pooled_prompt_embeds`` [D] of CLIP."""

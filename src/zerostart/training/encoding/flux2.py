@@ -8,8 +8,6 @@ import torch
 
 from zerostart.training.encoding.base import Encoded, Encoder, Example
 
-__all__ = ["Flux2"]
-
 
 class Flux2(Encoder):
     """``latents`` [4 C, H / 2, W / 2], in patches as they are normalised, and ``prompt_embeds``.

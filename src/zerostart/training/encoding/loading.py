@@ -23,8 +23,6 @@ from zerostart.training.encoder_files import TRAINED
 from zerostart.training.encoding.base import Encoder, encoder_class
 from zerostart.transfer.memory import release_cached
 
-__all__ = ["encoders"]
-
 _VAE = "vae"
 
 

@@ -10,8 +10,6 @@ import torch
 from zerostart.training.encoding.base import Encoded, Encoder, Example
 from zerostart.training.media.items import as_picture
 
-__all__ = ["QwenImage", "QwenImageEdit", "QwenImageEditPlus"]
-
 
 class QwenImage(Encoder):
     """``latents`` [C, H, W], ``prompt_embeds`` as long as the text is, and their mask, of ones."""

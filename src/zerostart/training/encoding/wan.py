@@ -13,8 +13,6 @@ from zerostart.training.cache_config import CacheConfig
 from zerostart.training.encoding.base import Encoded, Encoder, Example
 from zerostart.training.media.items import as_picture
 
-__all__ = ["ImageToVideo", "TextToVideo", "Vace"]
-
 #: Pixels of the latents in a patch of the transformer, each way.
 _PATCH = 2
 #: The last tokens, which the attention of diffusers' Wan takes for the text, the others being of pictures.

@@ -6,8 +6,6 @@ import torch
 
 from zerostart.training.encoding.base import Encoded, Encoder, Example
 
-__all__ = ["ZImage"]
-
 
 class ZImage(Encoder):
     """``latents`` [C, H, W] and ``prompt_embeds``, as long as the text is."""

@@ -18,8 +18,6 @@ from torch.nn.functional import pad
 
 from zerostart.errors import ConfigError
 
-__all__ = ["Conditions", "Family", "Tensors", "linear_shift", "shifted"]
-
 #: One example.
 Tensors = Mapping[str, torch.Tensor]
 #: What goes with latents in one batch: tensors, or lists of those that differ in length.

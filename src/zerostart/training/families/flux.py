@@ -10,8 +10,6 @@ import torch
 from zerostart.training.families.base import Conditions, linear_shift, shifted
 from zerostart.training.families.packed import Packed
 
-__all__ = ["Flux"]
-
 
 class Flux(Packed):
     """Latents are [C, H, W], tokens of 2 by 2; time goes from 0 to 1."""

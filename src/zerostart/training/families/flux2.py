@@ -11,8 +11,6 @@ from torch import nn
 
 from zerostart.training.families.base import Conditions, Family
 
-__all__ = ["Flux2"]
-
 _STEPS = 50  # of the released pipelines, by whose number their shift goes
 _APART = 10  # from one picture to the next, in places
 

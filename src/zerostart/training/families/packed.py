@@ -12,8 +12,6 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.training.families.base import Conditions, Family, Tensors
 
-__all__ = ["Packed"]
-
 
 class Packed(Family):
     """Latents are [C, H, W], with even sides."""

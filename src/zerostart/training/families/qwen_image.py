@@ -11,8 +11,6 @@ import torch
 from zerostart.training.families.base import Conditions, Tensors, linear_shift
 from zerostart.training.families.packed import Packed
 
-__all__ = ["QwenImage"]
-
 _TERMINAL = 0.02  # the last time of DiffSynth's schedule
 
 

@@ -10,8 +10,6 @@ from zerostart.training.families.qwen_image import QwenImage
 from zerostart.training.families.wan import Wan
 from zerostart.training.families.z_image import ZImage
 
-__all__ = ["FAMILIES", "family_of"]
-
 FAMILIES: dict[str, type[Family]] = {kind.name: kind for kind in (Wan, QwenImage, Flux, Flux2, ZImage)}
 
 

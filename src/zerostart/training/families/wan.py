@@ -12,8 +12,6 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.training.families.base import Conditions, Family, Tensors
 
-__all__ = ["Wan"]
-
 
 class Wan(Family):
     """Latents are [C, F, H, W]; a timestep goes from 0 to 1000.

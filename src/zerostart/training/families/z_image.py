@@ -10,8 +10,6 @@ from torch import nn
 
 from zerostart.training.families.base import Conditions, Family
 
-__all__ = ["ZImage"]
-
 
 class ZImage(Family):
     """Latents are [C, H, W]. Time goes the other way, from 0 (noise) to 1, and so does the velocity.

@@ -14,8 +14,6 @@ from zerostart.errors import ConfigError
 from zerostart.training.media.files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, MediaFile, needed
 from zerostart.training.media.images import image_size, opened_image, readable, rgb, rgb_image
 
-__all__ = ["Clip", "clip_of"]
-
 Color = tuple[int, int, int]
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from zerostart.errors import ConfigError
 from zerostart.training.media.config import KNOWN_COLUMNS, ColumnConfig, Kind, MediaConfig
 
-__all__ = ["Column", "media_columns"]
-
 
 @dataclass(frozen=True)
 class Column:

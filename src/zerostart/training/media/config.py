@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from zerostart.training.sections import Count, Positive, Section
 
-__all__ = ["KNOWN_COLUMNS", "ColumnConfig", "Kind", "MediaConfig"]
-
 Kind = Literal["image", "images", "video"]
 Fitted = Literal["item", "own"]
 

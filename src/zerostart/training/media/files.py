@@ -16,8 +16,6 @@ from typing import Any, BinaryIO
 from zerostart.errors import ConfigError
 from zerostart.training.media.config import Kind
 
-__all__ = ["IMAGE_SUFFIXES", "VIDEO_SUFFIXES", "MediaFile", "files_of", "needed"]
-
 #: What a directory is looked through for. Elsewhere a picture is what Pillow can open.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".flv", ".wmv", ".m4v", ".mpg", ".mpeg")

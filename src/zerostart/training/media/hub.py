@@ -11,8 +11,6 @@ from zerostart.checkpoint.paths import expanded
 from zerostart.errors import ConfigError
 from zerostart.training.media.table import Table
 
-__all__ = ["is_dataset", "read_dataset"]
-
 _PREFIX = "hf:"
 
 

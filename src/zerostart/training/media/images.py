@@ -9,8 +9,6 @@ from typing import Any
 from zerostart.errors import ConfigError
 from zerostart.training.media.files import MediaFile, needed
 
-__all__ = ["image_size", "opened_image", "readable", "rgb", "rgb_image"]
-
 #: The tag of EXIF that says how a camera was held; these values lay a picture on its side.
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
 

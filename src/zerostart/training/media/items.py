@@ -39,8 +39,6 @@ from zerostart.training.media.known import Described, KnownRows
 from zerostart.training.media.parts import Part, parts_of
 from zerostart.training.media.table import read_table
 
-__all__ = ["MediaItems", "as_float", "as_picture", "read_media"]
-
 T = TypeVar("T")
 
 _THREADS = 16  # that look at files, which may lie on a network

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-__all__ = ["Described", "KnownRows"]
-
 #: Digests, of 16 bytes, of a row's names, of these with lengths and times of its files, and of its contents.
 Described: TypeAlias = tuple[bytes, bytes, bytes]
 _SIZE = 16

@@ -16,8 +16,6 @@ from zerostart.training.media.files import MediaFile, needed
 from zerostart.training.media.images import image_size, rgb_image
 from zerostart.training.media.sizes import Size, fitted, frames_needed, picked_frames, target_size
 
-__all__ = ["Part", "parts_of"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from zerostart.errors import ConfigError
 from zerostart.training.media.config import MediaConfig
 from zerostart.training.media.files import needed
 
-__all__ = ["Size", "fitted", "frames_needed", "picked_frames", "standard_sizes", "target_size"]
-
 Size = tuple[int, int]  # height, width
 
 #: Sides of standard sizes are multiples of this, which leaves a dozen of them.

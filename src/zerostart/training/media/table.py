@@ -14,8 +14,6 @@ from zerostart.errors import ConfigError
 from zerostart.training.media.files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from zerostart.training.parsing import parsed_json
 
-__all__ = ["TABLES", "Table", "is_gone", "read_table"]
-
 Row = Mapping[str, Any]
 
 #: Tables that a directory is looked through for, in this order.

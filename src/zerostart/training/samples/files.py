@@ -13,8 +13,6 @@ import torch
 
 from zerostart.errors import ConfigError, WriteError
 
-__all__ = ["check_writers", "clear_drawn", "read_pictures", "write_drawn"]
-
 #: What encodes videos, the best first, with its options: a build of FFmpeg need not have each.
 _ENCODERS: Mapping[str, dict[str, str]] = {
     "libx264": {"crf": "18"},

@@ -18,8 +18,6 @@ from zerostart.errors import ConfigError
 from zerostart.training.samples.settings import SamplesConfig
 from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
 
-__all__ = ["Drawing", "Prompt"]
-
 #: What encoders have made of a prompt: tensors of one item, [L, D] and the like, by the pipelines' names.
 Prompt = Mapping[str, torch.Tensor]
 #: What a pipeline takes beside text, if it has to.

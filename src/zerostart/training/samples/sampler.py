@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from zerostart.training.session import Session
     from zerostart.training.tasks.base import Task
 
-__all__ = ["FOLDER", "Sampler", "batches_of", "open_drawing", "open_sampler"]
-
 #: In the output directory: what is drawn, a folder for each step.
 FOLDER = "samples"
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}

@@ -8,8 +8,6 @@ from pydantic import Field
 
 from zerostart.training.sections import Count, Positive, Section
 
-__all__ = ["SamplesConfig"]
-
 
 class SamplesConfig(Section):
     """What a run draws with the model in training: before the first step, after the last, ``every`` steps.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from zerostart.distributed.world import World
     from zerostart.training.config import TrainConfig
 
-__all__ = ["Batch", "Collator", "Items", "Part", "Task", "split_off"]
-
 #: What a task makes of the examples of one batch: tensors, or lists of those that differ in shape.
 Batch: TypeAlias = "dict[str, Any]"
 #: From the examples of a batch to the batch.

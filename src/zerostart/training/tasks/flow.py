@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from zerostart.distributed.world import World
     from zerostart.training.config import TrainConfig
 
-__all__ = ["FlowMatching"]
-
 
 class Numbered:
     """Examples that know their numbers, as ``index`` []."""

@@ -17,8 +17,6 @@ from zerostart.checkpoint.strict_json import read_json
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.training.config import ModelConfig
 
-__all__ = ["FlowSource", "copy_others", "read_source"]
-
 _DEFAULT = "transformer"
 #: Of a pipeline with two transformers, the one for times below the boundary.
 _BELOW = "transformer_2"

@@ -10,8 +10,6 @@ from pydantic import Field, model_validator
 from zerostart.training.families.base import Family
 from zerostart.training.sections import TaskConfig
 
-__all__ = ["FlowConfig", "Times"]
-
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 

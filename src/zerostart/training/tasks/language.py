@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from zerostart.distributed.world import World
     from zerostart.training.config import DataConfig, TrainConfig
 
-__all__ = ["IGNORED_LABEL", "CausalLanguage", "LanguageConfig", "MaskedConfig", "MaskedLanguage"]
-
 #: The label that the loss of transformers' models leaves out.
 IGNORED_LABEL = -100
 _TOKENIZER_FILES = ("tokenizer_config.json", "config.json")

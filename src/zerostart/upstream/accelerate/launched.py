@@ -14,18 +14,9 @@ from typing import Any
 
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin, is_set
 from zerostart.upstream.accelerate.plugins import require as require_plugin
-from zerostart.upstream.registry import Shape, Use, demand
+from zerostart.upstream.registry import Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import ACCELERATE
-
-__all__ = [
-    "TOUCHED",
-    "hidden",
-    "launched_deepspeed",
-    "launched_dynamo",
-    "launched_for",
-    "launched_fsdp",
-    "launched_precision",
-]
 
 _DEEPSPEED = "accelerate.utils.dataclasses:DeepSpeedPlugin"
 TOUCHED = (

@@ -14,19 +14,6 @@ import torch.distributed as dist
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.versions import ACCELERATE
 
-__all__ = [
-    "TOUCHED",
-    "SHARDED",
-    "FSDP2Plugin",
-    "fsdp2_plugin",
-    "is_set",
-    "join_ranks",
-    "parallelism",
-    "remember",
-    "remember_parallelism",
-    "require",
-]
-
 #: What ``fully_shard`` puts before the name of a module's class.
 SHARDED = "FSDP"
 _PLUGIN = "accelerate.utils.dataclasses:FullyShardedDataParallelPlugin"

@@ -21,11 +21,9 @@ from torch.distributed.tensor import DTensor
 from zerostart.upstream.accelerate.plugins import SHARDED, is_set, remember, remember_parallelism, require
 from zerostart.upstream.patches import Held, replaced
 from zerostart.upstream.refusals import fits
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit
-from zerostart.upstream.shapes import found
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
+from zerostart.upstream.shapes import Shape, found
 from zerostart.upstream.versions import ACCELERATE, TRANSFORMERS
-
-__all__ = ["TOUCHED", "Override"]
 
 logger = logging.getLogger("zerostart")
 _ACCELERATOR = "accelerate.accelerator:Accelerator"

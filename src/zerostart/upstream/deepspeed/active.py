@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from zerostart.upstream.registry import Shape, Use, demand
+from zerostart.upstream.registry import Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, TRANSFORMERS
-
-__all__ = ["TOUCHED", "active_config", "config_stage", "open_init_dtype", "require"]
 
 TOUCHED = (
     Use(

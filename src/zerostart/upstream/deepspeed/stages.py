@@ -17,10 +17,9 @@ from torch import nn
 
 from zerostart.errors import EngineError
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, Use, misfit
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, misfit
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "keep_stage"]
 
 logger = logging.getLogger("zerostart")
 

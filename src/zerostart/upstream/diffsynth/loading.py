@@ -19,10 +19,9 @@ from typing import Any, Protocol
 
 from zerostart.upstream.on_import import when_imported
 from zerostart.upstream.patches import Held, replaced, replaced_wherever_imported
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DIFFSYNTH
-
-__all__ = ["TOUCHED", "Override", "require"]
 
 _MODEL = "diffsynth.core.loader.model"
 _FILE = "diffsynth.core.loader.file"

@@ -25,11 +25,10 @@ from zerostart.errors import BuildError
 from zerostart.upstream.diffusers.weights import require as require_version
 from zerostart.upstream.on_import import when_imported
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, demand
 from zerostart.upstream.served import Served, current_call, serving
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DIFFUSERS
-
-__all__ = ["TOUCHED", "Override", "require"]
 
 _MODULE = "diffusers.models.modeling_utils"
 _MIXIN = "diffusers.models.modeling_utils:ModelMixin"

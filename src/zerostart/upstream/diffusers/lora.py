@@ -12,10 +12,9 @@ from torch import nn
 
 from zerostart.upstream.on_import import when_imported
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DIFFUSERS
-
-__all__ = ["TOUCHED", "LoraShapes"]
 
 _FLUX = PatchPoint(
     library=DIFFUSERS,

@@ -17,8 +17,6 @@ from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.transformers.code import unasked
 from zerostart.upstream.versions import DIFFUSERS
 
-__all__ = ["TOUCHED", "assembled", "component_class", "name_classes", "pipeline_class"]
-
 TOUCHED = (
     Use(
         library=DIFFUSERS,

@@ -11,19 +11,9 @@ import torch
 from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream.registry import Shape, Use, demand
+from zerostart.upstream.registry import Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DIFFUSERS
-
-__all__ = [
-    "TOUCHED",
-    "fix_names",
-    "ignorable_unexpected",
-    "is_diffusers",
-    "kept_in_fp32",
-    "model_class",
-    "original_layout",
-    "require",
-]
 
 TOUCHED = (
     Use(

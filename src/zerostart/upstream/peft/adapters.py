@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from zerostart.upstream.on_import import when_imported
 from zerostart.upstream.patches import Held, replaced, replaced_wherever_imported
 from zerostart.upstream.refusals import fits
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape
+from zerostart.upstream.registry import Lasts, PatchPoint
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import PEFT
-
-__all__ = ["TOUCHED", "AdapterCalls"]
 
 _LAYERS = "peft.tuners.tuners_utils"
 _FILES = "peft.utils.save_and_load"

@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.patches import Held, note, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import ACCELERATE, TORCH
-
-__all__ = ["TOUCHED", "check_kernels", "drop_masks", "head_and_tail", "require", "ring", "ring_on_cpu"]
 
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 _CPU_KERNEL = PatchPoint(

@@ -34,10 +34,9 @@ from typing import Any
 
 from zerostart.errors import EngineError
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, Use, is_first_rank, misfit
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, is_first_rank, misfit
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED, TORCH
-
-__all__ = ["TOUCHED", "built", "compiling", "left_locks", "load_operations"]
 
 logger = logging.getLogger("zerostart")
 

@@ -13,21 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, need
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, need
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.torch.tensors import over
 from zerostart.upstream.versions import TORCH
-
-__all__ = [
-    "TOUCHED",
-    "are_reduced_as_shards",
-    "begin_at",
-    "has_run",
-    "has_unreduced",
-    "in_backward",
-    "whole_for_a_while",
-    "whole_tensor",
-]
-
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 _UNITS = Use(

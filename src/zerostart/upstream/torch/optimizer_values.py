@@ -11,8 +11,6 @@ import torch
 
 from zerostart.errors import CheckpointError, ConfigError
 
-__all__ = ["inner_optimizers", "own_values", "put_together", "set_own_values", "taken_apart"]
-
 #: What ``torch.optim.Optimizer`` itself has in a state dict, and keeps as attributes.
 _COMMON = ("state", "param_groups")
 #: Classes of tensors made of plain ones, by the package that brings them: torchao's quantised states.

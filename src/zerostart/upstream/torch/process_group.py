@@ -10,10 +10,9 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from zerostart.upstream.patches import Held, replaced_wherever_imported
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, misfit
+from zerostart.upstream.registry import Lasts, PatchPoint, misfit
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TORCH
-
-__all__ = ["TOUCHED", "BeforeTheEnd"]
 
 _DESTROY = PatchPoint(
     library=TORCH,

@@ -18,18 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zerostart.upstream.patches import Held
 
-__all__ = [
-    "Member",
-    "Stepped",
-    "adopted_steps",
-    "computes",
-    "has_taken",
-    "plain_steps",
-    "rule_of",
-    "watch_model",
-    "watch_steps",
-]
-
 #: On a gradient that a step has taken: how often its memory had been written to by then.
 _ATTRIBUTE = "_zerostart_taken"
 #: Optimizers with a hook of their own, those that were saved or restored.

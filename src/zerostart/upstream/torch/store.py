@@ -15,16 +15,6 @@ from torch.distributed import distributed_c10d
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.versions import TORCH
 
-__all__ = [
-    "TOUCHED",
-    "connected_lazily",
-    "made_groups",
-    "messages_group",
-    "patience",
-    "same_patience",
-    "store_of",
-]
-
 TOUCHED = (
     Use(
         library=TORCH,

@@ -17,23 +17,12 @@ from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, misfit, need
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit, need
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TORCH
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-__all__ = [
-    "TOUCHED",
-    "adopt_local_tensors",
-    "asks_for_memory",
-    "has_byte_products",
-    "hide_padding",
-    "over",
-    "product_of_bytes",
-    "storage_users",
-    "truncated_normal_goes_to",
-]
 
 _TRUNCATED_NORMAL = PatchPoint(
     library=TORCH,

@@ -12,8 +12,6 @@ import torch
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.versions import TORCH
 
-__all__ = ["TOUCHED", "become_wrapper", "make_wrapper", "resizable", "shares_storage", "without_dispatch"]
-
 TOUCHED = (
     Use(
         library=TORCH,

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from zerostart.upstream.registry import Shape, Use, demand
+from zerostart.upstream.registry import Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
-
-__all__ = ["TOUCHED", "heads", "implementation", "kinds", "obstacle", "packed_documents", "require"]
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 TOUCHED = (

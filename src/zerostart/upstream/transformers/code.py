@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, Use, misfit
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, misfit
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
-
-__all__ = ["TOUCHED", "class_beside", "unasked"]
 
 _MODULE = "transformers.dynamic_module_utils"
 _SECONDS = PatchPoint(

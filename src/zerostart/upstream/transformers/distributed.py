@@ -15,10 +15,9 @@ from typing import Any
 
 from zerostart.errors import ConfigError
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
-
-__all__ = ["TOUCHED", "AxesAsked", "Noting", "axes_asked", "override_plans", "show_experts"]
 
 _CONFIG = "transformers.distributed.configuration_utils:DistributedConfig"
 _MODEL = "transformers.modeling_utils:PreTrainedModel"

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.transformers.models import without_zero_init
 from zerostart.upstream.versions import TRANSFORMERS
-
-__all__ = ["TOUCHED", "initialising", "is_configuration"]
 
 _DEVICE = PatchPoint(
     library=TRANSFORMERS,

@@ -27,18 +27,10 @@ from torch import nn
 
 from zerostart.errors import BuildError
 from zerostart.upstream.patches import Held, note, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.served import Served, current_call, serving
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
-
-__all__ = [
-    "TOUCHED",
-    "Override",
-    "Starting",
-    "knowing_partitions",
-    "require",
-    "resize_by",
-]
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _ENTRY = PatchPoint(

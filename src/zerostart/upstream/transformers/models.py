@@ -12,29 +12,9 @@ from typing import Any
 
 import torch
 
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, misfit, need
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit, need
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
-
-__all__ = [
-    "TOUCHED",
-    "check_built",
-    "dtype_plan",
-    "ignorable",
-    "ignorable_on_save",
-    "initialise",
-    "is_pretrained",
-    "keep_conversions",
-    "keep_outputs",
-    "loading_core",
-    "mark_loaded",
-    "parallel_rules",
-    "registered_conversions",
-    "revert",
-    "tie",
-    "tied_names",
-    "without_weights",
-    "without_zero_init",
-]
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _CONVERSIONS = Use(

@@ -9,10 +9,9 @@ import torch
 
 from zerostart.errors import BuildError
 from zerostart.upstream.patches import note
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
-
-__all__ = ["TOUCHED", "dequantise", "dequantizer", "method_of", "prepare"]
 
 _BLOCKS = PatchPoint(
     library=TRANSFORMERS,

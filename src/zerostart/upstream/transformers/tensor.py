@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
-
-__all__ = ["TOUCHED", "require", "run_in_style"]
 
 TOUCHED = (
     Use(

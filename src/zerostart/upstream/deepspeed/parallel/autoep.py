@@ -12,10 +12,9 @@ from typing import Any
 
 from zerostart.errors import EngineError
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "note_shared"]
 
 _ATTRIBUTE = "_zerostart_shared_expert"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"

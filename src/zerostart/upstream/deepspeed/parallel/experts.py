@@ -10,10 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "ExpertGroups", "mark_expert", "require_groups"]
 
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 _OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"

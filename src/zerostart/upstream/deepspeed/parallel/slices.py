@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from zerostart.upstream.registry import Shape, Use
+from zerostart.upstream.registry import Use
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "Slice", "slices_of"]
 
 _LAYERS = "deepspeed.module_inject.layers"
 TOUCHED = (

@@ -20,10 +20,9 @@ from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed.parallel.slices import slices_of
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.patches import Held, Ticket, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "TensorGroups", "mark_sliced", "restore_hooks"]
 
 _ATTRIBUTE = "_zerostart_tensors"
 _SUMMED = "_ds_grad_allreduce_registered"

@@ -26,10 +26,9 @@ from zerostart.upstream.deepspeed.parallel.slices import TOUCHED as SLICES
 from zerostart.upstream.deepspeed.parallel.slices import Slice, slices_of
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "described", "require_layers", "rules_of_plan", "sliced"]
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _LAYERS = "deepspeed.module_inject.layers"

@@ -25,11 +25,10 @@ from torch import nn
 
 from zerostart.errors import ConfigError
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.transformers.attention import packed_documents, require
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "evaluate_in_parts", "mask_sequences", "sequence_group"]
 
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF"
 _REGISTERING = PatchPoint(

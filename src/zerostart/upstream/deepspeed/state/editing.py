@@ -11,11 +11,9 @@ import torch
 
 from zerostart.errors import ConfigError, UnsupportedVersionError
 from zerostart.upstream.deepspeed.zero12.adoption import shares_of
-from zerostart.upstream.deepspeed.zero12.buffers import marked
+from zerostart.upstream.deepspeed.zero12.marks import marked
 from zerostart.upstream.registry import Use
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "Master", "check_editable", "has_own_values", "master_of", "optimizer_of", "row_major"]
 
 TOUCHED = (
     Use(

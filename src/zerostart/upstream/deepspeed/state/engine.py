@@ -12,22 +12,9 @@ from zerostart.errors import ConfigError
 from zerostart.upstream.deepspeed.state.editing import optimizer_of
 from zerostart.upstream.deepspeed.state.steps import TOUCHED as STEPS
 from zerostart.upstream.deepspeed.state.steps import base_optimizer, optimizer_of_engine
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Touched, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Touched, Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = [
-    "TOUCHED",
-    "check_engine_given",
-    "check_window",
-    "counters",
-    "drop_gathered",
-    "engine_of",
-    "engine_stage",
-    "is_window_open",
-    "set_counters",
-    "set_window",
-    "window",
-]
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"

@@ -12,8 +12,6 @@ from zerostart.upstream.deepspeed.zero3.partitions import partition_available
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["TOUCHED", "follow", "follow_partition", "tell_changed"]
-
 logger = logging.getLogger("zerostart")
 
 TOUCHED = (

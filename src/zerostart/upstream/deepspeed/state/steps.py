@@ -10,18 +10,10 @@ import torch
 
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.deepspeed.zero12.adoption import shares_of
-from zerostart.upstream.registry import Shape, Use
+from zerostart.upstream.registry import Use
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.torch.stepped import Member, Stepped, plain_steps
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = [
-    "TOUCHED",
-    "base_optimizer",
-    "check_movable",
-    "gradients",
-    "optimizer_of_engine",
-    "steps_of",
-]
 
 _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"

@@ -22,8 +22,6 @@ from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import PatchPoint, Use
 from zerostart.upstream.versions import DEEPSPEED
 
-__all__ = ["TOUCHED", "Adoption", "shares_of"]
-
 logger = logging.getLogger("zerostart")
 
 TOUCHED = (

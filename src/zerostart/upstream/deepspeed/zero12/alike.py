@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["alike", "fingerprint", "place_weights"]
-
 #: Words of 8 bytes that are hashed at a time: what the CPU's cache holds, and enough to keep others busy.
 _WORDS, _MANY = 1 << 16, 1 << 20
 #: Odd, as all factors here, so that no factor loses a bit: 2**64 over the golden ratio, and the like.

@@ -39,10 +39,9 @@ from zerostart.upstream.deepspeed.zero12.marks import Keeper, Mark, RunReader, m
 from zerostart.upstream.deepspeed.zero12.optimizers import TOUCHED as OPTIMIZERS
 from zerostart.upstream.deepspeed.zero12.optimizers import enter_constructors
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "Keeper", "Mark", "RunReader", "known", "mark", "marked", "offer", "remark"]
 
 logger = logging.getLogger("zerostart")
 

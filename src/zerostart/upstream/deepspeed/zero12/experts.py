@@ -22,10 +22,9 @@ from zerostart.upstream.deepspeed.zero12.grouping import TOUCHED as GROUPING
 from zerostart.upstream.deepspeed.zero12.grouping import grouping
 from zerostart.upstream.deepspeed.zero12.marks import expert_of, mark_expert_of
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "mark_flat_expert"]
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"

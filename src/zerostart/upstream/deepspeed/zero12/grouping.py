@@ -19,10 +19,9 @@ import torch
 from zerostart.upstream.deepspeed.zero12.marks import expert_of, marked
 from zerostart.upstream.deepspeed.zero12.split_groups import Kind, split_groups, split_optimizer
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape
+from zerostart.upstream.registry import Lasts, PatchPoint
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "grouping"]
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _CONFIGURE = PatchPoint(

@@ -11,8 +11,6 @@ import torch
 
 from zerostart.upstream.patches import Ticket
 
-__all__ = ["Keeper", "Mark", "RunReader", "expert_of", "mark_expert_of", "marked", "remark"]
-
 #: Fills 1-D tensors with runs of what this rank has of parameters: ``(name, first element, tensor)``.
 #: Collective, with the same parameters in the same order; the runs are each rank's own.
 RunReader = Callable[[Sequence[tuple[str, int, torch.Tensor]]], None]

@@ -19,10 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from zerostart.upstream.deepspeed.zero12.adoption import Adoption
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "enter_constructors"]
 
 _ZERO_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"

@@ -20,8 +20,6 @@ import torch
 from zerostart.upstream.registry import Lasts, PatchPoint
 from zerostart.upstream.versions import TORCH
 
-__all__ = ["TOUCHED", "Kind", "KindOf", "split_groups", "split_optimizer"]
-
 TOUCHED = (
     PatchPoint(
         library=TORCH,

@@ -16,10 +16,9 @@ from typing import Any
 
 from zerostart.upstream.on_import import when_imported
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "aligning"]
 
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 _GATHER = PatchPoint(

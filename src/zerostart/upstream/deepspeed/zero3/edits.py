@@ -26,10 +26,9 @@ import torch.distributed as dist
 from zerostart.errors import ConfigError
 from zerostart.upstream.on_import import when_imported
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "check_outside", "check_step", "is_gathered", "note", "note_loaded", "watching"]
 
 _GATHERED = "deepspeed.runtime.zero.partition_parameters:GatheredParameters"
 _WATCH = PatchPoint(

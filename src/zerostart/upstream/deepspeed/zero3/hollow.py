@@ -20,10 +20,9 @@ from torch import nn
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.patches import Held, note, replaced
 from zerostart.upstream.refusals import fits
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, misfit
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED, TORCH
-
-__all__ = ["TOUCHED", "Hollow", "check_called", "keep_from_loss"]
 
 _OWN = PatchPoint(
     library=DEEPSPEED,

@@ -10,10 +10,9 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "mark_leaves"]
 
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
 TOUCHED = (

@@ -14,18 +14,9 @@ from typing import Any
 import torch
 
 from zerostart.errors import EngineError, WriteError
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = [
-    "TOUCHED",
-    "check_swapping",
-    "current_partition",
-    "leave_on_nvme",
-    "swap_file",
-    "swaps",
-    "write_through",
-]
 
 _SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
 TOUCHED = (

@@ -35,10 +35,9 @@ from zerostart.upstream.deepspeed.zero3.edits import check_step, watching
 from zerostart.upstream.deepspeed.zero3.edits import note as note_edits
 from zerostart.upstream.deepspeed.zero3.partitions import require
 from zerostart.upstream.patches import Held, Ticket, note, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "Arrange", "Mark", "Reader", "called", "mark", "require_stage3", "watch"]
 
 #: Fills 1-D fp32 tensors with this rank's shares of parameters, by name. Collective, in the same order.
 Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]

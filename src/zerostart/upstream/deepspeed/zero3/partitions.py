@@ -16,33 +16,9 @@ from torch import nn
 
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.deepspeed.zero3 import nvme
-from zerostart.upstream.deepspeed.zero3.nvme import check_swapping, swap_file, write_through
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, Use, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = [
-    "TOUCHED",
-    "Home",
-    "check_config",
-    "check_quantising",
-    "check_sections",
-    "check_swapping",
-    "contexts_aside",
-    "converted_parameter",
-    "give_partition",
-    "home_of",
-    "import_deepspeed",
-    "join_group",
-    "join_hierarchical_groups",
-    "parameter_device",
-    "partition_available",
-    "partition_of",
-    "partition_ranks",
-    "partitioner",
-    "require",
-    "swap_file",
-    "write_through",
-]
 
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 _CONTEXTS = Use(

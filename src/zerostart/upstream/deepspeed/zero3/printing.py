@@ -14,10 +14,9 @@ from typing import Any
 from torch import nn
 
 from zerostart.upstream.patches import Held, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Shape, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, demand
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = ["TOUCHED", "keep_printable"]
 
 _MODULE = "deepspeed.runtime.zero.stage3"
 _OPTIMIZER = "DeepSpeedZeroOptimizer_Stage3"

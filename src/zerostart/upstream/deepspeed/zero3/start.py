@@ -26,20 +26,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Shape, misfit
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
+from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
-
-__all__ = [
-    "TOUCHED",
-    "Converted",
-    "Unread",
-    "defragmenting",
-    "flattened",
-    "joined",
-    "known",
-    "takes",
-    "ungathered",
-]
 
 logger = logging.getLogger("zerostart")
 
