@@ -67,6 +67,10 @@ def text() -> str:
     return "\n".join([*parts, _SENT, *(_patch(patch) for patch in patches())])
 
 
+def _path(module: str) -> str:
+    return f"{module.replace('.', '/')}.py"
+
+
 def _patch(patch: Patch) -> str:
     head = f"### {patch.subject}\n\nAgainst {patch.against}. Takes away {patch.replaces}.\n\n{patch.reason}"
     return f"{head}\n```diff\n{patch.difference}```\n"
@@ -78,7 +82,7 @@ def _section(library: Library, points: list[tuple[str, Touched]]) -> str:
     for file, point in points:
         if isinstance(point, PatchPoint):
             names = _names(point, [*point.names, *(f".{name}" for name in point.writes)])
-            cells = (names, point.why, point.lasts, point.otherwise, f"`{file}.py`")
+            cells = (names, point.why, point.lasts, point.otherwise, f"`{_path(file)}`")
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| used | why | in `upstream/` |", "|---|---|---|"]
     for file, point in points:
@@ -87,7 +91,7 @@ def _section(library: Library, points: list[tuple[str, Touched]]) -> str:
                 shape.of.rpartition(".")[2] for shape in point.shapes if shape.of.startswith(point.owner)
             ]
             names = [*point.names, *(name for name in methods if name not in point.names), *point.attributes]
-            lines.append(f"| {_names(point, names)} | {point.why} | `{file}.py` |")
+            lines.append(f"| {_names(point, names)} | {point.why} | `{_path(file)}` |")
     return "\n".join(lines) + "\n"
 
 

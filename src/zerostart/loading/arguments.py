@@ -156,7 +156,9 @@ class LoadArguments(EnabledArguments):
     source: Source = field(kw_only=False, metadata={"key": "model.source"})
     model: ModelLike = None
     engine: str | None = _argument(
-        None, Option("deepspeed or fsdp2; default: the launcher's, else the one that is installed.")
+        None,
+        Option("deepspeed or fsdp2; default: the launcher's, else the one that is installed."),
+        key="engine.name",
     )
     zero_stage: int = _argument(
         3, Option("ZeRO stage; 0: whole on every rank.", "number", least=0, most=3), key="engine.zero_stage"
