@@ -214,14 +214,12 @@ REFUSED = {
 }
 
 
+FAST = ("saving_calls", "transformers.models")
+
+
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(
-            case, marks=[pytest.mark.slow] * (case.file not in ("saving_calls", "transformers.models"))
-        )
-        for case in BROKEN
-    ],
+    [pytest.param(case, marks=[pytest.mark.slow] * (case.file not in FAST)) for case in BROKEN],
     ids=lambda case: case.file,
 )
 def test_what_does_not_fit_refuses_its_feature_alone(

@@ -158,7 +158,7 @@ def is_first_rank() -> bool:
 
 @functools.cache
 def touched() -> dict[str, tuple[Touched, ...]]:
-    """Everything that is declared, by the module of this room (``torch.fsdp2``), without importing anything."""
+    """Everything that is declared, by module of this room (``torch.fsdp2``), without importing anything."""
     room = Path(__file__).parent
     return {
         ".".join(file.relative_to(room).with_suffix("").parts): declared
