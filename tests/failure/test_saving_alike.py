@@ -68,7 +68,7 @@ def test_ranks_that_save_other_things_are_told(tmp_path: Path) -> None:
     assert first == second
     rest = {n: text for n, text in first.items() if "the ranks do not do the same: rank 0" not in text}
     assert rest.keys() == {"value", "tensor"}
-    assert all("extra (or a schedule) of rank 1 differs from that of rank 0" in text for text in rest.values())
+    assert all("(or a schedule) of rank 1 differs from that of rank 0" in text for text in rest.values())
 
 
 def wandering(folder: Path) -> tuple[list[str], Any]:

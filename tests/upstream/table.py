@@ -67,10 +67,6 @@ def text() -> str:
     return "\n".join([*parts, _SENT, *(_patch(patch) for patch in patches())])
 
 
-def _path(module: str) -> str:
-    return f"{module.replace('.', '/')}.py"
-
-
 def _patch(patch: Patch) -> str:
     head = f"### {patch.subject}\n\nAgainst {patch.against}. Takes away {patch.replaces}.\n\n{patch.reason}"
     return f"{head}\n```diff\n{patch.difference}```\n"
@@ -78,20 +74,20 @@ def _patch(patch: Patch) -> str:
 
 def _section(library: Library, points: list[tuple[str, Touched]]) -> str:
     lines = [f"## {library.name}", ""]
-    lines += ["| replaced or written | why | for | else | in `upstream/` |", "|---|---|---|---|---|"]
+    lines += ["| replaced or written | why | for | else | in `upstream` |", "|---|---|---|---|---|"]
     for file, point in points:
         if isinstance(point, PatchPoint):
             names = _names(point, [*point.names, *(f".{name}" for name in point.writes)])
-            cells = (names, point.why, point.lasts, point.otherwise, f"`{_path(file)}`")
+            cells = (names, point.why, point.lasts, point.otherwise, f"`{file}`")
             lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| used | why | in `upstream/` |", "|---|---|---|"]
+    lines += ["", "| used | why | in `upstream` |", "|---|---|---|"]
     for file, point in points:
         if not isinstance(point, PatchPoint):
             methods = [
                 shape.of.rpartition(".")[2] for shape in point.shapes if shape.of.startswith(point.owner)
             ]
             names = [*point.names, *(name for name in methods if name not in point.names), *point.attributes]
-            lines.append(f"| {_names(point, names)} | {point.why} | `{_path(file)}` |")
+            lines.append(f"| {_names(point, names)} | {point.why} | `{file}` |")
     return "\n".join(lines) + "\n"
 
 
