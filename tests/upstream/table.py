@@ -78,7 +78,7 @@ def _section(library: Library, points: list[tuple[str, Touched]]) -> str:
     for file, point in points:
         if isinstance(point, PatchPoint):
             names = _names(point, [*point.names, *(f".{name}" for name in point.writes)])
-            cells = (names, point.why, point.lasts, point.otherwise, f"`{file}.py`")
+            cells = (names, point.why, point.lasts, point.otherwise, _file(file))
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| used | why | in `upstream/` |", "|---|---|---|"]
     for file, point in points:
@@ -87,8 +87,12 @@ def _section(library: Library, points: list[tuple[str, Touched]]) -> str:
                 shape.of.rpartition(".")[2] for shape in point.shapes if shape.of.startswith(point.owner)
             ]
             names = [*point.names, *(name for name in methods if name not in point.names), *point.attributes]
-            lines.append(f"| {_names(point, names)} | {point.why} | `{file}.py` |")
+            lines.append(f"| {_names(point, names)} | {point.why} | {_file(file)} |")
     return "\n".join(lines) + "\n"
+
+
+def _file(module: str) -> str:
+    return f"`{module.replace('.', '/')}.py`"
 
 
 def _names(point: Touched, names: list[str]) -> str:

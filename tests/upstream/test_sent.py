@@ -36,7 +36,7 @@ def test_it_fits_what_is_installed(patch: Patch, tmp_path: Path) -> None:
         for key, value in vars(__import__(f"zerostart.upstream.{file}", fromlist=["TOUCHED"])).items()
         if isinstance(value, PatchPoint)
     }
-    file, point = patch.replaces.split(",")[0].split(" ")[0].split(".")
+    file, _, point = patch.replaces.split(",")[0].split(" ")[0].rpartition(".")
     assert (file, point) in declared
 
 

@@ -147,17 +147,17 @@ class Broken:
 
 BROKEN = [
     Broken("saving_calls", ":PreTrainedModel", "save_pretrained"),
-    Broken("peft_adapters", ":BaseTuner", "get_peft_model"),
-    Broken("torch_fsdp2", ":FSDPParamGroup", "resize_token_embeddings"),
-    Broken("torch", "torch._C"),
-    Broken("extensions", ":OpBuilder"),
-    Broken("deepspeed", "deepspeed.utils.groups", "hierarchical"),
-    Broken("deepspeed_hollow", ":DeepSpeedEngine", "module_state_dict"),
-    Broken("deepspeed_stages", ":DeepSpeedEngine"),
-    Broken("deepspeed_state", ":DynamicLossScaler"),
-    Broken("deepspeed_stage12_optimizers", ":DeepSpeedZeroOptimizer"),
-    Broken("deepspeed_start", ":DeepSpeedZeroOptimizer_Stage3"),
-    Broken("transformers", "transformers.initialization", "transformers"),
+    Broken("peft.adapters", ":BaseTuner", "get_peft_model"),
+    Broken("torch.fsdp2", ":FSDPParamGroup", "resize_token_embeddings"),
+    Broken("torch.tensors", "torch._C"),
+    Broken("torch.extensions", ":OpBuilder"),
+    Broken("deepspeed.zero3.partitions", "deepspeed.utils.groups", "hierarchical"),
+    Broken("deepspeed.zero3.hollow", ":DeepSpeedEngine", "module_state_dict"),
+    Broken("deepspeed.stages", ":DeepSpeedEngine"),
+    Broken("deepspeed.state.engine", ":DynamicLossScaler"),
+    Broken("deepspeed.zero12.optimizers", ":DeepSpeedZeroOptimizer"),
+    Broken("deepspeed.zero3.start", ":DeepSpeedZeroOptimizer_Stage3"),
+    Broken("transformers.models", "transformers.initialization", "transformers"),
 ]
 
 

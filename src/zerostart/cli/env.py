@@ -96,7 +96,7 @@ def _patch(file: str, point: Touched) -> dict[str, Any]:
         "why": point.why,
         "lasts": None if override is None else str(override.lasts),
         "otherwise": "refused" if override is None else str(override.otherwise),
-        "file": f"zerostart/upstream/{file}.py",
+        "file": f"zerostart/upstream/{file.replace('.', '/')}.py",
         "checks": [shape.of.replace(":", ".") for shape in point.shapes],
     }
 

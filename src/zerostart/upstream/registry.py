@@ -158,10 +158,11 @@ def is_first_rank() -> bool:
 
 @functools.cache
 def touched() -> dict[str, tuple[Touched, ...]]:
-    """Everything that is declared, by the file of this room, without importing anything."""
+    """Everything that is declared, without importing anything, by the module: ``deepspeed.zero3.start``."""
+    room = Path(__file__).parent
     return {
-        file.stem: declared
-        for file in sorted(Path(__file__).parent.glob("*.py"))
+        ".".join(file.relative_to(room).with_suffix("").parts): declared
+        for file in sorted(room.rglob("*.py"))
         if (declared := _declared(file))
     }
 
