@@ -1,8 +1,10 @@
 """Ranks that load by ``from_pretrained`` meet by the store, also in a group after another one in it."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -45,3 +47,30 @@ def test_ranks_at_different_loads_are_told_in_any_group_over_the_store() -> None
     assert _ranks(store, ("A.from_pretrained",) * 2) == [None, None]
     for error in _ranks(store, ("B.from_pretrained", "C.from_pretrained")):
         assert "something else on another" in str(error)
+
+
+class _Slow:
+    """A store at which other ranks see each step of a rank before it takes the next one."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self._store.add(key, amount))
+        if amount:
+            time.sleep(0.1)
+        return total
+
+
+def test_ranks_that_are_slow_to_tell_are_not_taken_to_load_something_else() -> None:
+    store = dist.HashStore()
+
+    def load(number: int) -> None:
+        own = _Slow(store) if number else store
+        _Calls(own, number, 2, RollCall(own, number, 2, timedelta(seconds=10))).gather("A.from_pretrained")
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(load, range(2))) == [None, None]

@@ -112,9 +112,9 @@ def _one(
     seconds = time.monotonic() - began
     # Outside `watched`: with the group as it is.
     told = world.all_gather_object(
-        (caught, seconds, places.names[-1] if world.rank == victim else ""), "after"
+        (caught, seconds, places.names[-1:] if world.rank == victim else ""), "after"
     )
-    place = f"{kind.__name__} on rank {victim} at {told[victim][2]}"
+    place = f"{kind.__name__} on rank {victim} at {''.join(told[victim][2])}"
     texts = {text for rank, (text, *_) in enumerate(told) if issubclass(kind, Exception) or rank != victim}
     wrong = [] if len(texts) == 1 else [f"{place}: {sorted(texts)}"]
     wrong += [f"{place}: {t}" for t in texts if f"rank {victim}: " not in t or kind.__name__ not in t]
@@ -148,11 +148,11 @@ def unguarded() -> Iterator[list[str]]:
         return collectives
 
     def inside(original: Any) -> Any:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             nonlocal depth
             depth += 1
             try:
-                return original(*arguments)
+                return original(*arguments, **options)
             finally:
                 depth -= 1
 

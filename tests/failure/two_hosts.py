@@ -7,6 +7,7 @@ WHAT is what is done, FOLDER what the hosts share, SECONDS the time-out of the p
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -60,8 +61,15 @@ def dies() -> object:
 
 
 def main(jobs: dict[str, Callable[[], object]]) -> None:
-    """What NCCL does needs no device here: only the group for messages is real."""
-    dist.init_process_group("fake" if what == "resolves" else "gloo", timeout=timedelta(seconds=seconds))
+    rank, size, limit = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=seconds)
+    if what == "resolves":
+        # What NCCL does needs no device here: only the group for messages is real, and the store.
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*address, size, is_master=rank == 0)
+        dist.init_process_group("fake", store=store, rank=rank, world_size=size, timeout=limit)
+    else:
+        dist.init_process_group("gloo", timeout=limit)
     begun = time.monotonic()
     try:
         told = {"value": repr(jobs[what]())}

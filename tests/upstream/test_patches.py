@@ -220,6 +220,7 @@ def test_nothing_is_left_of_a_model_and_its_engine(stage: int, checkpoints: Tiny
             "_configure_expert_parallel",
             "_get_trainable_parameter_groups",
             "__enter__",
+            "_no_gather_coalesced",
             "_exit",
             "_no_gather_coalesced",
             "module_state_dict",

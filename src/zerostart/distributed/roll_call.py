@@ -191,6 +191,8 @@ class RollCall:
                     continue
                 text = lost("nor is the process group's store there, which rank 0 or its launcher serves")
             if text:
+                with contextlib.suppress(RuntimeError):  # the store has gone meanwhile
+                    self._ask(lambda: self._hear(place))
                 raise PeerError(text) from failure
             if silent and seconds > SILENCE:
                 silent = False
@@ -261,6 +263,15 @@ class RollCall:
             text = lost(f"not there: {self.named(missing)}" if missing else "") + explained(failure)
         self.store.set(key, text)
         return text
+
+    def _hear(self, place: str) -> None:
+        """Note that this rank knows what is the matter; rank 0, with which the store may go, leaves last."""
+        heard, begun = f"{place}/heard", time.monotonic()
+        self.store.add(heard, 1)
+        while self.rank == 0 and time.monotonic() - begun < 3 * LOOK:
+            if self.store.add(heard, 0) >= self.store.add(f"{place}/count", 0):
+                return
+            time.sleep(LOOK / 10)
 
     def _overdue(self, missing: Sequence[int], call: str) -> str:
         has = "has" if len(missing) == 1 else "have"

@@ -111,8 +111,8 @@ class _Calls:
     def gather(self, call: str) -> None:
         """Return when every rank has begun this load."""
         place = f"load/{self._number('loads')}"
+        self.roll.come(f"{place}/{call}")  # first: whoever sees all ranks there looks here next
         self.roll.come(place)
-        self.roll.come(f"{place}/{call}")
         next_wait = f"waited/{self.waits + 1}"
         missing = self.roll.await_ranks(
             lambda: self.roll.absent(place),
@@ -122,8 +122,8 @@ class _Calls:
             elsewhere=lambda: bool(self.store.check([next_wait])),
         )
         if missing:
-            self.roll.come(f"{place}/{call}", -1)  # What comes later is this load of all.
-            self.roll.come(place, -1)
+            self.roll.come(place, -1)  # What comes later is this load of all.
+            self.roll.come(f"{place}/{call}", -1)
             away = self.store.check([next_wait])
             how = ", where one waits for everyone instead" if away else f" within {self.roll.timeout:.0f} s"
             raise ConfigError(
