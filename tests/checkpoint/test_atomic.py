@@ -151,6 +151,40 @@ def test_killed_at_any_call(
         print(f" killed at {points} points", end="")
 
 
+@pytest.mark.usefixtures("_without_disk")
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, marks=() if change == "a single file over another" else pytest.mark.slow)
+        for change in CHANGES
+    ],
+)
+def test_what_was_killed_and_then_copied_is_one_checkpoint(change: str, tmp_path: Path) -> None:
+    """A backup, or a move to another disk: no file has its inode there, nor, often, its time."""
+    kind, size, then = CHANGES[change]
+    calls, seen = Calls(), set()
+    prepared(tmp_path / "begin", kind, size, True)
+    with calls.watched():
+        KINDS[kind](shutil.copytree(tmp_path / "begin", tmp_path / "counting"), 2.0, then)
+    note = max(n for n, name in enumerate(calls.names) if name in ("link", "replace", "rename"))
+    for point in range(max(0, note - 25), len(calls.names)):
+        path = tmp_path / str(point) / "saved"
+        shutil.copytree(tmp_path / "begin", path)
+        with calls.watched(chosen=point):
+            KINDS[kind](path, 2.0, then)
+        copy = shutil.copytree(path, path.with_name("copy"), copy_function=shutil.copyfile)
+        finish_switched(copy)
+        found = value_of(copy, kind)
+        assert found in (1.0, 2.0), calls.names[point]
+        assert configured(copy, kind) == found, calls.names[point]
+        seen.add(found)
+        KINDS[kind](copy, 3.0, then)
+        assert check(copy, kind, True) == configured(copy, kind) == 3.0
+        assert not (copy / ".zerostart").exists()
+        shutil.rmtree(path.parent)
+    assert seen == {1.0, 2.0}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_without_disk")
 @pytest.mark.parametrize("change", CHANGES)
