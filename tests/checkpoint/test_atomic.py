@@ -6,8 +6,11 @@ import errno
 import json
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from shared_directory import KINDS, SHARDS, SINGLE, described, save_model, value_of
@@ -15,10 +18,12 @@ from shared_directory import KINDS, SHARDS, SINGLE, described, save_model, value
 import zerostart
 from ranks import rank_outcomes
 from syscalls import FAILURES, Calls
-from zerostart.checkpoint import folders
+from zerostart.checkpoint import folders, source
 from zerostart.checkpoint import publishing as publishing_of_checkpoints
+from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.folders import Folder
 from zerostart.checkpoint.publishing import finish_switched
+from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.switching import Plan
 from zerostart.checkpoint.verifying import verify
 from zerostart.distributed.world import World, current_world
@@ -149,6 +154,84 @@ def test_killed_at_any_call(
     assert points > 30
     with capsys.disabled():
         print(f" killed at {points} points", end="")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError, NotADirectoryError])
+def test_a_reader_beside_a_save_that_ends_or_is_somebody_elses(
+    error: type[OSError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    KINDS["model"](tmp_path, 1.0, SINGLE)
+    (tmp_path / ".zerostart").mkdir()
+
+    def gone(self: Path) -> None:
+        raise error(str(self))
+
+    monkeypatch.setattr(Path, "iterdir", gone)
+    assert open_catalog(tmp_path / "model.safetensors").weights
+    assert verify(tmp_path).tensors
+
+
+@pytest.mark.usefixtures("_without_disk")
+@pytest.mark.parametrize("named", ["the directory", "the file"])
+def test_a_save_that_switches_while_a_reader_opens_what_is_there(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has new weights then, and reads the configuration next: it waits for that of the save."""
+    path, switched = tmp_path / "saved", threading.Event()
+    KINDS["model"](path, 1.0, SINGLE)
+    finish, catalog = publishing_of_checkpoints.finish, source._catalog
+
+    def later(*given: Any) -> None:
+        switched.set()
+        time.sleep(0.3)
+        finish(*given)
+
+    def meanwhile(*given: Any, **named: Any) -> Catalog:
+        monkeypatch.setattr(source, "_catalog", catalog)
+        saving.start()
+        assert switched.wait(20)
+        return catalog(*given, **named)
+
+    saving = threading.Thread(target=KINDS["model"], args=(path, 2.0, SINGLE))
+    monkeypatch.setattr(publishing_of_checkpoints, "finish", later)
+    monkeypatch.setattr(source, "_catalog", meanwhile)
+    open_catalog(path if named == "the directory" else path / "model.safetensors")
+    assert configured(path, "model") == 2.0
+    saving.join()
+
+
+@pytest.mark.usefixtures("_without_disk")
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, marks=() if change == "a single file over another" else pytest.mark.slow)
+        for change in CHANGES
+    ],
+)
+def test_what_was_killed_and_then_copied_is_one_checkpoint(change: str, tmp_path: Path) -> None:
+    """A backup, or a move to another disk: no file has its inode there, nor, often, its time."""
+    kind, size, then = CHANGES[change]
+    calls, seen = Calls(), set()
+    prepared(tmp_path / "begin", kind, size, True)
+    with calls.watched():
+        KINDS[kind](shutil.copytree(tmp_path / "begin", tmp_path / "counting"), 2.0, then)
+    note = max(n for n, name in enumerate(calls.names) if name in ("link", "replace", "rename"))
+    for point in range(max(0, note - 25), len(calls.names)):
+        path = tmp_path / str(point) / "saved"
+        shutil.copytree(tmp_path / "begin", path)
+        with calls.watched(chosen=point):
+            KINDS[kind](path, 2.0, then)
+        copy = shutil.copytree(path, path.with_name("copy"), copy_function=shutil.copyfile)
+        finish_switched(copy)
+        found = value_of(copy, kind)
+        assert found in (1.0, 2.0), calls.names[point]
+        assert configured(copy, kind) == found, calls.names[point]
+        seen.add(found)
+        KINDS[kind](copy, 3.0, then)
+        assert check(copy, kind, True) == configured(copy, kind) == 3.0
+        assert not (copy / ".zerostart").exists()
+        shutil.rmtree(path.parent)
+    assert seen == {1.0, 2.0}
 
 
 @pytest.mark.slow

@@ -61,6 +61,9 @@ def _nested(within: bytes, before: bytes = b"N") -> bytes:
         b"\x80\x02}("
         + b"".join(b"\x8a\xff%bN" % ((n << 61) - n).to_bytes(255, "little") for n in range(_MANY))
         + b"u.",
+        b"\x80\x02J\xff\xff\xff\xffq\x00J\xfe\xff\xff\xffq\x0100}("
+        + b"".join(b"(%btN" % b"".join(b"h%c" % (n >> bit & 1) for bit in range(16)) for n in range(1 << 16))
+        + b"u.",
         b"\x80\x02\x8b" + struct.pack("<i", -6) + b".",  # which would begin again for ever
         b"\x80\x02\x8b" + struct.pack("<i", 1 << 20) + b"\x7f" * (1 << 20) + b".",
         b"\x80\x02Nr\xff\xff\xff\x7f.",
@@ -81,6 +84,7 @@ def _nested(within: bytes, before: bytes = b"N") -> bytes:
         "keys",
         "a keyword",
         "integers of one hash",
+        "tuples of one hash",
         "an integer of less than nothing",
         "an integer of a million bytes",
         "a memo of 2 G",
@@ -127,7 +131,7 @@ def _little_memory() -> Iterator[None]:
 
 
 def test_tuples_of_names_and_numbers_are_keys() -> None:
-    value: Any = {("a", 1): 2, (): 3}
+    value: Any = {("a", 1): 2, (): 3} | {(x, y): 4 for x in range(-20, 20) for y in range(-20, 20)}
     assert read_inert_pickle(pickle.dumps(value, protocol=2), "states.pt") == value
 
 

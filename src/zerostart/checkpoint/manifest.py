@@ -144,7 +144,10 @@ def grouped(names: Iterable[str], staged: bool = False) -> dict[str, list[str]]:
 
 def _pending(place: Path, name: str) -> dict[str, Any] | None:
     """The document of a save that has made its switch, and has not given the document its name yet."""
-    for directory in (place / HIDDEN).iterdir() if (place / HIDDEN).is_dir() else ():
+    saves: list[Path] = []
+    with contextlib.suppress(OSError):  # not there, gone meanwhile, or not ours to look into
+        saves = list((place / HIDDEN).iterdir())
+    for directory in saves:
         with contextlib.suppress(VerifyError):
             document = _read(directory / name) if _TOKEN.fullmatch(directory.name) else None
             if document is None or not {"switch"} <= document.keys():

@@ -248,7 +248,8 @@ def _locked(folder: Folder, token: str, new: bool) -> int:
             found = os.stat(last, dir_fd=parent, follow_symlinks=False)
             if mine is False or found.st_ino != os.fstat(handle).st_ino:
                 raise FileNotFoundError(name)
-            _note(handle, {"host": socket.gethostname(), "pid": os.getpid(), "new": new})
+            by = {"host": socket.gethostname(), "pid": os.getpid(), "inode": found.st_ino}
+            _note(handle, {**by, "new": new})
             sync_handle(parent)
         except BaseException:
             os.close(handle)
@@ -265,10 +266,10 @@ def _note(handle: int, line: Mapping[str, Any]) -> None:
     os.fsync(handle)
 
 
-def _settled(folder: Folder, token: str, handle: int, plan: Plan | None) -> None:
+def _settled(folder: Folder, token: str, handle: int, plan: Plan | None, copied: bool = False) -> None:
     """Finish a save, or take it back; then remove what it has written besides, its lock last."""
     if plan is not None:
-        settle(folder, f"{HIDDEN}/{token}/", plan)
+        settle(folder, f"{HIDDEN}/{token}/", plan, copied)
         # What goes now tells no more how far it had come.
         os.ftruncate(handle, os.pread(handle, _MOST, 0).find(b"\n") + 1)
     for marker in MARKERS:  # first: what they describe may not be there any more
@@ -336,7 +337,9 @@ def _clear_one(folder: Folder, wait: bool = False) -> None:
                 lines = _lines(handle)
                 if _is_free(handle, lines):
                     made = made or bool(lines and lines[0].get("new"))
-                    _settled(folder, match["token"], handle, _noted(lines))
+                    inode = os.fstat(handle).st_ino
+                    copied = bool(lines) and lines[0].get("inode", inode) != inode
+                    _settled(folder, match["token"], handle, _noted(lines), copied)
             finally:
                 os.close(handle)
         folder.remove_empty(HIDDEN)

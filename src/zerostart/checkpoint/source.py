@@ -107,9 +107,16 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     if isinstance(source, Files):
         return replace(_catalog(Path(), [Path(path) for path in source.paths], wanted=None), root="")
     path = resolve_source(source)
-    if path.is_dir():
-        for place in (path, path.parent):  # a state's model lies in a folder of its own
-            finish_switched(place)
+    places = (path, path.parent) if path.is_dir() else (path.parent,)  # a state's model lies in a folder
+    for place in places:
+        finish_switched(place)
+    catalog = _opened(path, classes)
+    for place in places:  # a save may have made its switch since: its configuration is read next
+        finish_switched(place)
+    return catalog
+
+
+def _opened(path: Path, classes: Collection[str]) -> Catalog:
     if path.is_dir() and _is_saved_state(path):
         return open_saved_state(path, [_MODEL])[1][0]
     found = components(path) if path.is_dir() else None

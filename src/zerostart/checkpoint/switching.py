@@ -161,12 +161,12 @@ class _Planner:
             found = self._folder.sha256(name)
             same = found is not None and found == self.files[name].get("sha256")
             ours = any(one["files"].get(name, {}).get("sha256", "") == found for one in self._known)
-            if not ours and PurePosixPath(name).name not in CONTENT:
+            if not ours and not _is_content(name):
                 del self.files[name]
                 return
         if not same:
             self.plan.deliver[name] = there
-        if there is None and PurePosixPath(name).name in CONTENT:
+        if there is None and _is_content(name):
             self.plan.made[name] = self._identity(name)
 
     def replace_all(self, names: Sequence[str]) -> None:
@@ -258,8 +258,12 @@ def switch(folder: Folder, staged: str, plan: Plan) -> None:
     folder.replace(staged + plan.switch, plan.switch)
 
 
-def finish(folder: Folder, staged: str, plan: Plan) -> None:
-    """What is left to do after the switch; also what a killed save has left to do of it. Raises OSError."""
+def finish(folder: Folder, staged: str, plan: Plan, copied: bool = False) -> None:
+    """What is left to do after the switch; also what a killed save has left to do of it. Raises OSError.
+
+    In a directory that was ``copied`` since, no file is the one that it was. Then a configuration or an index
+    is taken for the one before where it has its length: else it would be read with other weights, silently.
+    """
     if plan.over and plan.over in plan.drop:
         folder.remove(plan.over, plan.drop[plan.over])
     if plan.switch:
@@ -274,7 +278,17 @@ def finish(folder: Folder, staged: str, plan: Plan) -> None:
                 folder.remove(staged + name)
             elif there is None and known is None:
                 folder.put(staged + name, name)
-            elif there == known or (known is None and folder.is_reserved(name)):
+            elif (
+                there == known
+                or (known is None and folder.is_reserved(name))
+                or (
+                    copied
+                    and there
+                    and known
+                    and there[1] == known[1]
+                    and (_is_content(name) or name.endswith(INDEX))
+                )
+            ):
                 folder.replace(staged + name, name)
         if folder.identity(name) != own:  # somebody has just put something there
             lost.append(name)
@@ -284,6 +298,10 @@ def finish(folder: Folder, staged: str, plan: Plan) -> None:
     _describe(folder, staged, plan.marker, lost)
     for name, known in plan.drop.items():
         folder.remove(name, known)
+
+
+def _is_content(name: str) -> bool:
+    return PurePosixPath(name).name in CONTENT
 
 
 def _is_switched(folder: Folder, staged: str, plan: Plan) -> bool:
@@ -296,11 +314,15 @@ def _is_switched(folder: Folder, staged: str, plan: Plan) -> bool:
     return False
 
 
-def settle(folder: Folder, staged: str, plan: Plan) -> bool:
-    """Finish what has made its switch, take back what has not; gives whether it has. Raises OSError."""
-    done = _is_switched(folder, staged, plan)
+def settle(folder: Folder, staged: str, plan: Plan, copied: bool = False) -> bool:
+    """Finish what has made its switch, take back what has not; gives whether it has. Raises OSError.
+
+    What was ``copied`` keeps its single file: nobody can tell any more whose that is, and readers go by it.
+    """
+    single = copied and plan.over != "" and folder.identity(plan.over) is not None
+    done = not single and _is_switched(folder, staged, plan)
     if done:
-        finish(folder, staged, plan)
+        finish(folder, staged, plan, copied)
     else:
         named: set[str] = set()
         with contextlib.suppress(ZerostartError):

@@ -27,6 +27,8 @@ MAX_DIMENSIONS = 64
 _MAX_COUNT = 2**63 - 1
 #: Members that calls may copy, or that occur again, whatever the length of the pickle.
 _FREE = 1 << 20
+#: Most keys of a dictionary that are tuples of one hash: of numbers any number are, as of -1 and -2.
+_MAX_OF_ONE_HASH = 64
 
 #: Element types in torch's spelling, by their own names and by the storage classes that stand for them.
 _DTYPES = {
@@ -128,14 +130,25 @@ class Made:
 class _Dict(dict[Any, Any]):
     """A dictionary; ``noted`` is what torch notes beside a state dict (``_metadata``)."""
 
-    __slots__ = ("noted",)
+    __slots__ = ("_hashes", "noted")
+    _hashes: dict[int, int]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if type(key) is not str:
             parts = key if type(key) is tuple else (key,)
             if len(parts) > MAX_DIMENSIONS or not all(map(_hashes_soon, parts)):
                 raise _Refused(f"has a dictionary with a {type(key).__name__} for a key")
+            if parts is key:
+                self._count(hash(key))
         super().__setitem__(key, value)
+
+    def _count(self, number: int) -> None:
+        """Refuse a tuple where too many have its hash: each is compared with all of them."""
+        if not hasattr(self, "_hashes"):
+            self._hashes = {}
+        self._hashes[number] = count = self._hashes.get(number, 0) + 1
+        if count > _MAX_OF_ONE_HASH:
+            raise _Refused(f"has a dictionary with more than {_MAX_OF_ONE_HASH} keys of one hash")
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict) and isinstance(noted := state.get("_metadata"), dict):
