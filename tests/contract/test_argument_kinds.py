@@ -197,6 +197,50 @@ def test_an_engine_of_another_package_that_cannot_be_imported(monkeypatch: pytes
         zerostart.load({"weight": torch.ones(1, 1)}, torch.nn.Identity, engine="broken", progress=False)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "distributed_type: DEEPSPEED\n",
+            "is not valid JSON .*: give a JSON file; an accelerate",
+        ),
+        ("[1]", "is a JSON list and not an object: give a JSON file"),
+        ('{"bf16": {}, "bf16": {}}', "the name 'bf16' occurs twice"),
+        (None, "configuration: not a regular file, so it is not a configuration file"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read(text: str | None, message: str, tmp_path: Path) -> None:
+    """Nobody is told to download it again, and a pipe without a writer is not waited for."""
+    path = tmp_path / "configuration"
+    path.write_text(text) if text is not None else os.mkfifo(path)
+    with pytest.raises(ConfigError, match=message) as caught:
+        zerostart.load({}, torch.nn.Identity, engine_config=path)
+    assert "download" not in str(caught.value)
+
+
+class Unreadable:
+    """A path on what is no longer there."""
+
+    def __fspath__(self) -> str:
+        raise OSError("the disk has gone")
+
+
+def load_with_error(path: Any) -> None:
+    import torch.distributed as dist
+
+    config = path if dist.get_rank() == 1 else None
+    zerostart.load({}, torch.nn.Identity, engine="fsdp2", engine_config=config, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("no\0path", "zerostart.load: engine_config: embedded null"), (Unreadable(), "the disk has gone")],
+)
+def test_an_error_of_another_library_is_told_on_every_rank(path: Any, message: str) -> None:
+    for outcome in rank_outcomes(load_with_error, 2, path):
+        assert message in outcome.message
+
+
 def test_no_dtype_of_that_name() -> None:
     with pytest.raises(ConfigError, match=r"^zerostart.plan: dtype='half_float' is not a torch dtype; try"):
         zerostart.plan({"weight": torch.ones(1, 1)}, 1, model=torch.nn.Linear, dtype="half_float")
