@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import re
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 
 import zerostart
 from ranks import rank_outcomes, run_ranks
+from zerostart.engines import default_engine
 from zerostart.errors import ConfigError
 from zerostart.loading.argument_kinds import check_arguments
 
@@ -91,7 +95,7 @@ def load_by_names(config: Path) -> tuple[str, torch.dtype, str, str]:
     options: dict[str, Any] = {"dtype": "bfloat16", "engine_config": config, "progress": False}
     model = zerostart.load(weights, make, **options)
     first = zerostart.report(model).engine
-    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     second = zerostart.report(zerostart.load(weights, make, **{**options, "engine_config": None})).engine
     del os.environ["ACCELERATE_USE_FSDP"]
     dist.barrier()
@@ -112,6 +116,129 @@ def test_names_and_paths_are_read_and_an_engine_is_found(tmp_path: Path) -> None
         assert (first, dtype, second) == ("deepspeed", torch.bfloat16, "fsdp2")
         assert message.startswith("rank 1: zerostart.load: engine_config: ")
         assert str(config.with_name("absent.json")) in message
+
+
+def load_with_own(engine: str, options: list[dict[str, Any]]) -> str:
+    """What a load says where each rank has other options than the others; "" where it loads."""
+    import torch.distributed as dist
+
+    def make() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+
+    config = options[dist.get_rank()]
+    if isinstance(path := config.get("engine_config"), str):
+        config = {"engine_config": Path(path, str(dist.get_rank()))}
+    try:
+        zerostart.load(make().state_dict(), make, engine=engine, progress=False, **config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("engine", "first", "second", "message"),
+    [
+        (
+            "fsdp2",
+            {},
+            {"dtype": "bfloat16"},
+            r"1: this rank has 0.weight \(torch.bfloat16.*torch.float32",
+        ),
+        (
+            "fsdp2",
+            {"engine_config": {"wrap": ["0"]}},
+            {},
+            r"nothing where rank 0 has .*wrap: list\['0'\]",
+        ),
+        ("fsdp2", {"fp32_masters": False}, {}, r"has fp32_masters=True where rank 0 has fp32_masters=False"),
+    ],
+)
+def test_ranks_that_are_given_different_things(
+    engine: str, first: dict[str, Any], second: dict[str, Any], message: str
+) -> None:
+    """They would load, and fail or hang when they first exchange tensors."""
+    told = run_ranks(load_with_own, 2, engine, [first, second])
+    assert told[0] == told[1]
+    assert re.search(message, told[0])
+
+
+def test_a_configuration_that_is_another_file_on_another_machine(tmp_path: Path) -> None:
+    """Its own disk and its own log are a rank's affair; the stage of ZeRO and its precisions are not."""
+    path = {"engine_config": str(tmp_path)}
+    for rank in range(2):
+        zero = {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": str(tmp_path / f"nvme{rank}")}}
+        logged = {"train_micro_batch_size_per_gpu": 1, "tensorboard": {"enabled": rank == 0}}
+        (tmp_path / str(rank)).write_text(json.dumps({"zero_optimization": zero, **logged}))
+    zero3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    files = ({"zero_optimization": {"stage": 3}}, {"zero_optimization": zero3})
+    assert run_ranks(load_with_own, 2, "deepspeed", [path, path]) == ["", ""]
+    for rank, config in enumerate(files):
+        (tmp_path / str(rank)).write_text(json.dumps(config))
+    for message in run_ranks(load_with_own, 2, "deepspeed", [path, path]):
+        assert "engine_config zero_optimization.stage3_param_persistence_threshold=0 where rank 0" in message
+
+
+def test_the_launcher_has_set_up_the_other_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first version, which it takes where none is named, would be laid around the second."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    weights = {"weight": torch.ones(1, 1)}
+    with pytest.raises(ConfigError, match=r"set up FSDP version 1, .*--fsdp_version 2 .*name an engine"):
+        zerostart.load(weights, lambda: torch.nn.Linear(1, 1, bias=False), progress=False)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert default_engine() == "fsdp2"
+
+
+def test_an_engine_of_another_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in nobody's way but in that of who names it."""
+    broken = EntryPoint("broken", "no_such_module:Engine", "zerostart.engines")
+    monkeypatch.setattr("zerostart.engines.registry._installed", lambda: {"broken": broken})
+    assert default_engine() == "deepspeed"
+    with pytest.raises(ConfigError, match=r"'broken' of another package cannot be imported: .*no_such"):
+        zerostart.load({"weight": torch.ones(1, 1)}, torch.nn.Identity, engine="broken", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "distributed_type: DEEPSPEED\n",
+            "is not valid JSON .*: give a JSON file; an accelerate",
+        ),
+        ("[1]", "is a JSON list and not an object: give a JSON file"),
+        ('{"bf16": {}, "bf16": {}}', "the name 'bf16' occurs twice"),
+        (None, "configuration: not a regular file, so it is not a configuration file"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read(text: str | None, message: str, tmp_path: Path) -> None:
+    """Nobody is told to download it again, and a pipe without a writer is not waited for."""
+    path = tmp_path / "configuration"
+    path.write_text(text) if text is not None else os.mkfifo(path)
+    with pytest.raises(ConfigError, match=message) as caught:
+        zerostart.load({}, torch.nn.Identity, engine_config=path)
+    assert "download" not in str(caught.value)
+
+
+class Unreadable:
+    """A path on what is no longer there."""
+
+    def __fspath__(self) -> str:
+        raise OSError("the disk has gone")
+
+
+def load_with_error(path: Any) -> None:
+    import torch.distributed as dist
+
+    config = path if dist.get_rank() == 1 else None
+    zerostart.load({}, torch.nn.Identity, engine="fsdp2", engine_config=config, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("no\0path", "zerostart.load: engine_config: embedded null"), (Unreadable(), "the disk has gone")],
+)
+def test_an_error_of_another_library_is_told_on_every_rank(path: Any, message: str) -> None:
+    for outcome in rank_outcomes(load_with_error, 2, path):
+        assert message in outcome.message
 
 
 def test_no_dtype_of_that_name() -> None:

@@ -27,6 +27,7 @@ from zerostart.engines.training import AccelerateSetup, Launched, TrainingJob
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh, Parallelism
 from zerostart.models import Alias
+from zerostart.upstream.accelerate.plugins import is_set
 
 
 class MasterReader(Protocol):
@@ -107,6 +108,14 @@ class Engine(abc.ABC):
         return cls(zero_stage, config, mesh, exchange)
 
     @classmethod
+    def is_launched(cls) -> bool:
+        """Whether accelerate's launcher has set up this engine.
+
+        Raises ConfigError where it has set up a version of it that is not this one.
+        """
+        return cls.launched_by is not None and is_set(cls.launched_by)
+
+    @classmethod
     def titled(cls, zero_stage: int) -> str:
         """The engine at a stage, in words."""
         return f"{cls.name} ZeRO-{zero_stage}"
@@ -137,6 +146,11 @@ class Engine(abc.ABC):
         return self.titled(self.zero_stage)
 
     # --- What is asked before anything is built.
+
+    @property
+    def common_config(self) -> Mapping[str, Any]:
+        """What of the configuration must be the same on every rank."""
+        return dict(self.config or {})
 
     def check(self) -> None:  # noqa: B027  # nothing to refuse, unless an engine says so
         """Raise ConfigError or EngineError for settings that no load can serve, or not at this stage."""

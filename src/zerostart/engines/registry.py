@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -12,7 +13,8 @@ from typing import Any
 from zerostart.engines.base import Engine
 from zerostart.errors import ConfigError
 from zerostart.layout import Mesh
-from zerostart.upstream.accelerate.plugins import is_set
+
+logger = logging.getLogger("zerostart")
 
 #: Entry points of other packages: a name, and the subclass of ``Engine``.
 GROUP = "zerostart.engines"
@@ -43,14 +45,22 @@ def engine_names() -> list[str]:
 
 
 def family_of(name: str) -> type[Engine]:
-    """The family of engines of that name. Raises ConfigError for one that is not known."""
+    """The family of engines of that name.
+
+    Raises ConfigError for one that is not known, and for another package's that cannot be imported.
+    """
     if name in _OWN:
         module, attribute = _OWN[name]
         family: type[Engine] = getattr(importlib.import_module(module), attribute)
     elif name in _registered:
         family = _registered[name]
     elif name in _installed():
-        family = _installed()[name].load()
+        try:
+            family = _installed()[name].load()
+        except Exception as error:
+            raise ConfigError(
+                f"engine={name!r} of another package cannot be imported: {type(error).__name__}: {error}"
+            ) from error
     else:
         raise ConfigError(f"engine={name!r} is unknown; choose one of {', '.join(engine_names())}")
     return family
@@ -60,11 +70,23 @@ def default_engine() -> str:
     """The name of the engine of a load that names none.
 
     The one that accelerate's launcher has set up, else the first of zerostart's own whose library is there.
+    Raises ConfigError where the launcher has set up another version of it.
     """
-    families = [family_of(name) for name in engine_names()]
-    launched = [f.name for f in families if f.launched_by is not None and is_set(f.launched_by)]
-    installed = [f.name for f in families if f.name in _OWN and find_spec(f.library) is not None]
-    return (launched or installed)[0]
+    for name in engine_names():
+        if _is_launched(name):
+            return name
+    return next(name for name in _OWN if find_spec(family_of(name).library) is not None)
+
+
+def _is_launched(name: str) -> bool:
+    """Whether a launcher has set up that engine; another package's that cannot be imported is not chosen."""
+    try:
+        return family_of(name).is_launched()
+    except Exception as error:
+        if name in _OWN:
+            raise
+        logger.debug("engine %s of another package cannot be asked whether it is launched: %s", name, error)
+        return False
 
 
 def check_choice(name: str, zero_stage: int) -> type[Engine]:

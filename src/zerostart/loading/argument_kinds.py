@@ -38,6 +38,9 @@ _KINDS: dict[str, tuple[type | tuple[str, str] | tuple[type, ...], str]] = {
     "DiffusionPipeline": (("diffusers", "DiffusionPipeline"), "a diffusers pipeline"),
 }
 
+#: What to do about a configuration that cannot be read.
+_JSON = "give a JSON file; an accelerate configuration (YAML) names DeepSpeed's as deepspeed_config_file"
+
 
 def check_arguments(verb: Callable[..., object], given: Mapping[str, Any], collective: bool = True) -> None:
     """Raise ConfigError for the first of the ``given`` arguments that is not of the kind that ``verb`` names.
@@ -59,14 +62,18 @@ def checked_arguments(
         if wrong is not None:
             raise ConfigError(wrong)
         yield
-    except ZerostartError as mistake:
-        error = type(mistake)(f"zerostart.{verb.__name__}: {mistake}")
+    except Exception as mistake:
+        # What other libraries raise, too: the ranks that have read their arguments wait for this one.
+        error: Exception = mistake
+        if isinstance(mistake, ZerostartError):
+            error = type(mistake)(f"zerostart.{verb.__name__}: {mistake}")
+            error.__cause__ = mistake
         if not collective:
-            raise error from mistake
+            raise error from error.__cause__
         from zerostart.distributed.world import current_world
 
         with current_world().phase(f"arguments of {verb.__name__}"):
-            raise error from mistake
+            raise error from error.__cause__
 
 
 def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -88,12 +95,12 @@ def config_of(config: Mapping[str, object] | str | os.PathLike[str] | None) -> M
     """
     if config is None or isinstance(config, Mapping):
         return config
-    from zerostart.checkpoint.strict_json import MAX_CONFIG_BYTES, read_json
+    from zerostart.checkpoint.strict_json import DAMAGED, MAX_CONFIG_BYTES, read_json
 
     try:
-        return read_json(Path(config), "engine configuration", MAX_CONFIG_BYTES)
-    except ZerostartError as error:
-        raise ConfigError(f"engine_config: {error}") from error
+        return read_json(Path(config), "configuration", MAX_CONFIG_BYTES)
+    except (ZerostartError, TypeError, ValueError) as error:
+        raise ConfigError(f"engine_config: {str(error).replace(DAMAGED, _JSON)}") from error
 
 
 def _mistake(name: str, verb: Callable[..., object], value: object) -> str | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import World
 from zerostart.engines import Engine
+from zerostart.errors import ConfigError
 from zerostart.loading.collection import uncollected
 from zerostart.loading.equality import equal_in
 from zerostart.loading.prepared import Prepared
@@ -22,6 +25,9 @@ from zerostart.loading.source import check_model, described, source_or_none
 from zerostart.loading.starting import start
 from zerostart.models import Aliases, Built
 from zerostart.recipe import Recipes, Target, main_dtype, torch_dtype
+
+#: The axes of a load's mesh.
+_SHARED_BY = ("expert_parallel", "tensor_parallel", "sequence_parallel")
 
 
 @contextlib.contextmanager
@@ -62,6 +68,53 @@ def prepare(
         coverage.check(described(request.source, catalog), type(built.model).__name__, strict)
         origins = models.resolve_origins(built, recipes, aliases)
     return Prepared(engine, catalog, built, aliases, parallelism, recipes, coverage, origins)
+
+
+def agree(request: Request, known: Prepared, world: World) -> None:
+    """Raise ConfigError where ranks are about to load different models, or for different engines; collective.
+
+    Each rank reads its arguments itself, and a configuration that is a file may be another on another
+    machine: in a load nobody would notice, and afterwards ranks would exchange tensors of different sizes.
+    """
+    if world.size == 1:
+        return
+    engine, mesh = known.engine, known.engine.mesh
+    own = [f"engine {engine.title}", f"fp32_masters={request.fp32_masters}"]
+    own += [f"{name}={getattr(mesh, name)}" for name in _SHARED_BY]
+    own += [f"engine_config {setting}" for setting in _settings(engine.common_config)]
+    own += [f"{n} ({p.dtype}, {tuple(p.shape)})" for n, p in known.built.model.named_parameters()]
+    digest = hashlib.blake2b("\n".join(own).encode(), digest_size=16).digest()
+    if len(set(world.all_gather_object(digest, "planning"))) == 1:
+        return
+    first = world.broadcast_object(lambda: own, "planning")
+    with world.phase("planning"):
+        theirs = next((line for line in first if line not in set(own)), "nothing")
+        ours = next((line for line in own if line not in set(first)), "nothing")
+        if first != own:
+            raise ConfigError(
+                f"this rank has {ours} where rank 0 has {theirs}; give every rank the same arguments (an "
+                "engine_config that is a file: the same content on every machine)"
+            )
+
+
+def _settings(config: Mapping[str, Any], under: str = "") -> Iterator[str]:
+    """The settings of a configuration, sorted, a line each; of objects, which have addresses, the kind."""
+    for key in sorted(config, key=str):
+        value, name = config[key], f"{under}{key}"
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{name}.")
+        elif isinstance(value, str | int | float | None):
+            yield f"{name}={value!r}"
+        else:
+            yield f"{name}: {type(value).__name__}{sorted(map(_word, value)) if _is_list(value) else ''}"
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple | set | frozenset)
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
 
 
 def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, Aliases]:

@@ -19,7 +19,7 @@ from zerostart.engines import Engine, Placements, Residence, Shard, ShardMaker
 from zerostart.errors import ConfigError
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.masters import masters_of
-from zerostart.loading.preparation import prepare, undisturbed
+from zerostart.loading.preparation import agree, prepare, undisturbed
 from zerostart.loading.prepared import Prepared
 from zerostart.loading.record import LoadRecord, keep
 from zerostart.loading.report import Clock, Report
@@ -85,6 +85,8 @@ class _Load:
                 taking = not self.played
                 known = prepare(request, engine, world, clock, request.strict, meter.paused, taking)
                 with _kept_on_failure(known):
+                    with clock.phase("plan"):
+                        agree(request, known, world)
                     placements, shards, destinations, maker, residence = self._shard(known)
                 tuning = request.tuning(engine, known.catalog, maker.device, bool(known.recipes.computed))
                 moved = self._fill(known, destinations, tuning)

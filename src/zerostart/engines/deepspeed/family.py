@@ -31,6 +31,20 @@ from zerostart.layout.flat import FlatRules
 
 #: Elements of a reduction bucket that still makes messages of a good size; DeepSpeed's own is ten times that.
 BUCKET = 50_000_000
+#: Sections of the configuration by which ranks work together.
+_COMMON = (
+    "bf16",
+    "expert_parallel",
+    "fp16",
+    "sequence_parallel_size",
+    "tensor_parallel",
+    "zero_optimization",
+)
+
+
+def _without_path(value: object) -> object:
+    """A setting of ZeRO without the folder in which a rank keeps what is offloaded."""
+    return {k: v for k, v in value.items() if k != "nvme_path"} if isinstance(value, Mapping) else value
 
 
 class DeepSpeed(Engine):
@@ -77,6 +91,16 @@ class DeepSpeed(Engine):
     def settings(self) -> DeepSpeedSettings:
         """The configuration, read."""
         return DeepSpeedSettings.of(self.config)
+
+    @property
+    def common_config(self) -> Mapping[str, Any]:
+        """See ``Engine``: not what is logged, and where; a rank may have its own path on its own disk."""
+        given = self.config or {}
+        common = {name: given[name] for name in _COMMON if name in given}
+        zero = common.get("zero_optimization")
+        if isinstance(zero, Mapping):
+            common["zero_optimization"] = {name: _without_path(value) for name, value in zero.items()}
+        return common
 
     def check(self) -> None:
         """See ``Engine``."""

@@ -29,6 +29,7 @@ from zerostart.errors import ConfigError, EngineError
 from zerostart.layout import Mesh, Parallelism, dimension_shard
 from zerostart.layout.flat import FlatRules
 from zerostart.models import Alias
+from zerostart.upstream.accelerate.plugins import launched_fsdp_version
 
 #: What can be said of the configuration in a YAML file.
 PLAIN = ("replicate", "reshard_after_forward", "wrap")
@@ -49,6 +50,18 @@ class FSDP2(Engine):
     ) -> Engine:
         """Stage 0 shards nothing."""
         return (FSDP2 if zero_stage else Replicated)(zero_stage, config, mesh, exchange)
+
+    @classmethod
+    def is_launched(cls) -> bool:
+        """See ``Engine``; FSDP has two versions, and accelerate's own choice is the first."""
+        if not super().is_launched():
+            return False
+        if (version := launched_fsdp_version()) != "2":
+            raise ConfigError(
+                f"accelerate launch has set up FSDP version {version}, and zerostart shards with version 2; "
+                "give it --fsdp_version 2 (fsdp_version: 2), or name an engine: load(engine=...)"
+            )
+        return True
 
     @classmethod
     def titled(cls, zero_stage: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zerostart.upstream.accelerate.plugins import FSDP2Plugin, is_set
+from zerostart.upstream.accelerate.plugins import FSDP2Plugin, is_set, launched_fsdp_version
 from zerostart.upstream.accelerate.plugins import require as require_plugin
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.shapes import Shape
@@ -100,7 +100,7 @@ def launched_fsdp() -> tuple[int, FSDP2Plugin | None, str | None]:
     that contradict each other.
     """
     _require()
-    version = int(os.environ.get("FSDP_VERSION", "1"))
+    version = int(launched_fsdp_version())
     if version != 2:
         return version, None, None
     from accelerate.utils import FullyShardedDataParallelPlugin

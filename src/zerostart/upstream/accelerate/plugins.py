@@ -162,3 +162,8 @@ def remember_parallelism(arguments: Any) -> None:
 def is_set(name: str) -> bool:
     """Whether a launcher's flag is set in the environment."""
     return os.environ.get(name, "false").lower() == "true"
+
+
+def launched_fsdp_version() -> str:
+    """The version of FSDP that the launcher asks for; accelerate takes the first where it names none."""
+    return os.environ.get("FSDP_VERSION", "1")
