@@ -222,7 +222,6 @@ def test_nothing_is_left_of_a_model_and_its_engine(stage: int, checkpoints: Tiny
             "__enter__",
             "_no_gather_coalesced",
             "_exit",
-            "_no_gather_coalesced",
             "module_state_dict",
             "resize_token_embeddings",
         }
