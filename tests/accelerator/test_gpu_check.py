@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.gpu_check import checks
+from benchmarks.gpu_check import checks, far, is_absent
 
 from npu_ranks import npu_environment
 
@@ -43,6 +43,29 @@ def test_every_check_of_the_first_hour_is_there() -> None:
         assert {f"diffusion {engine}", f"large {engine}", f"compiled {engine}"} <= set(names)
         assert f"train from YAML, {engine}" in names
     assert {"rates", "races", "fused", "alignment of gpt_oss, deepspeed 3"} <= set(names)
+
+
+def test_what_is_no_number_is_far() -> None:
+    nan = float("nan")
+    assert far([1.0, 2.0], [1.0, 2.0 + 1e-5]) == []
+    for found, wanted in ((nan, 1.0), (1.0, nan), (nan, nan), (float("inf"), 1.0), (1.1, 1.0)):
+        assert len(far([found], [wanted])) == 1
+
+
+def test_a_check_is_left_out_for_a_library_that_is_not_there_and_for_nothing_else() -> None:
+    assert is_absent(ModuleNotFoundError("No module named 'x.y'", name="x.y"))
+    assert not is_absent(ModuleNotFoundError("No module named", name="zerostart.upstream.torch_fsdp2"))
+    assert not is_absent(ImportError("cannot import name 'load' from 'zerostart'", name="zerostart"))
+    assert not is_absent(ImportError("cannot import name 'DTensor' from 'torch'", name="torch"))
+
+
+def test_names_that_no_check_has_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would be checked, and nothing would have failed."""
+    from benchmarks.gpu_check import main
+
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--only", "rates,races", "--list"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main()
 
 
 @pytest.mark.slow

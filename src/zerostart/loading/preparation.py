@@ -92,8 +92,8 @@ def agree(request: Request, known: Prepared, world: World) -> None:
         ours = next((line for line in own if line not in set(first)), "nothing")
         if first != own:
             raise ConfigError(
-                f"this rank has {ours} where rank 0 has {theirs}; give every rank the same arguments (an "
-                "engine_config that is a file: the same content on every machine)"
+                f"the ranks do not do the same: this one has {ours} where rank 0 has {theirs}; give every "
+                "rank the same arguments (an engine_config that is a file: the same content everywhere)"
             )
 
 
