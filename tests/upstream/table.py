@@ -74,13 +74,13 @@ def _patch(patch: Patch) -> str:
 
 def _section(library: Library, points: list[tuple[str, Touched]]) -> str:
     lines = [f"## {library.name}", ""]
-    lines += ["| replaced or written | why | for | else | in `upstream/` |", "|---|---|---|---|---|"]
+    lines += ["| replaced or written | why | for | else | in |", "|---|---|---|---|---|"]
     for file, point in points:
         if isinstance(point, PatchPoint):
             names = _names(point, [*point.names, *(f".{name}" for name in point.writes)])
             cells = (names, point.why, point.lasts, point.otherwise, _file(file))
             lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| used | why | in `upstream/` |", "|---|---|---|"]
+    lines += ["", "| used | why | in |", "|---|---|---|"]
     for file, point in points:
         if not isinstance(point, PatchPoint):
             methods = [
@@ -92,7 +92,7 @@ def _section(library: Library, points: list[tuple[str, Touched]]) -> str:
 
 
 def _file(module: str) -> str:
-    return f"`{module.replace('.', '/')}.py`"
+    return f"`upstream/{module.replace('.', '/')}.py`"
 
 
 def _names(point: Touched, names: list[str]) -> str:
