@@ -19,7 +19,7 @@ from torch import nn
 import zerostart
 from ranks import rank_outcomes, run_ranks
 from zerostart.distributed import roll_call
-from zerostart.distributed.world import current_world, joined_world
+from zerostart.distributed.world import current_world, group_beside, joined_world
 
 HOST = platform.node()
 
@@ -74,6 +74,18 @@ def test_a_load_without_one_rank_names_it_before_the_time_out_and_in_the_error(b
         (warning,) = [line for line in warnings if "has waited" in line]
         assert warning.startswith(f"rank {number} is at '")
         assert "for rank 2" in warning
+
+
+def group_after_a_call_of_one() -> bool:
+    """Make a group where one rank has asked before who the ranks are, which is no call of all."""
+    joined(5)
+    if dist.get_rank() == 0:
+        current_world()
+    return group_beside() is not None
+
+
+def test_a_group_is_made_whatever_one_rank_has_asked_by_itself_before() -> None:
+    assert run_ranks(group_after_a_call_of_one, 2, process_group=False, timeout=60) == [True, True]
 
 
 def later(folder: Path, seconds: float) -> dict[str, list[str]]:

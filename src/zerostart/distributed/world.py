@@ -132,7 +132,7 @@ def _control_group() -> Any:
     default = dist.group.WORLD
     if "gloo" in str(dist.get_backend(default)):
         if default not in _roll_calls:
-            _roll_calls[default] = _new_roll_call()
+            _roll_calls[default] = _new_roll_call("calls")
         return default
     if default not in _control:
         _control[default] = group_beside()
@@ -144,19 +144,19 @@ def group_beside() -> Any:
 
     Raises ConfigError where hosts cannot reach each other, naming the host and the remedy.
     """
-    calls = _new_roll_call()
+    calls = _new_roll_call("beside")  # counted apart: the other one is made by each rank when it asks
     group = _messages_group(calls)
     _roll_calls[group] = calls
     return group
 
 
-def _new_roll_call() -> RollCall | None:
+def _new_roll_call(prefix: str) -> RollCall | None:
     """For a group of several ranks, whose store can count: that of a pretended group cannot."""
     size = dist.get_world_size()
     if size == 1:
         return None
     try:
-        return RollCall(store_of("zerostart/calls"), dist.get_rank(), size, patience())
+        return RollCall(store_of(f"zerostart/{prefix}"), dist.get_rank(), size, patience())
     except RuntimeError:
         return None
 
