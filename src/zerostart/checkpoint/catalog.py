@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from zerostart.checkpoint.storage import Storage
+from zerostart.checkpoint.storage.files import FileState
 from zerostart.geometry import Piece, whole
 
 #: Width in bits of each element type, in the safetensors spelling.
@@ -139,7 +140,8 @@ class Catalog:
     beside their tensors (a state dict's ``_metadata``), by module name; None where there is none.
 
     Where the ranks of a job wrote their shares, ``tensors`` are those, and ``assembled`` the tensors that
-    they make up; None where what is stored is what is meant.
+    they make up; None where what is stored is what is meant. ``configured`` is the state of the configuration
+    that is of these weights, where they were opened; None where there is none.
     """
 
     root: str
@@ -149,6 +151,7 @@ class Catalog:
     component: str = ""
     versions: Mapping[str, Mapping[str, Any]] | None = None
     assembled: Mapping[str, Assembled] | None = None
+    configured: FileState | None = field(default=None, compare=False)
 
     @property
     def weights(self) -> Mapping[str, TensorEntry | Assembled]:

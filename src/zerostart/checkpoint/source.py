@@ -108,12 +108,34 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
         return replace(_catalog(Path(), [Path(path) for path in source.paths], wanted=None), root="")
     path = resolve_source(source)
     places = (path, path.parent) if path.is_dir() else (path.parent,)  # a state's model lies in a folder
-    for place in places:
-        finish_switched(place)
-    catalog = _opened(path, classes)
-    for place in places:  # a save may have made its switch since: its configuration is read next
-        finish_switched(place)
-    return catalog
+    for _ in range(_TRIES):
+        for place in places:
+            finish_switched(place)
+        before = _configurations(path)
+        catalog = _opened(path, classes)
+        for place in places:  # a save may have made its switch since: its configuration is waited for
+            finish_switched(place)
+        if _configurations(path) == before:
+            break
+    return replace(catalog, configured=catalog.configured or before.get(catalog.root))
+
+
+def _configurations(path: Path) -> dict[str, FileState | None]:
+    places = (path, path / _MODEL) if path.is_dir() else (path.parent,)
+    return {str(place): FileState.at(str(place / CONFIG_NAME)) for place in places}
+
+
+def check_configuration(catalog: Catalog) -> None:
+    """Raise ReadError where another configuration lies beside the weights now than when they were opened.
+
+    Of a save that has made its switch since the old weights are there for a moment longer.
+    """
+    known, path = catalog.configured, Path(catalog.root) / CONFIG_NAME
+    if known is not None and (now := FileState.at(str(path))) != known:
+        raise ReadError(
+            f"{path} was changed while the checkpoint was opened (it {known.changed_to(now)}); load again "
+            "when nobody writes to it"
+        )
 
 
 def _opened(path: Path, classes: Collection[str]) -> Catalog:

@@ -13,6 +13,7 @@ import torch
 
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.source import check_configuration
 from zerostart.distributed.world import World
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError
@@ -61,6 +62,8 @@ def prepare(
         with importing():
             models.require(request.model, catalog.root)
         built, aliases = _build(request, engine, catalog)
+        if world.rank == 0:  # which has opened it
+            check_configuration(catalog)
         parallelism = engine.parallelism(built.model)
     with clock.phase("plan"), world.phase("planning"):
         recipes = _recipes(request, engine, catalog, built)
