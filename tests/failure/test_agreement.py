@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -368,3 +372,33 @@ def test_ranks_that_agree_tell_each_other_a_few_bytes() -> None:
     assert first == second
     assert first[:2] == [("all_reduce", 72)] * 2
     assert [name for name, _ in first[2:]] == ["all_reduce", "all_gather", "all_reduce", "broadcast"]
+
+
+def load_with_own_file(path: Path, other: Path) -> str:
+    """Rank 1 is on a machine with another configuration at that path: a mount that no other process sees."""
+    if dist.get_rank() == 1:
+        if ctypes.CDLL(None).unshare(0x00020000):  # CLONE_NEWNS (linux/sched.h)
+            return "no mounts"
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "--bind", other, path / "config.json"], check=True)
+    try:
+        zerostart.load(path, engine="fsdp2", progress=False)
+    except errors.ConfigError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes mounts")
+def test_a_configuration_that_differs_on_one_machine(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """In what has no shape, and so shows in no tensor."""
+    path = shutil.copytree(checkpoints("qwen3"), tmp_path / "qwen3")
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "other.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    found = [
+        outcome.value
+        for outcome in rank_outcomes(load_with_own_file, 2, path, tmp_path / "other.json", timeout=60)
+    ]
+    if "no mounts" in found:
+        pytest.skip("no namespace of mounts here")
+    assert found[0] == found[1]
+    assert "this one has a configuration of the model with digest" in found[0]

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ import torch
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import check_configuration
+from zerostart.checkpoint.storage.files import read_small
+from zerostart.checkpoint.strict_json import MAX_CONFIG_BYTES
 from zerostart.distributed.world import World
 from zerostart.engines import Engine
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, ZerostartError
 from zerostart.loading.collection import uncollected
 from zerostart.loading.equality import equal_in
 from zerostart.loading.prepared import Prepared
@@ -85,6 +88,7 @@ def agree(request: Request, known: Prepared, world: World) -> None:
     own = [f"engine {engine.title}", f"fp32_masters={request.fp32_masters}"]
     own += [f"{name}={getattr(mesh, name)}" for name in _SHARED_BY]
     own += [f"engine_config {setting}" for setting in _settings(engine.common_config)]
+    own.append(f"a configuration of the model with digest {_configuration(known.catalog)}")
     own += [f"{n} ({p.dtype}, {tuple(p.shape)})" for n, p in known.built.model.named_parameters()]
     digest = hashlib.blake2b("\n".join(own).encode(), digest_size=16).digest()
     if len(set(world.all_gather_object(digest, "planning"))) == 1:
@@ -96,8 +100,19 @@ def agree(request: Request, known: Prepared, world: World) -> None:
         if first != own:
             raise ConfigError(
                 f"the ranks do not do the same: this one has {ours} where rank 0 has {theirs}; give every "
-                "rank the same arguments (an engine_config that is a file: the same content everywhere)"
+                "rank the same arguments, and every machine the same files"
             )
+
+
+def _configuration(catalog: Catalog) -> str:
+    """A digest of the configuration that this rank has built the model by; much of it shows in no shape."""
+    if not catalog.root:
+        return "none"
+    try:
+        raw = read_small(str(Path(catalog.root) / "config.json"), MAX_CONFIG_BYTES, "configuration")
+    except ZerostartError:
+        return "none"
+    return hashlib.blake2b(raw, digest_size=8).hexdigest()
 
 
 def _settings(config: Mapping[str, Any], under: str = "") -> Iterator[str]:
