@@ -22,7 +22,7 @@ from torch import nn
 import zerostart
 from zerostart.upstream.deepspeed.zero3 import edits as deepspeed_edits
 
-TURNS = 25
+TURNS = 12
 RESULT = Path(__file__).parent / "results" / "gathered.md"
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
