@@ -115,7 +115,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     import zerostart
     from zerostart.cli.worker import join_group, leave_group
     from zerostart.engines import resolve_engine
-    from zerostart.layout import Mesh
+    from zerostart.geometry.layout import Mesh
     from zerostart.loading.record import record_of
 
     job = json.loads(argv[0])

@@ -27,10 +27,10 @@ from safetensors.torch import save_file
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage.local import LocalFiles
-from zerostart.layout import Layout, dimension_shard, flat_partition
-from zerostart.planning import Destination, Plan, PlanOptions, join
+from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.transfer import Progress, Tuning, execute, tune
+from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 
 MIB = 1 << 20
 

@@ -34,7 +34,7 @@ MODULES = (
     "zerostart.engines.deepspeed.flat",
     "zerostart.engines.fsdp2.engine",
     "zerostart.engines.fsdp2.parallel",
-    "zerostart.forecast.run",
+    "zerostart.loading.forecast.run",
     "zerostart.integrations.adoption",
     "zerostart.loading.run",
     # What a load or an engine would import in each rank.

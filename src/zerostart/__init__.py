@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from zerostart.forecast import WorldPlan
     from zerostart.loading.arguments import Converter, EngineConfig, ModelLike, Source
+    from zerostart.loading.forecast import WorldPlan
     from zerostart.loading.report import Report
 
 __all__ = [
@@ -176,7 +176,7 @@ def plan(
         [3000, 3000, 3000, 3000]
     """
     with checked_arguments(plan, locals(), collective=False):
-        from zerostart.forecast.run import forecast
+        from zerostart.loading.forecast.run import forecast
         from zerostart.loading.request import Request
 
         request = Request(

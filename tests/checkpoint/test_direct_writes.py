@@ -19,7 +19,7 @@ from zerostart.checkpoint.writer import DIRECT, CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.errors import WriteError
-from zerostart.layout import Layout, dimension_shard, flat_partition
+from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
 from zerostart.state.writing import plain, planned, write_tensors
 from zerostart.transfer.writing import write_out
 

@@ -103,9 +103,9 @@ def test_what_is_stored_lies_in_its_file() -> None:
 
 
 def test_a_destination_that_no_read_fills_is_an_error(tmp_path: Path) -> None:
-    from zerostart.layout import replicated
-    from zerostart.planning import Destination, join
+    from zerostart.geometry.layout import replicated
     from zerostart.recipe import Recipe, Target
+    from zerostart.transfer.planning import Destination, join
 
     save_file({"row": torch.ones(8)}, tmp_path / "model.safetensors")
     target = Target("row", (9,), torch.float32)

@@ -26,11 +26,11 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog, signature
 from zerostart.checkpoint.storage.memory import MemoryStorage
 from zerostart.distributed.world import World
-from zerostart.layout import flat_partition
-from zerostart.planning import Destination, PlanOptions, join
+from zerostart.geometry.layout import flat_partition
 from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
 from zerostart.transfer import MemoryReader, Progress, execute, holder
 from zerostart.transfer.holder import HeldReader
+from zerostart.transfer.planning import Destination, PlanOptions, join
 
 ENGINES = ("deepspeed", "fsdp2")
 

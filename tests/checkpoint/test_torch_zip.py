@@ -28,10 +28,10 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.formats import inert_pickle, torch_zip
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import CheckpointError, CheckpointNotFoundError
-from zerostart.layout import flat_partition
-from zerostart.planning import Destination, PlanOptions, join
+from zerostart.geometry.layout import flat_partition
 from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
 from zerostart.transfer import Progress, execute
+from zerostart.transfer.planning import Destination, PlanOptions, join
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.int64, torch.int32,

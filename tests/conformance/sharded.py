@@ -16,13 +16,13 @@ from zerostart import models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import open_catalog
 from zerostart.distributed.world import World
-from zerostart.layout import Layout, dimension_shard, flat_partition, replicated
+from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.loading.equality import equal_in
 from zerostart.models import Built, Origins, Program
-from zerostart.planning import Destination, PlanOptions, join
-from zerostart.planning.plan import Plan
 from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype
 from zerostart.transfer import Progress, execute
+from zerostart.transfer.planning import Destination, PlanOptions, join
+from zerostart.transfer.planning.plan import Plan
 
 __all__ = ["SEED", "Reference", "compare", "filled", "layout_of", "prepare_model", "reference"]
 

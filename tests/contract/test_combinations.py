@@ -11,12 +11,12 @@ import pytest
 from tests.contract import combinations
 
 from zerostart.errors import ConfigError
-from zerostart.layout import Mesh
+from zerostart.geometry.layout import Mesh
 
 ROOT = Path(__file__).parents[2]
 #: Where combinations are refused without a model, by file: all that these functions raise is on the page.
 REFUSING = {
-    "layout/mesh.py": {"__post_init__"},
+    "geometry/layout/mesh.py": {"__post_init__"},
     "engines/deepspeed/settings.py": {
         *("check_stage", "check_sequences", "check_scaling", "check_mesh", "_check_tensors")
     },

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from zerostart.checkpoint.source import open_catalog
-from zerostart.layout import Layout, dimension_shard, flat_partition
-from zerostart.planning import Destination, PlanOptions, join
+from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
 from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
 from zerostart.transfer import Progress, execute
+from zerostart.transfer.planning import Destination, PlanOptions, join
 
 STORED = (
     torch.float64,

@@ -10,7 +10,7 @@ from torch import nn
 
 from zerostart.distributed.world import World, default_device
 from zerostart.engines import DEVICE, Engine, Placements, Residence, Shard
-from zerostart.layout import Layout, Parallelism, replicated
+from zerostart.geometry.layout import Layout, Parallelism, replicated
 
 
 class Copies(Engine):

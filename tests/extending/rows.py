@@ -10,7 +10,7 @@ from torch import nn
 
 from zerostart.distributed.world import World
 from zerostart.engines import DEVICE, Engine, Placements, Residence, Shard, register_engine
-from zerostart.layout import Layout, Parallelism, dimension_shard
+from zerostart.geometry.layout import Layout, Parallelism, dimension_shard
 
 
 @register_engine

@@ -16,7 +16,7 @@ import zerostart
 from tiny import TinyCheckpoints
 from zerostart.cli.memory_view import show_comparison, show_plan
 from zerostart.errors import ConfigError
-from zerostart.forecast import PHASES
+from zerostart.loading.forecast import PHASES
 
 ZERO = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}
 

@@ -15,8 +15,8 @@ from ranks import run_ranks
 from tiny import TinyCheckpoints
 from zerostart.distributed.world import World
 from zerostart.engines.memory import Target
-from zerostart.forecast.memory import held_alone, moments_of
-from zerostart.forecast.optimizers import optimizer_of
+from zerostart.loading.forecast.memory import held_alone, moments_of
+from zerostart.loading.forecast.optimizers import optimizer_of
 from zerostart.loading.preparation import prepare
 from zerostart.loading.report import Clock
 from zerostart.loading.request import Request

@@ -13,15 +13,15 @@ from torch.distributed.tensor import Shard
 from drawn import examples
 from tiny import TinyCheckpoints
 from zerostart.distributed.world import World
-from zerostart.forecast import Subject
-from zerostart.forecast.exchange import Foreseen
-from zerostart.forecast.reads import counts_of, owned_by
-from zerostart.forecast.result import RankForecast, WorldPlan
+from zerostart.loading.forecast import Subject
+from zerostart.loading.forecast.exchange import Foreseen
+from zerostart.loading.forecast.reads import counts_of, owned_by
+from zerostart.loading.forecast.result import RankForecast, WorldPlan
 from zerostart.loading.preparation import prepare
 from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
-from zerostart.planning import Rates
 from zerostart.transfer import Tuning
+from zerostart.transfer.planning import Rates
 from zerostart.transfer.strategy import chosen
 
 KiB = 1 << 10

@@ -12,7 +12,7 @@ import zerostart
 ROOT = Path(zerostart.__file__).parent
 #: Front door, tree of errors, and ``python -m zerostart``: the only modules outside a room.
 OUTSIDE = {"zerostart", "zerostart.errors", "zerostart.__main__"}
-MOST_ROOMS, MOST_ARROWS = 20, 95
+MOST_ROOMS, MOST_ARROWS = 15, 80
 
 
 def name_of(path: Path) -> str:

@@ -22,10 +22,10 @@ from tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.checkpoint.source import open_catalog
 from zerostart.distributed.world import current_world
-from zerostart.layout import dimension_shard, replicated
-from zerostart.planning import Destination, PlanOptions, join
+from zerostart.geometry.layout import dimension_shard, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.transfer import FileReader, Progress, strategy, tune
+from zerostart.transfer.planning import Destination, PlanOptions, join
 from zerostart.transfer.strategy import ReadDemand, TransferStats, agree_on_strategy, execute_together
 
 ENGINES = ("deepspeed", "fsdp2")

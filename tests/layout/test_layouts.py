@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerostart.layout import Layout, dimension_shard, flat_partition, replicated
+from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=3)
 

@@ -12,7 +12,7 @@ from tests.layout.test_layouts import placed
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from drawn import examples
-from zerostart.layout import (
+from zerostart.geometry.layout import (
     Layout,
     Ranges,
     Section,
@@ -23,7 +23,7 @@ from zerostart.layout import (
     packed,
     replicated,
 )
-from zerostart.layout.flat import narrowed
+from zerostart.geometry.layout.flat import narrowed
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 

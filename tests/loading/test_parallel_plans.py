@@ -14,7 +14,7 @@ from parity import checkpoint
 from tiny import TinyCheckpoints
 from zerostart.engines import resolve_engine
 from zerostart.errors import ConfigError
-from zerostart.layout import Mesh
+from zerostart.geometry.layout import Mesh
 
 
 def meta_model(kind: str, **options: object) -> nn.Module:

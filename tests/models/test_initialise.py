@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from zerostart.layout import flat_partition
+from zerostart.geometry.layout import flat_partition
 from zerostart.models import initialise
 from zerostart.models.initialise import fill_missing, program_of
 from zerostart.models.operator_log import OperatorLog

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from drawn import examples
 from zerostart.checkpoint.source import open_catalog
-from zerostart.layout import Layout, dimension_shard, flat_partition, packed, replicated
-from zerostart.planning import Count, Destination, PlanOptions, Share, count_reads, join
-from zerostart.planning.reads import read_starts, read_starts_of_many
+from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, packed, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target
+from zerostart.transfer.planning import Count, Destination, PlanOptions, Share, count_reads, join
+from zerostart.transfer.planning.reads import read_starts, read_starts_of_many
 
 LAYERS = 3
 THREADS = 2

@@ -12,10 +12,10 @@ from tests.recipe.graphs import Graph, graphs
 
 from drawn import examples
 from zerostart.checkpoint.source import open_catalog
-from zerostart.layout import dimension_shard, flat_partition
-from zerostart.planning import Destination, PlanOptions, join
+from zerostart.geometry.layout import dimension_shard, flat_partition
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.transfer import Progress, execute
+from zerostart.transfer.planning import Destination, PlanOptions, join
 
 
 @settings(max_examples=examples(40, 1200))

@@ -11,11 +11,11 @@ import torch
 from tests.recipe.shards import recipe_of
 
 from zerostart.checkpoint.memory import memory_catalog
-from zerostart.layout import flat_partition
-from zerostart.planning import Destination, PlanOptions, join
+from zerostart.geometry.layout import flat_partition
 from zerostart.recipe import SymbolicTensor
 from zerostart.recipe.recording import recorded
 from zerostart.recipe.symbolic import settled
+from zerostart.transfer.planning import Destination, PlanOptions, join
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 CHANGES: dict[str, Change] = {

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.memory import memory_catalog
-from zerostart.layout import dimension_shard, flat_partition
-from zerostart.planning import Destination, Plan, PlanOptions, join
+from zerostart.geometry.layout import dimension_shard, flat_partition
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.transfer import Progress, execute
+from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 
 Tensors = dict[str, torch.Tensor]
 

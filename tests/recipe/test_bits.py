@@ -21,12 +21,12 @@ from tests.recipe.graphs import operations
 
 from drawn import examples
 from zerostart.checkpoint.memory import memory_catalog
-from zerostart.layout import Layout, dimension_shard, flat_partition
-from zerostart.planning import Destination, Plan, PlanOptions, join
+from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
 from zerostart.recipe import BLOCK, Recipe, SymbolicTensor, Target
 from zerostart.recipe.recording import recorded
 from zerostart.recipe.symbolic import settled
 from zerostart.transfer import Progress, execute
+from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 
 Tensors = dict[str, torch.Tensor]
 Convert = Callable[[Tensors], Tensors]

@@ -13,9 +13,9 @@ from tests.recipe.shards import compare, recipe_of, symbols_of
 
 from drawn import examples
 from zerostart.errors import ConversionError
-from zerostart.planning import Plan
 from zerostart.recipe import SymbolicTensor
 from zerostart.recipe.recording import recorded
+from zerostart.transfer.planning import Plan
 
 Tensors = dict[str, torch.Tensor]
 

@@ -17,7 +17,7 @@ from tiny import TinyCheckpoints
 from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.digesting import file_digests
 from zerostart.checkpoint.source import open_catalog
-from zerostart.layout import Layout, dimension_shard, flat_partition, replicated
+from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.recipe import spelling
 from zerostart.state.digest import add_share
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from zerostart.errors import ConfigError
-from zerostart.layout import replicated
-from zerostart.layout.flat import flat_run, narrowed
+from zerostart.geometry.layout import replicated
+from zerostart.geometry.layout.flat import flat_run, narrowed
 from zerostart.state.keeping import complete, prune
 from zerostart.state.random_states import random_rows, set_random_rows
 from zerostart.state.values import decoded, encoded_whole

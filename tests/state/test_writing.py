@@ -14,10 +14,10 @@ from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.errors import CheckpointError, WriteError
-from zerostart.layout import Layout, dimension_shard, flat_partition, replicated
-from zerostart.planning.writes import GRAIN, own_part
+from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target, spelling
 from zerostart.state.writing import Outgoing, plain, planned, write_tensors
+from zerostart.transfer.planning.writes import GRAIN, own_part
 from zerostart.transfer.writing import write_out
 
 Tensors = dict[str, torch.Tensor]

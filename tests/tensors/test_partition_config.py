@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from drawn import examples
 from zerostart.errors import ConfigError
-from zerostart.layout.partition_config import PRESETS, Linear, partition_plan
+from zerostart.geometry.layout.partition_config import PRESETS, Linear, partition_plan
 
 
 def sectioned(plan: Any, name: str, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:

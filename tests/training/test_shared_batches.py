@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zerostart.engines import check_choice
-from zerostart.layout import Mesh
+from zerostart.geometry.layout import Mesh
 from zerostart.training.sequences import Sharing
 from zerostart.training.tasks.language import IGNORED_LABEL
 

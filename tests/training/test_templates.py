@@ -13,7 +13,7 @@ import yaml
 from zerostart.cli import main
 from zerostart.engines import check_choice
 from zerostart.errors import ConfigError
-from zerostart.layout import Mesh
+from zerostart.geometry.layout import Mesh
 from zerostart.training.config import TrainConfig
 from zerostart.training.configuring import load_config, parse_config
 from zerostart.training.engine_config import engine_config

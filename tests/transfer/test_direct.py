@@ -13,8 +13,8 @@ import pytest
 from zerostart.checkpoint.storage import direct, page_cache
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.errors import ReadError
-from zerostart.planning import Plan, Read
 from zerostart.transfer import FileReader
+from zerostart.transfer.planning import Plan, Read
 from zerostart.transfer.tuning import Tuning
 
 SIZE = (9 << 20) + 1234

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from drawn import examples
 from zerostart.checkpoint.storage.local import LocalFiles
-from zerostart.planning import (
+from zerostart.transfer.planning import (
     Agreement,
     ExchangeStep,
     Part,

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import rows
 from zerostart.errors import ReadError
-from zerostart.layout import Layout, dimension_shard, flat_partition
-from zerostart.planning import Destination, Plan, join
+from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.transfer import FileReader, Progress, Rows, execute
+from zerostart.transfer.planning import Destination, Plan, join
 
 WORLD = 3
 

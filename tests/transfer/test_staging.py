@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from zerostart.checkpoint.source import open_catalog
-from zerostart.layout import dimension_shard
-from zerostart.planning import Destination, Part, PlanOptions, join
+from zerostart.geometry.layout import dimension_shard
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.transfer import FileReader, Rows
+from zerostart.transfer.planning import Destination, Part, PlanOptions, join
 from zerostart.transfer.staging import DeviceStaging
 
 

@@ -15,7 +15,7 @@ import zerostart
 from ranks import rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
 from zerostart.errors import ConfigError
-from zerostart.layout.flat import FlatRules, shares
+from zerostart.geometry.layout.flat import FlatRules, shares
 
 
 def read(path: Path, exchange: bool, dtype: torch.dtype | None) -> tuple[int, int, list[str]]:

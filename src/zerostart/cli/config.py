@@ -42,7 +42,7 @@ def command(
     Nothing is overwritten. What is left to do is to name the model and the data.
     """
     from zerostart.engines import check_choice
-    from zerostart.layout import Mesh
+    from zerostart.geometry.layout import Mesh
     from zerostart.training.generating import described, template_of
 
     chosen = check_choice(engine, zero_stage).of(zero_stage, None, Mesh(1), None)

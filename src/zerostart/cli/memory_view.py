@@ -13,7 +13,7 @@ from rich.text import Text
 from zerostart.training.terminal import duration, say
 
 if TYPE_CHECKING:
-    from zerostart.forecast import Fit, RankForecast, WorldPlan
+    from zerostart.loading.forecast import Fit, RankForecast, WorldPlan
 
 #: Rows that a table shows; a line sums up the rest.
 SHOWN = 12

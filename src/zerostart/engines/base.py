@@ -25,7 +25,7 @@ from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.engines.training import AccelerateSetup, Launched, TrainingJob
 from zerostart.errors import ConfigError
-from zerostart.layout import Mesh, Parallelism
+from zerostart.geometry.layout import Mesh, Parallelism
 from zerostart.models import Alias
 from zerostart.upstream.accelerate.plugins import is_set
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zerostart.layout import Parallelism
+from zerostart.geometry.layout import Parallelism
 
 
 def expert_modules(model: nn.Module, parallelism: Parallelism) -> dict[nn.Module, dict[str, str]]:

@@ -13,7 +13,7 @@ from zerostart.engines.registry import engine_names, family_of
 from zerostart.engines.shard import Shard
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry import Box
-from zerostart.layout import Layout, Placed, replicated
+from zerostart.geometry.layout import Layout, Placed, replicated
 from zerostart.upstream.deepspeed.state.editing import has_own_values
 
 

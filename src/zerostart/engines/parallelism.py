@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
-from zerostart.layout.partition_config import Linear, partition_plan
+from zerostart.geometry.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
+from zerostart.geometry.layout.partition_config import Linear, partition_plan
 from zerostart.models import library_of
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from zerostart.engines.residence import Residence
-from zerostart.layout import Layout, Parallelism, Section
+from zerostart.geometry.layout import Layout, Parallelism, Section
 
 #: Homes of a shard: the device that computes, host memory, or a file.
 DEVICE, HOST, STORAGE = "device", "host", "storage"

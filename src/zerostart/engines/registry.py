@@ -12,7 +12,7 @@ from typing import Any
 
 from zerostart.engines.base import Engine
 from zerostart.errors import ConfigError
-from zerostart.layout import Mesh
+from zerostart.geometry.layout import Mesh
 
 logger = logging.getLogger("zerostart")
 

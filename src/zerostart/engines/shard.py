@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zerostart.layout import Layout
+from zerostart.geometry.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.geometry import Box
-from zerostart.layout import Layout, Placed, replicated
-from zerostart.planning import Destination, Plan, PlanOptions, join
+from zerostart.geometry.layout import Layout, Placed, replicated
 from zerostart.recipe import Recipe
 from zerostart.recipe.computed import leaves_of
 from zerostart.transfer import Arena, Progress, Tuning, execute, page_locked
+from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 
 _PURPOSE = (
     "and layers of the model are read from it as they are needed; keep it as it is while the model is used, "

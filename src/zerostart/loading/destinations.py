@@ -10,11 +10,11 @@ from torch import nn
 from zerostart import models
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
-from zerostart.layout import Layout, replicated
+from zerostart.geometry.layout import Layout, replicated
 from zerostart.models import Origins, Program
-from zerostart.planning import Destination, Plan, ReadStrategy
 from zerostart.recipe import Recipe
 from zerostart.transfer import Progress, Tuning
+from zerostart.transfer.planning import Destination, Plan, ReadStrategy
 from zerostart.transfer.strategy import TransferStats, execute_together
 
 

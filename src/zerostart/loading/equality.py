@@ -9,10 +9,10 @@ import torch
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import World
-from zerostart.layout import Layout, flat_partition
-from zerostart.planning import Destination, join
+from zerostart.geometry.layout import Layout, flat_partition
 from zerostart.recipe import Recipe
 from zerostart.transfer import Progress, execute
+from zerostart.transfer.planning import Destination, join
 
 #: Elements compared at a time.
 STEP = 1 << 20

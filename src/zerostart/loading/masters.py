@@ -16,12 +16,12 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import current_world
 from zerostart.engines import Shard
 from zerostart.errors import EngineError
-from zerostart.layout import Layout
-from zerostart.layout.flat import narrowed
-from zerostart.planning import Destination, PlanOptions, join
+from zerostart.geometry.layout import Layout
+from zerostart.geometry.layout.flat import narrowed
 from zerostart.recipe import Computed, Recipe, torch_dtype
 from zerostart.recipe.computed import leaves_of
 from zerostart.transfer import Progress, Tuning
+from zerostart.transfer.planning import Destination, PlanOptions, join
 from zerostart.transfer.strategy import execute_together
 
 _PURPOSE = (

@@ -25,8 +25,8 @@ from zerostart.loading.request import Request
 from zerostart.loading.units import Division, divide
 from zerostart.loading.window import Unit, Window
 from zerostart.models import Origins
-from zerostart.planning import PlanOptions, join
 from zerostart.recipe import Recipe
+from zerostart.transfer.planning import PlanOptions, join
 
 #: Most bytes of staging while a layer is read, beside the window.
 STAGING = 32 << 20

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Engine
-from zerostart.layout import Parallelism
+from zerostart.geometry.layout import Parallelism
 from zerostart.loading.values import Values
 from zerostart.models import Aliases, Built, Origins
 from zerostart.recipe import Coverage, Recipes

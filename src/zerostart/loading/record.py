@@ -11,7 +11,7 @@ from torch import nn
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Engine, Placements, Shard
 from zerostart.errors import ConfigError
-from zerostart.layout import Parallelism
+from zerostart.geometry.layout import Parallelism
 from zerostart.loading.report import Report
 from zerostart.recipe import Recipe
 

@@ -12,7 +12,7 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import default_device
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError
-from zerostart.layout import Mesh
+from zerostart.geometry.layout import Mesh
 from zerostart.loading.arguments import LoadArguments
 from zerostart.recipe import main_dtype
 from zerostart.transfer import MIN_CHUNK, Tuning, tune

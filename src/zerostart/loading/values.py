@@ -27,7 +27,7 @@ from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.loading.record import loaded_models
 from zerostart.models import Aliases
-from zerostart.planning import Plan, Read
+from zerostart.transfer.planning import Plan, Read
 from zerostart.transfer.strategy import TransferStats
 from zerostart.upstream.deepspeed.zero3.partitions import partition_of
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from zerostart.layout import Layout
+from zerostart.geometry.layout import Layout
 from zerostart.models.operator_log import Op, OperatorLog
 
 aten = torch.ops.aten

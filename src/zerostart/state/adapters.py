@@ -15,7 +15,7 @@ from torch import nn
 
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError
-from zerostart.layout import Layout
+from zerostart.geometry.layout import Layout
 from zerostart.loading.record import wrapped
 from zerostart.recipe import spelling
 from zerostart.state.contents import Contents, Held

@@ -14,12 +14,12 @@ from zerostart.checkpoint.digest import Digests
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name
 from zerostart.geometry import copies_between, whole
-from zerostart.layout import Layout
+from zerostart.geometry.layout import Layout
 from zerostart.loading.record import bare_model, kept_record
 from zerostart.models import state_names
-from zerostart.planning.writes import GRAIN, own_part
 from zerostart.recipe import spelling
 from zerostart.state.contents import held_tensors
+from zerostart.transfer.planning.writes import GRAIN, own_part
 
 #: Bytes of elements that lie scattered in a storage and are put together at a time.
 _TOGETHER = 8 << 20

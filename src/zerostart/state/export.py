@@ -23,13 +23,13 @@ from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointNotFoundError, ConfigError
-from zerostart.layout.flat import flat_run
-from zerostart.planning import Destination, join
+from zerostart.geometry.layout.flat import flat_run
 from zerostart.recipe import Recipe, Target, torch_dtype
 from zerostart.recipe.dtypes import spelling
 from zerostart.state.keeping import complete
 from zerostart.state.publishing import publishing
 from zerostart.transfer import Progress, execute
+from zerostart.transfer.planning import Destination, join
 
 #: Bytes that are in memory at a time.
 BATCH = 64 << 20

@@ -12,7 +12,7 @@ from torch import nn
 from zerostart.distributed.world import current_world, default_device
 from zerostart.engines import Shard, plain_name
 from zerostart.errors import ConfigError
-from zerostart.layout import Layout
+from zerostart.geometry.layout import Layout
 from zerostart.loading.parts import live_shards, loaded_parts, whole_of_parts
 from zerostart.models import state_names
 

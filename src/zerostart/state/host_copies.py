@@ -22,13 +22,13 @@ from zerostart.distributed.machine import available_memory, local_ranks
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.errors import EngineError, InsufficientMemoryError
-from zerostart.layout import Layout
-from zerostart.layout.layout import Placed
-from zerostart.planning.writes import GRAIN, own_part
+from zerostart.geometry.layout import Layout
+from zerostart.geometry.layout.layout import Placed
 from zerostart.state.training_state import Content
 from zerostart.state.writing import Outgoing
 from zerostart.transfer.memory import Arena
 from zerostart.transfer.page_locked import page_locked
+from zerostart.transfer.planning.writes import GRAIN, own_part
 
 #: Bytes of a tensor from which on it may be copied later; and integers as wide as its elements.
 LATER = 16 * PAGE

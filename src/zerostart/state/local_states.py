@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.layout import replicated
-from zerostart.layout.flat import flat_run
+from zerostart.geometry.layout import replicated
+from zerostart.geometry.layout.flat import flat_run
 from zerostart.recipe import spelling
 from zerostart.state.places import Places
 from zerostart.state.values import decoded, dtype_of, encoded

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from zerostart.engines import Shard, laid_out
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.layout.flat import narrowed
+from zerostart.geometry.layout.flat import narrowed
 from zerostart.recipe import spelling
 from zerostart.state.local_states import is_element_wise
 from zerostart.state.places import Places

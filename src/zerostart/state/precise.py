@@ -10,7 +10,7 @@ from torch import nn
 
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
-from zerostart.layout import Layout
+from zerostart.geometry.layout import Layout
 from zerostart.state.contents import Held
 from zerostart.state.optimizing import masters_of
 from zerostart.state.training_state import training_of

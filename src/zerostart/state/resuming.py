@@ -22,9 +22,8 @@ from zerostart.checkpoint.source import open_saved_state
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name, whole_shard
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError
-from zerostart.layout import Layout, dimension_shard, replicated
+from zerostart.geometry.layout import Layout, dimension_shard, replicated
 from zerostart.loading.source import open_source
-from zerostart.planning import Destination, Plan, PlanOptions, join
 from zerostart.recipe import Recipe, Target
 from zerostart.state.background import finish_last
 from zerostart.state.document import read_document
@@ -47,6 +46,7 @@ from zerostart.state.training_state import (
 )
 from zerostart.state.values import decoded, dtype_of
 from zerostart.transfer import Progress, Tuning
+from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 from zerostart.transfer.strategy import execute_together
 from zerostart.transfer.tuning import tune
 from zerostart.upstream.deepspeed.state import engine as deepspeed

@@ -24,10 +24,10 @@ from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.pending import wait_for
 from zerostart.checkpoint.source import open_catalog, open_saved_state, resolve_source
 from zerostart.checkpoint.storage import Reader, storage_at
-from zerostart.layout.flat import flat_run
-from zerostart.planning import Destination, join
+from zerostart.geometry.layout.flat import flat_run
 from zerostart.recipe import Recipe, Target, torch_dtype
 from zerostart.transfer import Progress, execute
+from zerostart.transfer.planning import Destination, join
 from zerostart.transfer.staging import bytes_view
 
 #: Where a training state has the model, under its state-dict names.

@@ -22,7 +22,7 @@ from zerostart.checkpoint.manifest import STATE_MARKER
 from zerostart.distributed.world import World
 from zerostart.engines import Shard, check_own_memory, first_rank_shard, plain_name, whole_shard
 from zerostart.errors import ConfigError
-from zerostart.layout import dimension_shard
+from zerostart.geometry.layout import dimension_shard
 from zerostart.loading.record import record_of
 from zerostart.recipe import spelling
 from zerostart.state.local_states import LOCAL, local_states

@@ -20,10 +20,10 @@ from zerostart.distributed.machine import cores, local_ranks
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError
-from zerostart.layout import Layout
-from zerostart.planning.writes import GRAIN, Origin, WritePlan, own_part, plan_writes
+from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, Target
 from zerostart.transfer.page_locked import rounds_up
+from zerostart.transfer.planning.writes import GRAIN, Origin, WritePlan, own_part, plan_writes
 from zerostart.transfer.tuning import MIN_CHUNK
 from zerostart.transfer.writing import SLACK, Change, Source, write_out
 

@@ -112,7 +112,7 @@ class EngineConfig(Section):
     def chosen(self) -> Engine:
         """The engine at its stage, not configured yet; raises :class:`ConfigError` for an unknown one."""
         from zerostart.engines import check_choice
-        from zerostart.layout import Mesh
+        from zerostart.geometry.layout import Mesh
 
         return check_choice(self.name, self.zero_stage).of(self.zero_stage, None, Mesh(1), None)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
-from zerostart.layout import Mesh
+from zerostart.geometry.layout import Mesh
 from zerostart.training.config import TrainConfig
 from zerostart.training.engine_config import engine_config, own_config
 from zerostart.training.evaluate import HeldOut, held_out_batches

@@ -16,7 +16,7 @@ import torch
 import zerostart
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import DivergedError, PeerError
-from zerostart.layout import Mesh
+from zerostart.geometry.layout import Mesh
 from zerostart.loading.arguments import LoadArguments, keys
 from zerostart.training.checkpoints import Checkpoints, Past, newest
 from zerostart.training.config import TrainConfig

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from zerostart.distributed.interrupts import HeldSignals
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
-from zerostart.planning import Agreement, ExchangeStep, Table
 from zerostart.transfer import MemoryReader, Reader, Rows, bytes_view
 from zerostart.transfer.messages import pack, place_rows, send_or_receive
+from zerostart.transfer.planning import Agreement, ExchangeStep, Table
 
 
 class ExchangeReader(Reader):

@@ -8,9 +8,9 @@ from itertools import chain
 import torch
 
 from zerostart.checkpoint.storage import Reader, Rows
-from zerostart.planning import Computation, Destination, Part, Plan, Read
 from zerostart.recipe import one_thread
 from zerostart.transfer.crew import Crew
+from zerostart.transfer.planning import Computation, Destination, Part, Plan, Read
 from zerostart.transfer.progress import Progress
 from zerostart.transfer.staging import Staging, bytes_view, make_staging
 

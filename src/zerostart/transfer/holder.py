@@ -21,8 +21,8 @@ from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.distributed.interrupts import HeldSignals
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
-from zerostart.planning import Table, batches
 from zerostart.transfer.messages import pack, place_rows, send_or_receive
+from zerostart.transfer.planning import Table, batches
 from zerostart.transfer.staging import bytes_view
 
 #: Requests and bytes of all ranks together in one round. A list takes 40 bytes a request.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
-from zerostart.planning import Table
+from zerostart.transfer.planning import Table
 
 
 def send_or_receive(call: Callable[..., Any], tensor: torch.Tensor, peer: int, world: World) -> None:

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import torch
 
-from zerostart.planning import Part
 from zerostart.transfer.copying import copy_strided
 from zerostart.transfer.memory import has_streams
 from zerostart.transfer.page_locked import page_locked
+from zerostart.transfer.planning import Part
 
 
 class Staging(Protocol):

@@ -10,7 +10,10 @@ import torch
 from zerostart.distributed.machine import machine_name
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
-from zerostart.planning import (
+from zerostart.transfer import MIN_CHUNK, Progress, Reader, Rows, Tuning, execute
+from zerostart.transfer.exchange import ExchangeReader
+from zerostart.transfer.holder import HeldReader, serve_others
+from zerostart.transfer.planning import (
     Plan,
     Rates,
     ReadStrategy,
@@ -21,9 +24,6 @@ from zerostart.planning import (
     spans_within,
     table_of,
 )
-from zerostart.transfer import MIN_CHUNK, Progress, Reader, Rows, Tuning, execute
-from zerostart.transfer.exchange import ExchangeReader
-from zerostart.transfer.holder import HeldReader, serve_others
 
 #: Most requests of all ranks together whose steps every rank works out: beyond, each reads its own.
 MOST_REQUESTS = 1 << 18

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from zerostart.checkpoint.storage import Reader, Storage
 from zerostart.checkpoint.storage.direct import BOUNCE_BYTES
 from zerostart.distributed.machine import available_memory, cores, cores_of_node, local_ranks
-from zerostart.planning import Plan, Rates
 from zerostart.transfer.page_locked import rounds_up
+from zerostart.transfer.planning import Plan, Rates
 
 MiB = 1 << 20
 #: A chunk has to hold at least one element of any type, and a useful number of them.

@@ -10,11 +10,11 @@ import torch
 
 from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.checkpoint.writer import CheckpointWriter
-from zerostart.planning.writes import Write, WritePlan
 from zerostart.recipe import one_thread
 from zerostart.transfer.copying import copy_strided
 from zerostart.transfer.crew import Crew
 from zerostart.transfer.page_locked import page_locked, release_locked
+from zerostart.transfer.planning.writes import Write, WritePlan
 from zerostart.transfer.staging import bytes_view
 
 #: Bytes of a staging buffer beside a chunk, so that it can lie in its pages as the chunk does in the file's.

@@ -10,7 +10,7 @@ from torch import nn
 
 from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
-from zerostart.layout import Parallelism
+from zerostart.geometry.layout import Parallelism
 
 #: Leaves this rank's part in a model, None where ranks share nothing; the ranks that partition each
 #: parameter then, None for all.

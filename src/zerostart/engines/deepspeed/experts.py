@@ -19,7 +19,7 @@ from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.flat_buffers import held_layouts
 from zerostart.engines.names import loaded_names
 from zerostart.engines.shard import Shard
-from zerostart.layout import Layout, Parallelism, flat_partition, replicated
+from zerostart.geometry.layout import Layout, Parallelism, flat_partition, replicated
 from zerostart.upstream.deepspeed.parallel.autoep import note_shared
 from zerostart.upstream.deepspeed.parallel.experts import ExpertGroups, mark_expert, require_groups
 from zerostart.upstream.deepspeed.parallel.tensor_engine import TensorGroups

@@ -26,8 +26,8 @@ from zerostart.engines.sequences import check_heads
 from zerostart.engines.shard import Shard
 from zerostart.engines.training import AccelerateSetup, Launched, TrainingJob
 from zerostart.errors import ConfigError
-from zerostart.layout import Layout, Mesh, Parallelism, flat_partition
-from zerostart.layout.flat import FlatRules
+from zerostart.geometry.layout import Layout, Mesh, Parallelism, flat_partition
+from zerostart.geometry.layout.flat import FlatRules
 
 #: Elements of a reduction bucket that still makes messages of a good size; DeepSpeed's own is ten times that.
 BUCKET = 50_000_000

@@ -20,8 +20,8 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines.flat_buffers import ALIGNMENT, Family, FlatBufferShards
 from zerostart.engines.residence import HOST, Residence
 from zerostart.errors import InsufficientMemoryError
-from zerostart.layout import Parallelism
-from zerostart.layout.flat import FlatGroup, FlatRules
+from zerostart.geometry.layout import Parallelism
+from zerostart.geometry.layout.flat import FlatGroup, FlatRules
 from zerostart.transfer.memory import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream.deepspeed.parallel.tensor_engine import restore_hooks

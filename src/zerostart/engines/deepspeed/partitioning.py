@@ -23,7 +23,7 @@ from zerostart.engines.placements import Placements
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
-from zerostart.layout import Layout, flat_partition
+from zerostart.geometry.layout import Layout, flat_partition
 from zerostart.transfer import Arena, page_locked
 from zerostart.upstream.deepspeed.parallel.tensor_engine import restore_hooks
 from zerostart.upstream.deepspeed.zero3 import nvme

@@ -12,8 +12,8 @@ import torch
 from zerostart.engines.deepspeed.config_keys import autoep_size, check_keys
 from zerostart.engines.deepspeed.reading import device_of, number, section_of
 from zerostart.errors import ConfigError, EngineError
-from zerostart.layout import Mesh
-from zerostart.layout.flat import FlatRules
+from zerostart.geometry.layout import Mesh
+from zerostart.geometry.layout.flat import FlatRules
 
 #: Smallest partition, in bytes, that DeepSpeed swaps (MIN_AIO_BYTES).
 MIN_SWAP = 1 << 20

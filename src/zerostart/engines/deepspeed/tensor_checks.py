@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.layout import cut_of, expand
+from zerostart.geometry.layout import cut_of, expand
 
 REMEDY = "use engine='fsdp2', which runs it by its own plan, or tensor_parallel=1"
 _GATHERED = ("colwise_gather_output", "colwise_rep")

@@ -19,7 +19,7 @@ from zerostart.engines.deepspeed.settings import TENSOR_RULES
 from zerostart.engines.deepspeed.tensor_checks import REMEDY, check_dropout, check_rules, check_structure
 from zerostart.engines.same_draws import share_draws
 from zerostart.errors import ConfigError, EngineError
-from zerostart.layout import Parallelism, ParallelPlan, Ranges, rules_without
+from zerostart.geometry.layout import Parallelism, ParallelPlan, Ranges, rules_without
 from zerostart.models import library_of
 from zerostart.upstream.deepspeed.parallel import tensors as upstream
 from zerostart.upstream.deepspeed.parallel.slices import Slice, slices_of

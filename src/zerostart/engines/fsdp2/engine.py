@@ -23,7 +23,7 @@ from zerostart.engines.fsdp2.storage import arena_of, give_storage, holders, sha
 from zerostart.engines.fsdp2.units import scalars_of, units_of
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
-from zerostart.layout import Layout, replicated
+from zerostart.geometry.layout import Layout, replicated
 
 
 class FSDP2Shards:

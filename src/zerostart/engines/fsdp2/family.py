@@ -26,8 +26,8 @@ from zerostart.engines.sequences import check_ring
 from zerostart.engines.shard import Shard
 from zerostart.engines.training import AccelerateSetup, Launched, TrainingJob
 from zerostart.errors import ConfigError, EngineError
-from zerostart.layout import Mesh, Parallelism, dimension_shard
-from zerostart.layout.flat import FlatRules
+from zerostart.geometry.layout import Mesh, Parallelism, dimension_shard
+from zerostart.geometry.layout.flat import FlatRules
 from zerostart.models import Alias
 from zerostart.upstream.accelerate.plugins import launched_fsdp_version
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from zerostart.engines.fsdp2.settings import FSDP2Settings
-from zerostart.layout import Layout, Parallelism, Section, dimension_shard
+from zerostart.geometry.layout import Layout, Parallelism, Section, dimension_shard
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from zerostart.engines.names import loaded_names
 from zerostart.engines.residence import Residence
 from zerostart.engines.same_draws import share_draws
 from zerostart.engines.shard import Shard
-from zerostart.layout import Parallelism
+from zerostart.geometry.layout import Parallelism
 from zerostart.upstream.transformers.tensor import require as require_styles
 
 

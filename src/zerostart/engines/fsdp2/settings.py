@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import Shard
 
 from zerostart.errors import ConfigError, EngineError
-from zerostart.layout import Mesh
+from zerostart.geometry.layout import Mesh
 
 Placer = Callable[[nn.Parameter], Any]
 

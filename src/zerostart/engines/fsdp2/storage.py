@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
-from zerostart.layout import Layout, dimension_shard, replicated
+from zerostart.geometry.layout import Layout, dimension_shard, replicated
 from zerostart.transfer import Arena, page_locked
 from zerostart.upstream.torch.tensors import adopt_local_tensors, hide_padding, over
 

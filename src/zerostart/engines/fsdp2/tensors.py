@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from zerostart.engines.shard import replace_everywhere
 from zerostart.errors import EngineError
-from zerostart.layout import Cut, Parallelism, Ranges
+from zerostart.geometry.layout import Cut, Parallelism, Ranges
 from zerostart.upstream.transformers.tensor import run_in_style
 
 #: The style of modules with whole parameters that see part of the activations, such as norms of heads.

@@ -1,7 +1,7 @@
 """How long reading takes at given rates, rank by rank.
 
-The model of ``planning/strategy.py``, for one machine at a time: its ranks share the rate at which storage
-gives bytes to it, and find each other's bytes in its page cache; each byte is copied out of that, or off an
+The model of ``transfer/planning/strategy.py``, for one machine at a time: its ranks share the rate at which
+storage gives bytes to it, and find each other's bytes in its page cache; each byte is copied out of that, or off an
 exchange, by processors that they share as well. A rank has its part of both rates.
 """
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from zerostart.engines.placements import RANKS_OF_A_MACHINE
 from zerostart.errors import ConfigError
-from zerostart.forecast.result import RankForecast
-from zerostart.planning import Rates
+from zerostart.loading.forecast.result import RankForecast
+from zerostart.transfer.planning import Rates
 
 
 def rates_of(assumed: Rates, storage: float | None, interconnect: float | None) -> Rates:

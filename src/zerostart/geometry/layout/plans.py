@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zerostart.errors import ConfigError
-from zerostart.layout.mesh import Mesh
-from zerostart.layout.section import Section, entire, packed, ranged
+from zerostart.geometry.layout.mesh import Mesh
+from zerostart.geometry.layout.section import Section, entire, packed, ranged
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 from zerostart.engines.memory import Array, Gathers, Held, pinned_by_torch
 from zerostart.engines.placements import DEVICE, HOST, Placements
-from zerostart.layout import Parallelism
+from zerostart.geometry.layout import Parallelism
 from zerostart.transfer.page_locked import rounds_up
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from zerostart.geometry import Box, row_major_boxes, row_major_strides
-from zerostart.layout.layout import Layout, Placed
+from zerostart.geometry.layout.layout import Layout, Placed
 
 #: A partition begins at a multiple of this many elements (DeepSpeed's ``nccl_start_alignment_factor``).
 START_ALIGNMENT = 2

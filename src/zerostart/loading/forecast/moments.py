@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from zerostart.engines.memory import Moment, Sizes, Target
-from zerostart.forecast.result import PHASES, Memory
+from zerostart.loading.forecast.result import PHASES, Memory
 
 
 def peaks(moments: Iterable[Moment], ranks: int, target: Target) -> list[dict[str, Memory]]:

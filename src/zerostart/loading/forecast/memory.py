@@ -10,8 +10,8 @@ from torch import nn
 from zerostart.engines import Engine, Placements
 from zerostart.engines.flat_buffers import MESSAGE
 from zerostart.engines.memory import Array, Held, Moment, Optimizer, Target
-from zerostart.forecast.shares import held_of
-from zerostart.layout import Parallelism
+from zerostart.geometry.layout import Parallelism
+from zerostart.loading.forecast.shares import held_of
 
 
 def held_alone(model: nn.Module, placed: Placements, parallelism: Parallelism, ranks: Sequence[int]) -> Held:

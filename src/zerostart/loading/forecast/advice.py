@@ -15,10 +15,10 @@ from torch import nn
 from zerostart.engines import RANKS_OF_A_MACHINE, Engine
 from zerostart.engines.memory import Optimizer, Target
 from zerostart.errors import ZerostartError
-from zerostart.forecast.limits import Fit, Limits
-from zerostart.forecast.memory import held_alone, moments_of
-from zerostart.forecast.moments import peaks
-from zerostart.forecast.result import Memory
+from zerostart.loading.forecast.limits import Fit, Limits
+from zerostart.loading.forecast.memory import held_alone, moments_of
+from zerostart.loading.forecast.moments import peaks
+from zerostart.loading.forecast.result import Memory
 
 #: Most ranks that are advised, as a multiple of those that are planned.
 MOST = 64

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from zerostart.planning.plan import Part, Plan, Read
+from zerostart.transfer.planning.plan import Part, Plan, Read
 
 #: Rows ``file, offset, bytes, rows, stride``: the reads of a rank, in the order in which it makes them.
 Table = npt.NDArray[np.int64]

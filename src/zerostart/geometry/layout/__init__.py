@@ -1,8 +1,8 @@
 """Layouts: which elements of a parameter a rank holds, and where in its local storage. Pure integers."""
 
-from zerostart.layout.layout import Layout, Placed, dimension_shard, flat_partition, replicated
-from zerostart.layout.mesh import Mesh
-from zerostart.layout.plans import (
+from zerostart.geometry.layout.layout import Layout, Placed, dimension_shard, flat_partition, replicated
+from zerostart.geometry.layout.mesh import Mesh
+from zerostart.geometry.layout.plans import (
     Cut,
     Parallelism,
     ParallelPlan,
@@ -13,7 +13,7 @@ from zerostart.layout.plans import (
     rules_without,
     tensor_plan,
 )
-from zerostart.layout.section import Section, chunk, entire, packed, ranged
+from zerostart.geometry.layout.section import Section, chunk, entire, packed, ranged
 
 __all__ = [
     "Cut",

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from zerostart.distributed.world import World, default_device
 from zerostart.engines import RANKS_OF_A_MACHINE
-from zerostart.forecast import Subject, WorldPlan, foresee
 from zerostart.loading.arguments import ForecastArguments
+from zerostart.loading.forecast import Subject, WorldPlan, foresee
 from zerostart.loading.preparation import prepare, undisturbed
 from zerostart.loading.report import Clock
 from zerostart.loading.request import Request

@@ -12,21 +12,21 @@ from torch import nn
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Engine
 from zerostart.engines.memory import Target
-from zerostart.forecast.advice import advice, fits_of
-from zerostart.forecast.exchange import Foreseen
-from zerostart.forecast.limits import Limits
-from zerostart.forecast.memory import moments_of
-from zerostart.forecast.moments import peaks
-from zerostart.forecast.optimizers import optimizer_of
-from zerostart.forecast.reads import counts_of, owned_by
-from zerostart.forecast.result import Memory, RankForecast, WorldPlan
-from zerostart.forecast.seconds import rates_of, timed
-from zerostart.forecast.shares import held_of
 from zerostart.loading.arguments import ForecastArguments
+from zerostart.loading.forecast.advice import advice, fits_of
+from zerostart.loading.forecast.exchange import Foreseen
+from zerostart.loading.forecast.limits import Limits
+from zerostart.loading.forecast.memory import moments_of
+from zerostart.loading.forecast.moments import peaks
+from zerostart.loading.forecast.optimizers import optimizer_of
+from zerostart.loading.forecast.reads import counts_of, owned_by
+from zerostart.loading.forecast.result import Memory, RankForecast, WorldPlan
+from zerostart.loading.forecast.seconds import rates_of, timed
+from zerostart.loading.forecast.shares import held_of
 from zerostart.models import Origins
-from zerostart.planning import Count, Rates
 from zerostart.recipe import Coverage, Recipes
 from zerostart.transfer import Tuning
+from zerostart.transfer.planning import Count, Rates
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines.placements import DEVICE, RANKS_OF_A_MACHINE, Placements
-from zerostart.forecast.result import Memory, RankForecast, WorldPlan
-from zerostart.layout import Layout, replicated
+from zerostart.geometry.layout import Layout, replicated
+from zerostart.loading.forecast.result import Memory, RankForecast, WorldPlan
 from zerostart.models import Origins
-from zerostart.planning import (
+from zerostart.recipe import Recipe
+from zerostart.transfer import Tuning
+from zerostart.transfer.planning import (
     MARGIN,
     Destination,
     ExchangeStep,
@@ -23,8 +25,6 @@ from zerostart.planning import (
     spans_within,
     table_of,
 )
-from zerostart.recipe import Recipe
-from zerostart.transfer import Tuning
 from zerostart.transfer.strategy import MOST_REQUESTS, ReadDemand, chosen
 
 

@@ -15,10 +15,10 @@ from zerostart.geometry import (
     split_loop,
     split_region,
 )
-from zerostart.planning.operands import Operands
-from zerostart.planning.plan import Computation, Destination, Held, Part, Step
-from zerostart.planning.reads import PlanOptions, Segment, merged_reads, segments
 from zerostart.recipe import BLOCK, Computed, Cut, Operand
+from zerostart.transfer.planning.operands import Operands
+from zerostart.transfer.planning.plan import Computation, Destination, Held, Part, Step
+from zerostart.transfer.planning.reads import PlanOptions, Segment, merged_reads, segments
 
 Tensors = Mapping[str, TensorEntry]
 Maker = Callable[[Sequence[Region]], Computation]

@@ -12,11 +12,11 @@ from torch import nn
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines.memory import Array
 from zerostart.engines.placements import DEVICE, Placements
-from zerostart.layout import Layout, replicated
+from zerostart.geometry.layout import Layout, replicated
 from zerostart.models import Origins
-from zerostart.planning import Count, PlanOptions, Share, count_reads
 from zerostart.recipe import Recipe
 from zerostart.transfer import Tuning
+from zerostart.transfer.planning import Count, PlanOptions, Share, count_reads
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.errors import CoverageError
 from zerostart.geometry import Copy, copies_between, merge_runs
-from zerostart.layout import Layout
-from zerostart.planning.computing import computations
-from zerostart.planning.plan import Computation, Destination, Plan
-from zerostart.planning.reads import PlanOptions, Segment, merged_reads, segments
+from zerostart.geometry.layout import Layout
 from zerostart.recipe import Computed, Recipe
+from zerostart.transfer.planning.computing import computations
+from zerostart.transfer.planning.plan import Computation, Destination, Plan
+from zerostart.transfer.planning.reads import PlanOptions, Segment, merged_reads, segments
 
 
 def join(

@@ -8,9 +8,9 @@ from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines.residence import Residence
-from zerostart.forecast.limits import Fit
-from zerostart.planning import ReadStrategy
+from zerostart.loading.forecast.limits import Fit
 from zerostart.recipe import Coverage, Recipes
+from zerostart.transfer.planning import ReadStrategy
 
 #: What memory is told of: the load, the engine's and the optimizer's construction, and the first step.
 PHASES = ("load", "initialize", "step")

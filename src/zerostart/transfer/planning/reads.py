@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.geometry import Copy, Loop
-from zerostart.planning.plan import Destination, Part, Read
 from zerostart.recipe import torch_dtype
+from zerostart.transfer.planning.plan import Destination, Part, Read
 
 Numbers = npt.NDArray[np.int64]
 

@@ -20,10 +20,10 @@ import torch
 from zerostart.checkpoint.shards import SaveLayout
 from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.geometry import Copy, Loop
-from zerostart.layout import Layout
-from zerostart.planning.join import pull_back
-from zerostart.planning.plan import Part
+from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, torch_dtype
+from zerostart.transfer.planning.join import pull_back
+from zerostart.transfer.planning.plan import Part
 
 #: Bytes of a replicated share below which it is not divided further among those who hold it.
 GRAIN = 1 << 20

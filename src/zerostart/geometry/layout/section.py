@@ -16,7 +16,7 @@ from itertools import accumulate
 from math import prod
 
 from zerostart.geometry import Box
-from zerostart.layout.layout import Layout, Placed
+from zerostart.geometry.layout.layout import Layout, Placed
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The plan: catalog x recipe x layout, as the reads that one rank makes and where their bytes go."""
 
-from zerostart.planning.census import Count, Share, count_reads
-from zerostart.planning.exchange import (
+from zerostart.transfer.planning.census import Count, Share, count_reads
+from zerostart.transfer.planning.exchange import (
     Agreement,
     Delivery,
     Exchange,
@@ -13,10 +13,10 @@ from zerostart.planning.exchange import (
     spans_within,
     table_of,
 )
-from zerostart.planning.join import join
-from zerostart.planning.plan import Computation, Destination, Part, Plan, Read, Step
-from zerostart.planning.reads import PlanOptions
-from zerostart.planning.strategy import MARGIN, Rates, ReadStrategy, Traffic, choose
+from zerostart.transfer.planning.join import join
+from zerostart.transfer.planning.plan import Computation, Destination, Part, Plan, Read, Step
+from zerostart.transfer.planning.reads import PlanOptions
+from zerostart.transfer.planning.strategy import MARGIN, Rates, ReadStrategy, Traffic, choose
 
 __all__ = [
     "MARGIN",
