@@ -15,13 +15,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from zerostart import errors
+from zerostart.activation import checkpoint_blocks, gradient_checkpoint
 from zerostart.errors import ZerostartError
-from zerostart.integrations.verbs import drop_components, load_pipeline, synced
 from zerostart.loading.argument_kinds import check_arguments, checked_arguments, config_of, dtype_of
 from zerostart.loading.arguments import EnabledArguments, ForecastArguments, LoadArguments, documented
 from zerostart.loading.placement import Placement
+from zerostart.pipelines import drop_components, load_pipeline, synced
 from zerostart.state.verbs import diff, digest, load_state, save, save_state, verify
-from zerostart.training.verbs import checkpoint_blocks, gradient_checkpoint
 
 if TYPE_CHECKING:
     import torch

@@ -34,7 +34,7 @@ from zerostart.checkpoint.catalog import DTYPE_BITS, TORCH_NAMES, Catalog, Tenso
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.training import training_states
 from zerostart.errors import ZerostartError
-from zerostart.training.parsing import parsed_yaml
+from zerostart.training.config.parsing import parsed_yaml
 
 __all__ = ["FORMATS", "ORACLES", "OWN", "Files", "damaged", "write"]
 
@@ -459,7 +459,7 @@ def _state(root: Path) -> Values:
 
 
 def _adapter(root: Path) -> Values:
-    from zerostart.training.lora_files import _read
+    from zerostart.training.adapt.lora_files import _read
 
     _read(root / "adapter_model.safetensors")
     return values_of(open_catalog(root / "adapter_model.safetensors"))

@@ -12,8 +12,8 @@ from torch import nn
 import zerostart
 from zerostart.checkpoint.paths import expanded
 from zerostart.errors import ConfigError
-from zerostart.training.config import DataConfig
-from zerostart.training.data import iter_documents
+from zerostart.training.config.train import DataConfig
+from zerostart.training.tasks.text import iter_documents
 
 VERBS: dict[str, Callable[[str], Any]] = {
     "load": zerostart.load,

@@ -10,8 +10,9 @@ from pathlib import Path
 import zerostart
 
 ROOT = Path(zerostart.__file__).parent
-#: Front door, tree of errors, and ``python -m zerostart``: the only modules outside a room.
-OUTSIDE = {"zerostart", "zerostart.errors", "zerostart.__main__"}
+#: The doors, the tree of errors, and ``python -m zerostart``: the only modules outside a room.
+DOORS = {"zerostart", "zerostart.activation", "zerostart.pipelines"}
+OUTSIDE = DOORS | {"zerostart.errors", "zerostart.__main__"}
 MOST_ROOMS, MOST_ARROWS = 15, 80
 
 

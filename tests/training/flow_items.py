@@ -16,8 +16,8 @@ import torch
 from tests.diffusion.components import COMPONENTS
 from torch.nn.functional import mse_loss
 
-from zerostart.training.tasks.flow import FlowMatching
-from zerostart.training.tasks.flow_times import FlowConfig
+from zerostart.training.diffusion.flow import FlowMatching
+from zerostart.training.diffusion.flow_times import FlowConfig
 
 __all__ = [
     "FAMILIES",
@@ -140,8 +140,8 @@ def recorded_run(values: dict, dies_after: int | None = None) -> dict:
     With ``dies_after`` the run fails after that step.
     """
     import zerostart
-    from zerostart.training import runner
-    from zerostart.training.configuring import parse_config
+    from zerostart.training.config.configuring import parse_config
+    from zerostart.training.loop import runner
 
     batches, held, weights, drawn = [], [], {}, FlowMatching.drawn
     step, export = runner._Run._step, runner.export_model

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerostart.training.tasks.flow import FlowMatching
+from zerostart.training.diffusion.flow import FlowMatching
 
 __all__ = ["Drawn", "encode", "run"]
 
@@ -83,7 +83,7 @@ class Drawn(FlowMatching):
 
 def run(values: dict[str, Any]) -> Any:
     """Train as ``values`` say, on this rank."""
-    from zerostart.training.configuring import parse_config
-    from zerostart.training.runner import train
+    from zerostart.training.config.configuring import parse_config
+    from zerostart.training.loop.runner import train
 
     return train(parse_config(values))

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawn import examples
-from zerostart.training import checkpoints
-from zerostart.training.buckets import Buckets
-from zerostart.training.checkpoints import Checkpoints
-from zerostart.training.config import CheckpointConfig
+from zerostart.training.config.train import CheckpointConfig
+from zerostart.training.loop import checkpoints
+from zerostart.training.loop.buckets import Buckets
+from zerostart.training.loop.checkpoints import Checkpoints
 
 SHAPES = st.lists(st.integers(0, 4), min_size=1, max_size=60)
 SIZES = {"batch_size": st.integers(1, 3), "step": st.integers(1, 12), "seed": st.integers(0, 2**40)}

@@ -24,10 +24,10 @@ import zerostart
 from ranks import rank_outcomes, run_ranks
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointNotFoundError, ConfigError, ReadError, WriteError
-from zerostart.training.cache import ensure_cache
-from zerostart.training.cache_files import publish_prompts
-from zerostart.training.cached import CachedItems
-from zerostart.training.configuring import parse_config
+from zerostart.training.config.configuring import parse_config
+from zerostart.training.data.cache import ensure_cache
+from zerostart.training.data.cache_files import publish_prompts
+from zerostart.training.data.cached import CachedItems
 
 SIZES = [(16, 16), (16, 32), (16, 16), (32, 16), (16, 32), (16, 16), (16, 16)]
 
@@ -161,7 +161,7 @@ def listen(event: str, arguments: tuple[Any, ...]) -> None:
 def trained(values: dict[str, Any]) -> list[str]:
     """The files that a run opens in this rank's own process."""
     global opened
-    from zerostart.training.runner import train
+    from zerostart.training.loop.runner import train
 
     sys.addaudithook(listen)  # for the life of this process
     opened = []
@@ -381,7 +381,7 @@ def test_numbers_that_are_not_finite_are_refused(
 
 def die_after_a_file(values: dict[str, Any]) -> None:
     """Rank 1 is killed when its first file is to be written; rank 0 writes its own."""
-    from zerostart.training.cache_files import Draft
+    from zerostart.training.data.cache_files import Draft
 
     write = Draft.write
 
@@ -398,8 +398,8 @@ def die_after_a_file(values: dict[str, Any]) -> None:
 def test_other_versions_do_not_go_on(
     made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zerostart.training.cache_files import Draft
-    from zerostart.training.encoding import filling
+    from zerostart.training.data import filling
+    from zerostart.training.data.cache_files import Draft
 
     values = {**made, "output": {"directory": str(tmp_path)}}
     write, written = Draft.write, []

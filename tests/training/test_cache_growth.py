@@ -19,9 +19,9 @@ from tests.training.encoded import picture
 from ranks import rank_outcomes, run_ranks
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, WriteError, ZerostartError
-from zerostart.training.cache import ensure_cache
-from zerostart.training.cached import CachedItems
-from zerostart.training.configuring import parse_config
+from zerostart.training.config.configuring import parse_config
+from zerostart.training.data.cache import ensure_cache
+from zerostart.training.data.cached import CachedItems
 
 __all__ = ["made", "media", "one_thread", "pipeline"]
 
@@ -58,7 +58,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def encoded_rows(values: dict[str, Any]) -> int:
     """How many items are encoded when the cache is opened."""
-    from zerostart.training.encoding import z_image
+    from zerostart.training.diffusion import z_image_encoding as z_image
 
     count, encode = [], z_image.ZImage.encode
 
@@ -230,7 +230,7 @@ def test_a_part_of_the_media_takes_nothing_from_the_cache(own: dict[str, Any]) -
 def test_a_cache_that_another_process_changes_meanwhile_is_not_undone(
     own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zerostart.training.encoding import filling
+    from zerostart.training.data import filling
 
     header, *rows = table(own)
     picture(16, 16, 999).save(Path(own["media"]["source"]).parent / "new.png")
@@ -267,7 +267,7 @@ def test_a_first_cache_goes_on_from_any_kill(name: str, made: dict[str, Any], tm
 def test_what_is_known_of_a_cache_that_failed_is_not_in_its_way(
     own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zerostart.training.encoding import z_image
+    from zerostart.training.diffusion import z_image_encoding as z_image
 
     shutil.rmtree(own["cache"]["directory"])
     Path(own["cache"]["directory"]).mkdir()

@@ -8,8 +8,8 @@ from torch import nn
 
 from ranks import run_ranks
 from zerostart.distributed.world import World
-from zerostart.training.configuring import parse_config
-from zerostart.training.course import course_of, departures
+from zerostart.training.config.configuring import parse_config
+from zerostart.training.loop.course import course_of, departures
 
 GIVEN = {
     "model": {"source": "m"},
@@ -81,7 +81,7 @@ def of_lora(source, other, lora):
     """The course of a LoRA of ``source``, and what that of ``lora``, and one of ``other``, departs in."""
     import zerostart
     from zerostart.distributed.world import current_world
-    from zerostart.training.trained import choose_trained
+    from zerostart.training.adapt.trained import choose_trained
 
     found = []
     base = {"rank": 2, "targets": ["q_proj", "v_proj"]}

@@ -9,13 +9,13 @@ from transformers import AutoTokenizer
 from tiny import minilm_path
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, ReadError
-from zerostart.training.config import DataConfig
-from zerostart.training.configuring import parse_config
-from zerostart.training.data import Sequences, iter_documents, split_held_out, tokenize
-from zerostart.training.evaluate import HeldOut, held_out_batches
-from zerostart.training.failures import Failures
-from zerostart.training.registry import task_class
+from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.registry import task_class
+from zerostart.training.config.train import DataConfig
+from zerostart.training.loop.evaluate import HeldOut, held_out_batches
+from zerostart.training.loop.failures import Failures
 from zerostart.training.tasks.language import IGNORED_LABEL
+from zerostart.training.tasks.text import Sequences, iter_documents, split_held_out, tokenize
 
 
 @pytest.fixture(scope="module")

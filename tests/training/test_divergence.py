@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_run import run, values
 
 from ranks import rank_outcomes, run_ranks
-from zerostart.training.finite import Divergence, is_finite
+from zerostart.training.loop.finite import Divergence, is_finite
 
 __all__ = ["values"]
 
@@ -111,7 +111,7 @@ def test_a_run_whose_gradients_alone_are_nan_fails(engine, stage, checkpoints, v
 
 def run_with_overflows(given):
     """A run in fp16 whose loss scale begins far too high; which steps were passed over."""
-    from zerostart.training.session import Session
+    from zerostart.training.loop.session import Session
 
     update, stepped = Session.update, []
 

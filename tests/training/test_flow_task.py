@@ -11,12 +11,12 @@ from tests.training.flow_items import FAMILIES, build, configured, examples, noi
 
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.training import Task, register_task
-from zerostart.training.configuring import parse_config
-from zerostart.training.families.registry import FAMILIES as KINDS
-from zerostart.training.families.registry import family_of
-from zerostart.training.registry import task_class
-from zerostart.training.tasks.base import split_off
-from zerostart.training.tasks.flow_times import FlowConfig, Times
+from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.registry import task_class
+from zerostart.training.diffusion.families import FAMILIES as KINDS
+from zerostart.training.diffusion.families import family_of
+from zerostart.training.diffusion.flow_times import FlowConfig, Times
+from zerostart.training.loop.task import split_off
 
 
 def family(name):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ranks import rank_outcomes, run_ranks
-from zerostart.training.configuring import parse_config
+from zerostart.training.config.configuring import parse_config
 
 TEXT = "the cat sat on the mat, and the dog sat on the cat. "
 
@@ -31,7 +31,7 @@ def values(checkpoints, tokenizer_path, tmp_path):
 
 def run(values, changes):
     """A run in which this rank reads its own copy of the data, with its own changes."""
-    from zerostart.training.runner import train
+    from zerostart.training.loop.runner import train
 
     rank = int(os.environ["RANK"])
     folder = Path(values["data"]["source"], f"rank{rank}")

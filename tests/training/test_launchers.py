@@ -15,9 +15,9 @@ from ranks import run_ranks
 from tiny import TinyCheckpoints
 from zerostart.cli import main
 from zerostart.errors import ConfigError, EngineError
-from zerostart.training.config import TrainConfig
-from zerostart.training.configuring import load_config, parse_config
-from zerostart.training.launcher import with_launched
+from zerostart.training.config.configuring import load_config, parse_config
+from zerostart.training.config.launcher import with_launched
+from zerostart.training.config.train import TrainConfig
 
 ENGINES = [(name, stage) for name in ("deepspeed", "fsdp2") for stage in range(4)]
 
@@ -212,7 +212,7 @@ def run_values(source: Path, folder: Path, tokenizer: Path, engine: str) -> dict
 
 def losses(values: dict[str, Any], environment: dict[str, str]) -> tuple[float | None, float | None]:
     """First and last loss of a run on this rank."""
-    from zerostart.training.runner import train
+    from zerostart.training.loop.runner import train
 
     os.environ.update(environment)  # of a process of its own
     result = train(parse_config(values))

@@ -11,17 +11,17 @@ from torch import nn
 
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from zerostart.training import ema
-from zerostart.training.configuring import parse_config
-from zerostart.training.diffsynth_names import names_for
-from zerostart.training.ema import Ema
-from zerostart.training.exporting import check_export
-from zerostart.training.freezing import train_only
-from zerostart.training.lora import add_lora, highest_rank, lora_targets
-from zerostart.training.lora_files import start_from
-from zerostart.training.lora_presets import PRESETS
-from zerostart.training.trackers import Table, check_trackers, log_images, made_trackers
-from zerostart.training.trained_sections import EmaConfig, LoraConfig
+from zerostart.training.adapt import ema
+from zerostart.training.adapt.diffsynth_names import names_for
+from zerostart.training.adapt.ema import Ema
+from zerostart.training.adapt.exporting import check_export
+from zerostart.training.adapt.freezing import train_only
+from zerostart.training.adapt.lora import add_lora, highest_rank, lora_targets
+from zerostart.training.adapt.lora_files import start_from
+from zerostart.training.adapt.lora_presets import PRESETS
+from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.trained_sections import EmaConfig, LoraConfig
+from zerostart.training.loop.trackers import Table, check_trackers, log_images, made_trackers
 
 #: The lists of DiffSynth's scripts, by what they train here, and how many layers of these they adapt.
 SCRIPTS = {

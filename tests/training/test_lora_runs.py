@@ -66,8 +66,8 @@ def examples(config):
     """The batches that are trained on and held out, padded."""
     from transformers import AutoTokenizer
 
-    from zerostart.training.configuring import parse_config
-    from zerostart.training.data import iter_documents, tokenize
+    from zerostart.training.config.configuring import parse_config
+    from zerostart.training.tasks.text import iter_documents, tokenize
 
     data = parse_config(config).data
     tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)

@@ -12,8 +12,8 @@ from torch import nn
 
 from ranks import run_ranks
 from zerostart.training import Task
-from zerostart.training.configuring import parse_config
-from zerostart.training.media.items import as_float, read_media
+from zerostart.training.config.configuring import parse_config
+from zerostart.training.data.items import as_float, read_media
 
 
 class Colors(nn.Module):
@@ -59,7 +59,7 @@ class Halves(Task):
 
 
 def run(values, keys):
-    from zerostart.training.runner import train
+    from zerostart.training.loop.runner import train
 
     multiprocessing.current_process()._config["daemon"] = False  # the ranks of a launcher may have children
     for key, value in keys.items():

@@ -14,9 +14,9 @@ from PIL import Image
 from ranks import rank_outcomes
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
-from zerostart.training.configuring import parse_config
-from zerostart.training.media.config import MediaConfig
-from zerostart.training.media.items import MediaItems, as_float, as_picture, read_media
+from zerostart.training.config.configuring import parse_config
+from zerostart.training.data.items import MediaItems, as_float, as_picture, read_media
+from zerostart.training.data.media_config import MediaConfig
 
 ALONE = World(0, 1, None)
 ROWS = [

@@ -9,8 +9,8 @@ from media_files import CHINA, frame_numbers, numbered_frames, write_animation, 
 from PIL import Image
 
 from zerostart.errors import ConfigError
-from zerostart.training.media.config import MediaConfig
-from zerostart.training.media.items import MediaItems
+from zerostart.training.data.items import MediaItems
+from zerostart.training.data.media_config import MediaConfig
 
 pytest.importorskip("av")
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from zerostart.errors import ConfigError
-from zerostart.training.tasks.flow_source import copy_others
+from zerostart.training.diffusion.flow_source import copy_others
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ import yaml
 from safetensors.torch import save_file
 
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.training.checkpoints import _extra
-from zerostart.training.configuring import load_config, parse_config
-from zerostart.training.engine_config import own_config
-from zerostart.training.generating import template_of
-from zerostart.training.lora_files import _parsed, _read
-from zerostart.training.parsing import parsed_yaml
+from zerostart.training.adapt.lora_files import _parsed, _read
+from zerostart.training.config.configuring import load_config, parse_config
+from zerostart.training.config.engine_config import own_config
+from zerostart.training.config.generating import template_of
+from zerostart.training.config.parsing import parsed_yaml
+from zerostart.training.loop.checkpoints import _extra
 
 RUN = """
 model: {source: m}

@@ -15,8 +15,8 @@ from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 from zerostart.state.keeping import complete
 from zerostart.state.values import encoded
-from zerostart.training.configuring import parse_config
-from zerostart.training.place import claimed, clear, counts, set_aside, standing
+from zerostart.training.config.configuring import parse_config
+from zerostart.training.loop.output_directory import claimed, clear, counts, set_aside, standing
 
 __all__ = ["values"]
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from zerostart.training import progress
-from zerostart.training.progress import Display, Metrics
-from zerostart.training.terminal import duration
+from zerostart.training.loop import progress
+from zerostart.training.loop.progress import Display, Metrics
+from zerostart.training.loop.terminal import duration
 
 GIGA = 2**30
 

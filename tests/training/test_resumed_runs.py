@@ -24,7 +24,7 @@ def going_on(given, **checkpoint):
 
 def interrupted(given, at):
     """A run that dies after step ``at``, with what is on the disk then."""
-    from zerostart.training.runner import _Run
+    from zerostart.training.loop.runner import _Run
 
     step = _Run._step
 
@@ -163,7 +163,7 @@ def test_hidden_tokens_and_dropout_go_on(checkpoints, values):
 
 def stopped(given, at):
     """A run that is asked to stop in step ``at``."""
-    from zerostart.training.session import Session
+    from zerostart.training.loop.session import Session
 
     update = Session.update
     steps = []

@@ -14,7 +14,7 @@ import zerostart
 from ranks import rank_outcomes, run_ranks
 from tiny import minilm_path
 from zerostart.errors import ConfigError
-from zerostart.training.configuring import parse_config
+from zerostart.training.config.configuring import parse_config
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def values(tmp_path, tokenizer_path):
 
 
 def run(values):
-    from zerostart.training.runner import train
+    from zerostart.training.loop.runner import train
 
     return train(parse_config(values))
 
@@ -118,7 +118,7 @@ def test_reducer_goes_before_the_process_group(checkpoints, values):
 def load_and_export(path, engine, out):
     from transformers import AutoTokenizer
 
-    from zerostart.training.export import export_model
+    from zerostart.training.adapt.export import export_model
     from zerostart.training.tasks.language import CausalLanguage
 
     model = zerostart.load(path, engine=engine, progress=False)
@@ -177,7 +177,7 @@ def test_a_failed_save_ends_alike_on_every_rank(checkpoints, tokenizer_path, tmp
 
 
 def run_until_rank_one_is_asked_to_stop(values):
-    from zerostart.training.progress import Display
+    from zerostart.training.loop.progress import Display
 
     show = Display.step
 
@@ -200,8 +200,8 @@ def test_a_wish_to_stop_on_one_rank_stops_all_after_a_step(checkpoints, values):
 
 def run_failing(values, chosen):
     """Runs that one rank cannot go on with, each for another reason; what every rank was told."""
-    from zerostart.training import session
-    from zerostart.training.progress import Display
+    from zerostart.training.loop import session
+    from zerostart.training.loop.progress import Display
     from zerostart.training.tasks.language import CausalLanguage
 
     rank, told = torch.distributed.get_rank(), {}
@@ -339,7 +339,7 @@ def test_mistakes_end_the_run_before_the_load(checkpoints, values):
 
 def run_and_look(values):
     """A run whose step is too small to be seen; the weights that the optimizer holds, in place of saving."""
-    from zerostart.training import runner
+    from zerostart.training.loop import runner
 
     seen = {}
 

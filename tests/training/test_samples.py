@@ -14,8 +14,8 @@ from tests.training.sampled import encode, run
 
 from ranks import run_ranks
 from zerostart.errors import ConfigError
-from zerostart.training.configuring import parse_config
-from zerostart.training.runner import train
+from zerostart.training.config.configuring import parse_config
+from zerostart.training.loop.runner import train
 from zerostart.training.samples.files import write_drawn
 from zerostart.training.samples.pipeline import Drawing
 from zerostart.training.samples.sampler import batches_of, open_drawing

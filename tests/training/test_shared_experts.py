@@ -73,8 +73,8 @@ def values(
 
 def run(values: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     """Losses by step, and the configuration of the trained model."""
-    from zerostart.training.configuring import parse_config
-    from zerostart.training.runner import train
+    from zerostart.training.config.configuring import parse_config
+    from zerostart.training.loop.runner import train
 
     folder = Path(train(parse_config(values)).directory)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

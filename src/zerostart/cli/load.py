@@ -89,7 +89,7 @@ def _show(result: dict[str, Any], text: str) -> None:
     from rich.console import Console
 
     from zerostart.cli.memory_view import show_comparison
-    from zerostart.training.terminal import say
+    from zerostart.training.loop.terminal import say
 
     console = Console()
     say(console, text)

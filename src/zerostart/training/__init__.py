@@ -9,18 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerostart.training.registry import register_task
-    from zerostart.training.sections import TaskConfig
-    from zerostart.training.tasks.base import Batch, Collator, Items, Task
+    from zerostart.training.config.registry import register_task
+    from zerostart.training.config.sections import TaskConfig
+    from zerostart.training.loop.task import Batch, Collator, Items, Task
 
 __all__ = ["Batch", "Collator", "Items", "Task", "TaskConfig", "register_task"]
 
 
 #: Where each is. Not imported before they are asked for: ``import zerostart`` is to be quick.
-_PLACES = {"TaskConfig": "sections", "register_task": "registry"}
+_PLACES = {"TaskConfig": "config.sections", "register_task": "config.registry"}
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module(f"{__name__}.{_PLACES.get(name, 'tasks.base')}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_PLACES.get(name, 'loop.task')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

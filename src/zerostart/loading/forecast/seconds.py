@@ -1,8 +1,8 @@
 """How long reading takes at given rates, rank by rank.
 
 The model of ``transfer/planning/strategy.py``, for one machine at a time: its ranks share the rate at which
-storage gives bytes to it, and find each other's bytes in its page cache; each byte is copied out of that, or off an
-exchange, by processors that they share as well. A rank has its part of both rates.
+storage gives bytes to it, and find each other's bytes in its page cache; each byte is copied out of that, or
+off an exchange, by processors that they share as well. A rank has its part of both rates.
 """
 
 from __future__ import annotations

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
+from zerostart.training.loop.trackers import log_images
 from zerostart.training.samples.files import check_writers, clear_drawn, read_pictures, write_drawn
 from zerostart.training.samples.pipeline import Drawing, Prompt
-from zerostart.training.trackers import log_images
 
 if TYPE_CHECKING:
-    from zerostart.training.config import TrainConfig
-    from zerostart.training.failures import Failures
-    from zerostart.training.session import Session
-    from zerostart.training.tasks.base import Task
+    from zerostart.training.config.train import TrainConfig
+    from zerostart.training.loop.failures import Failures
+    from zerostart.training.loop.session import Session
+    from zerostart.training.loop.task import Task
 
 #: In the output directory: what is drawn, a folder for each step.
 FOLDER = "samples"

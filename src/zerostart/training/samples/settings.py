@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from zerostart.training.sections import Count, Positive, Section
+from zerostart.training.config.sections import Count, Positive, Section
 
 
 class SamplesConfig(Section):

@@ -16,14 +16,14 @@ from torch import nn
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.errors import CheckpointError, ConfigError, ReadError
-from zerostart.training.data import Sequences, file_digests, iter_documents, split_held_out, tokenize
-from zerostart.training.positions import check_positions
-from zerostart.training.sections import TaskConfig
-from zerostart.training.tasks.base import Batch, Collator, Items, Task
+from zerostart.training.config.sections import TaskConfig
+from zerostart.training.loop.task import Batch, Collator, Items, Task
+from zerostart.training.tasks.positions import check_positions
+from zerostart.training.tasks.text import Sequences, file_digests, iter_documents, split_held_out, tokenize
 
 if TYPE_CHECKING:
     from zerostart.distributed.world import World
-    from zerostart.training.config import DataConfig, TrainConfig
+    from zerostart.training.config.train import DataConfig, TrainConfig
 
 #: The label that the loss of transformers' models leaves out.
 IGNORED_LABEL = -100

@@ -1,0 +1,229 @@
+"""Gradient checkpointing: what a function computes is made again in the backward, and not kept until then.
+
+A call is taken apart first. Its tensors, wherever they stand in its arguments (by keyword, in lists, tuples
+and dictionaries), become the inputs of the checkpoint; all else stays as it is, keywords under their names.
+Lists and dictionaries are made anew for each run of the function, from what was in them before the first, so
+that a cache that the function fills (``cache[i] = x``, ``index[0] += 1``) is filled once for the caller, and
+the second run finds in it what the first has found.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from zerostart.engines.activation.host_copies import on_host
+from zerostart.errors import ConfigError
+
+
+def checkpointed(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], offload: bool
+) -> Any:
+    """What ``function(*args, **kwargs)`` gives; see ``zerostart.gradient_checkpoint``.
+
+    Raises ConfigError for a cache of past tokens with something in it, and, under DeepSpeed's own
+    checkpointing, for arguments that the function changes.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    call = _Call.of(function, args, kwargs)
+    engine = sys.modules.get("deepspeed")
+    if not offload and engine is not None and engine.checkpointing.is_configured():
+        return call.through_deepspeed(engine.checkpointing.checkpoint)
+    with on_host(offload):
+        return torch_checkpoint.checkpoint(call.run, *call.tensors, use_reentrant=False)
+
+
+class _Kept(torch.autograd.Function):
+    """A node that saves a tensor, and is part of nothing that is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return torch.empty((0,), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise AssertionError("nothing leads here")
+
+
+def _ask_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
+    """Have the function run again, to its end, before the backward of anything in it begins.
+
+    An engine's hooks gather a module's parameters for its forward and give them back after it. That must not
+    come in between the backward of that very module, which has them gathered, too. So a tensor is saved last
+    of all, and asked for before the first of the nodes that made the results.
+    """
+    outside = {tensor.grad_fn for tensor in inputs} | {None}
+    made = [tensor for tensor in results if tensor.grad_fn not in outside]
+    if not made:
+        return
+    keep: Any = _Kept.apply
+    kept = keep(torch.zeros((), device="cpu", requires_grad=True), made[0].detach()).grad_fn
+    asked = False
+
+    def begin(_: Any) -> None:
+        nonlocal asked
+        asked = False
+
+    def ask(_: Any) -> None:
+        nonlocal asked
+        if not asked:
+            asked = True
+            _ = kept.saved_tensors
+
+    # Once in each backward: a graph may be retained for several. Hooks of tensors come before those of nodes,
+    # among which are an engine's, which gathers for a backward what running again needs, too.
+    register_multi_grad_hook(made, begin, mode="any")
+    for node in {tensor.grad_fn for tensor in made}:
+        assert node is not None, "left out above"
+        node.register_prehook(ask)
+
+
+@dataclass
+class _Call:
+    """A call taken apart: ``leaves`` of its arguments as ``spec`` has them, tensors as None in them."""
+
+    function: Callable[..., Any]
+    given: tuple[tuple[Any, ...], Mapping[str, Any]]
+    leaves: list[Any]
+    spec: TreeSpec
+    tensors: list[torch.Tensor]
+    places: list[int]
+    first: bool = True
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
+        given = (args, dict(kwargs))
+        leaves, spec = tree_flatten(given, is_leaf=_is_cache)
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaves[n] for n in places]
+        kept = [None if isinstance(leaf, torch.Tensor) else _without_past(leaf) for leaf in leaves]
+        return cls(function, given, kept, spec, tensors, places)
+
+    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments in new containers, with these tensors in their places."""
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def run(self, *tensors: torch.Tensor) -> Any:
+        """The function; the first time, what it did to containers is done to the caller's too."""
+        args, kwargs = self.arguments(tensors)
+        whole = [leaf for leaf in self.leaves if isinstance(leaf, (dict, list))]  # of classes of their own
+        before = [_parts(leaf) for leaf in whole]
+        made = self.function(*args, **kwargs)
+        for leaf, parts in zip(whole, before, strict=True):
+            _check_unchanged(leaf, parts)
+        if self.first:
+            self.first = False
+            _give_back(self.given, (args, kwargs))
+            self.given = ((), {})  # not needed any more, and not to be kept alive
+        _ask_first([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)], tensors)
+        return made
+
+    def through_deepspeed(self, checkpoint: Callable[..., Any]) -> Any:
+        """By DeepSpeed's function, which takes and gives tensors by position.
+
+        Its backward runs only where an input needs a gradient: where none does, one that counts for nothing
+        is passed along, for the sake of the parameters inside.
+        """
+        made: list[tuple[list[Any], TreeSpec, list[int]]] = []
+
+        def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            args, kwargs = self.arguments(tensors[: len(self.places)])
+            before = tree_flatten((args, kwargs), is_leaf=_is_cache)
+            leaves, spec = tree_flatten(self.function(*args, **kwargs))
+            after = tree_flatten((args, kwargs), is_leaf=_is_cache)
+            if before[1] != after[1] or any(a is not b for a, b in zip(before[0], after[0], strict=True)):
+                raise ConfigError(
+                    "a function under DeepSpeed's checkpointing changed a list or dictionary that it was "
+                    "given, and what it put there would have no gradient; do without "
+                    "deepspeed.checkpointing.configure for this model"
+                )
+            places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+            made.append((leaves, spec, places))
+            return tuple(leaves[n] for n in places)
+
+        inputs = list(self.tensors)
+        if not any(tensor.requires_grad for tensor in inputs):
+            device = inputs[0].device if inputs else torch.device("cpu")
+            inputs.append(torch.zeros((), device=device, requires_grad=True))
+        results = checkpoint(run, *inputs)
+        leaves, spec, places = made.pop()
+        for place, tensor in zip(places, [results] if len(places) == 1 else results, strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, spec)
+
+
+def _parts(container: dict[Any, Any] | list[Any]) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+
+
+def _check_unchanged(container: dict[Any, Any] | list[Any], before: list[Any]) -> None:
+    """Raise ConfigError where a function has changed what is not made anew for its second run."""
+    now = _parts(container)
+    if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+        raise ConfigError(
+            f"a function under gradient checkpointing changed a {type(container).__name__} that it was "
+            "given, which its second run would find changed; pass a list, a dict or a deque"
+        )
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether it is transformers' cache of keys and values, which each run of a layer would add to."""
+    module = sys.modules.get("transformers.cache_utils")
+    return module is not None and isinstance(value, module.Cache)
+
+
+def _without_past(leaf: Any) -> Any:
+    """None for a cache: nothing is generated while gradients are computed."""
+    if not _is_cache(leaf):
+        return leaf
+    if _has_past(leaf):
+        raise ConfigError(
+            "a layer under gradient checkpointing was given a cache with tokens in it, to which its second "
+            "run would add again; pass use_cache=False, and no past_key_values"
+        )
+    return None
+
+
+def _has_past(cache: Any) -> bool:
+    """Whether there is something in a cache, of tokens or of a state alone."""
+    try:
+        return bool(cache.get_seq_length())
+    except ValueError:  # of layers that count no tokens, such as Mamba's
+        return bool(cache.has_previous_state())
+
+
+def _give_back(own: Any, used: Any) -> Any:
+    """Make the caller's containers what those that the function was given in their place have become."""
+    if _is_cache(own):
+        return own
+    if own is used or type(own) is not type(used):
+        return used
+    if isinstance(own, MutableMapping):
+        merged = {key: _give_back(own[key], value) if key in own else value for key, value in used.items()}
+        if len(merged) != len(own) or any(own.get(key) is not value for key, value in merged.items()):
+            own.clear()
+            own.update(merged)
+        return own
+    if isinstance(own, MutableSequence):
+        items = [_give_back(own[n], value) if n < len(own) else value for n, value in enumerate(used)]
+        if len(items) != len(own) or any(a is not b for a, b in zip(own, items, strict=True)):
+            own.clear()  # a deque has no slices
+            own.extend(items)
+        return own
+    if isinstance(own, tuple):
+        items = [_give_back(mine, theirs) for mine, theirs in zip(own, used, strict=False)]
+        return own if all(a is b for a, b in zip(own, items, strict=False)) else used
+    return used

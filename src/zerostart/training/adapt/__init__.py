@@ -1,0 +1,1 @@
+"""What is trained of a model, and what is exported of it: LoRA, freezing, averages."""

@@ -1,0 +1,147 @@
+"""An exponential moving average of what is trained, in shards: each rank averages what its optimizer steps.
+
+Of mixed precision it follows the fp32 masters. The arithmetic is that of diffusers' ``EMAModel``, element by
+element, so that no rank needs what another has. Parameters that are not trained have no average, and are what
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.distributed.world import World
+from zerostart.engines import Shard
+from zerostart.state.optimizing import Kept, like
+from zerostart.state.places import Places, places_of
+from zerostart.state.precise import Instead
+from zerostart.state.training_state import training_of
+from zerostart.training.config.trained_sections import EmaConfig
+from zerostart.upstream.deepspeed.state import engine as deepspeed
+from zerostart.upstream.torch.stepped import Member, Stepped
+
+#: What averages are called in a training checkpoint.
+KEY = "ema"
+#: Elements that are averaged at once: what this takes beside them is as many.
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """One run of elements of a parameter that this rank steps, and the average of it."""
+
+    name: str
+    stepped: Stepped
+    member: Member
+    shard: Shard  # of the parameter, whose storage may be another
+    average: torch.Tensor
+
+    @property
+    def source(self) -> Shard:
+        """What is averaged, as it is now."""
+        return like(self.member, self.shard, self.stepped.tensor)
+
+
+class Ema:
+    """The average of one run, from when it is made on; as the weights are then."""
+
+    def __init__(self, config: EmaConfig, model: nn.Module, optimizer: Any, world: World) -> None:
+        """``model`` and ``optimizer`` are as ``zerostart.save_state`` takes them."""
+        training = training_of(model, optimizer, world)
+        self.config = config
+        self.updates = 0
+        self._ties = training.places.ties
+        self._followed = [
+            self._follow(step, member, training.places) for step in training.steps for member in step.members
+        ]
+
+    def _follow(self, stepped: Stepped, member: Member, places: Places) -> _Followed:
+        name = places.name_of(member.parameter)
+        shard = places.shards[name]
+        storage = like(member, shard, stepped.tensor).storage
+        kind = torch.promote_types(storage.dtype, torch.float32)
+        device = storage.device if self.config.place == "device" else torch.device("cpu")
+        average = storage.detach().to(device, kind, copy=True)
+        return _Followed(name, stepped, member, shard, average)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Let the average follow the weights, after a step of the optimizer; every rank by itself."""
+        self.updates += 1
+        left = 1 - self.config.decay_of(self.updates)
+        for one in self._followed:
+            storage = one.source.storage.detach()
+            for first in range(0, storage.numel(), _CHUNK):
+                average = one.average[first : first + _CHUNK]
+                now = storage[first : first + _CHUNK].to(average.device, average.dtype)
+                # In this order, as diffusers does: the same bits.
+                average.sub_((average - now).mul_(left))
+
+    @property
+    def kept(self) -> list[Kept]:
+        """The averages, for a training checkpoint: to be written, or to be filled."""
+        return [Kept(one.name, KEY, replace(one.source, storage=one.average)) for one in self._followed]
+
+    @property
+    def instead(self) -> Instead:
+        """The averages, to be saved in the place of the weights."""
+        return Instead({kept.name: kept.shard for kept in self.kept}, self._ties)
+
+    @contextmanager
+    def applied(self, model: nn.Module, world: World) -> Iterator[None]:
+        """Inside, the weights of ``model`` are the average, rounded to what the model is held in; collective.
+
+        Nothing is to be trained, or saved, there. After an error the run is over: what ranks write together
+        is not put back, for the others may be waiting elsewhere.
+        """
+        # What the optimizer steps itself has its only copy in the model.
+        own = [(one, one.source.storage) for one in self._followed if one.stepped.is_parameter]
+        copies = [(storage, storage.detach().to("cpu", copy=True)) for _, storage in own]
+        _put({one.name: (one.source, one.average) for one in self._followed}, model, world)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for storage, copy in copies:
+                    storage.copy_(copy)
+        masters = {
+            one.name: (one.source, one.source.storage.detach())
+            for one in self._followed
+            if not one.stepped.is_parameter
+        }
+        _put(masters, model, world)
+
+
+@torch.no_grad()
+def _put(values: dict[str, tuple[Shard, torch.Tensor]], model: nn.Module, world: World) -> None:
+    """Write values, of the shares that are given with them, into the parameters of ``model``; collective."""
+    places = places_of(model, world)
+    deepspeed.drop_gathered(places.parameters.values())
+    trained = [name for name, parameter in places.parameters.items() if parameter.requires_grad]
+    # Where ranks step parts of what each has whole, a part is not all that has to be written.
+    parts = [n for n, (share, _) in values.items() if share.layout.numel != places.shards[n].layout.numel]
+    mine = torch.tensor([name in parts for name in trained], dtype=torch.int64, device="cpu")
+    divided = world.all_reduce_sum(mine, "looking for weights that ranks step in parts").tolist()
+    for name, count in zip(trained, divided, strict=True):
+        target = places.shards[name].storage
+        if count:
+            target.copy_(_joined(places.shards[name], values.get(name), world))
+        elif name in values and values[name][1].numel():
+            target.copy_(values[name][1])
+
+
+def _joined(whole: Shard, value: tuple[Shard, torch.Tensor] | None, world: World) -> torch.Tensor:
+    """The elements of ``whole``, of which each rank has a run in ``value``; collective."""
+    joined = torch.zeros(whole.storage.numel(), dtype=torch.float32, device=whole.storage.device)
+    if value is not None:
+        share, elements = value
+        for start, count, place in share.layout.runs():
+            joined[start : start + count] = elements[place : place + count]
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(joined)
+    return joined

@@ -1,0 +1,151 @@
+"""LoRA of a sharded model: which modules are adapted, what adapters begin with, and how they get there.
+
+The adapters are PEFT's, put into the model in place once it is loaded: its class, its forward and its own
+shards stay. What an adapter begins with is drawn from the run's seed alone, on the CPU, so that it is the
+same on every rank, and what one process draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.errors import ConfigError
+from zerostart.training.adapt.diffsynth_names import names_for
+from zerostart.training.adapt.lora_presets import PRESETS
+from zerostart.training.config.trained_sections import LoraConfig
+
+#: PEFT's name for the one adapter.
+ADAPTER = "default"
+_ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+
+
+def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]:
+    """Put adapters into the loaded ``model`` and freeze everything else; gives the adapted modules' names.
+
+    The same on every rank. They are whole until the engine has the model. Raises ConfigError where PEFT is
+    not installed, and for targets that name nothing.
+    """
+    try:
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(f"lora needs PEFT: install zerostart[peft] ({error})") from error
+    targets = lora_targets(model, config)
+    given: Any = PeftConfig(
+        r=config.rank,
+        lora_alpha=config.rank if config.alpha is None else config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=list(targets),
+        exclude_modules=_meant_besides(model, targets) or None,
+        init_lora_weights=True if config.init == "default" else config.init,
+    )
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(given, model, adapter_name=ADAPTER)
+    return targets
+
+
+def highest_rank(model: nn.Module, adapted: Sequence[str]) -> int:
+    """The highest rank that a weight of the ``adapted`` modules of ``model`` can have: more adds nothing."""
+    found = 0
+    for name in adapted:
+        weight: Any = getattr(model.get_submodule(name), "base_layer", model.get_submodule(name)).weight
+        rows, *columns = getattr(weight, "ds_shape", weight.shape)  # a ZeRO-3 placeholder is empty
+        found = max(found, min(rows, prod(columns)))
+    return found
+
+
+def _meant_besides(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Names that PEFT, for which a target is the end of a name, too, would take besides ``targets``."""
+    ends = tuple(f".{target}" for target in targets)
+    return [name for name, _ in model.named_modules() if name.endswith(ends) and name not in targets]
+
+
+def lora_targets(model: nn.Module, config: LoraConfig) -> tuple[str, ...]:
+    """The names of the modules of ``model`` that ``config`` adapts, in the model's order.
+
+    Raises ConfigError, naming the entry, for one that no module has.
+    """
+    modules = {name: module for name, module in model.named_modules() if _is_adaptable(module)}
+    chosen = _chosen(model, modules, config.targets)
+    if not chosen:
+        raise ConfigError(
+            f"lora.targets {config.targets!r} names no layer of this {type(model).__name__}, which has, for "
+            f"example, {', '.join(list(modules)[:4]) or 'none that can be adapted'}"
+        )
+    excluded = [set(_matching(modules, entry)) for entry in config.exclude]
+    for entry, found in zip(config.exclude, excluded, strict=True):
+        if not found:
+            raise ConfigError(f"lora.exclude has {entry!r}, which no layer of the model has as its name")
+    left = tuple(name for name in modules if name in chosen and not any(name in found for found in excluded))
+    if not left:
+        raise ConfigError("lora.exclude leaves nothing of lora.targets")
+    return left
+
+
+def _is_adaptable(module: nn.Module) -> bool:
+    return isinstance(module, _ADAPTABLE) or type(module).__name__ == "Conv1D"  # transformers' linear layer
+
+
+def _chosen(model: nn.Module, modules: Mapping[str, nn.Module], targets: str | list[str]) -> set[str]:
+    """The names that the targets stand for; raises ConfigError for an entry that stands for none."""
+    if isinstance(targets, list):
+        return _all_matching({name: name for name in modules}, targets)
+    names = names_for(model)
+    if targets in ("auto", ""):
+        if names is None:
+            return set(_in_blocks(model, modules))
+        return _as_scripts(model, modules, names.targets, strict=False)
+    if targets in PRESETS:
+        return _as_scripts(model, modules, PRESETS[targets], strict=False)
+    return _as_scripts(model, modules, targets)
+
+
+def _as_scripts(
+    model: nn.Module, modules: Mapping[str, nn.Module], targets: str, strict: bool = True
+) -> set[str]:
+    """What DiffSynth's list names: by the names of its model, or, where these do not fit, by our own."""
+    entries = [entry.strip() for entry in targets.split(",") if entry.strip()]
+    names = names_for(model)
+    if names is not None:
+        theirs = {name: names.of(name) for name in modules}
+        if not strict or all(any(_is(shown, entry) for shown in theirs.values()) for entry in entries):
+            return _all_matching(theirs, entries, strict)
+    return _all_matching({name: name for name in modules}, entries, strict)
+
+
+def _all_matching(shown: Mapping[str, str], entries: Iterable[str], strict: bool = True) -> set[str]:
+    chosen: set[str] = set()
+    for entry in entries:
+        found = {name for name, other in shown.items() if _is(other, entry)}
+        if not found and strict:
+            raise ConfigError(
+                f"lora.targets has {entry!r}, which no layer of the model has as its name or the end of it; "
+                f"its layers are called, for example, {', '.join(list(shown.values())[:4])}"
+            )
+        chosen |= found
+    return chosen
+
+
+def _matching(names: Iterable[str], entry: str) -> list[str]:
+    return [name for name in names if _is(name, entry)]
+
+
+def _is(name: str, entry: str) -> bool:
+    """Whether ``entry`` is the name, the end of it, or, with ``*``, a pattern of either."""
+    if any(character in entry for character in "*?["):
+        return fnmatchcase(name, entry) or fnmatchcase(name, f"*.{entry}")
+    return name == entry or name.endswith(f".{entry}")
+
+
+def _in_blocks(model: nn.Module, modules: Mapping[str, nn.Module]) -> Sequence[str]:
+    """Linear layers inside of lists of modules: not embeddings, nor the head."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    linear = [name for name, module in modules.items() if not isinstance(module, nn.Embedding)]
+    return [name for name in linear if any(name.startswith(f"{outer}.") for outer in lists)]

@@ -1,0 +1,222 @@
+"""LoRA files that training goes on from: PEFT's, diffusers', DiffSynth's, kohya's, a run's own checkpoints.
+
+They hold the two factors of each adapted module. How modules are called, and where what the product is
+multiplied by is written down, is each library's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.source import open_saved_state
+from zerostart.checkpoint.strict_json import load_json, read_json
+from zerostart.distributed.world import World
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from zerostart.state.training_state import MARKER, MODEL
+from zerostart.state.values import decoded
+from zerostart.training.adapt.diffsynth_names import PREFIX, names_for
+from zerostart.training.adapt.lora import ADAPTER
+from zerostart.training.config.trained_sections import LoraConfig
+
+logger = logging.getLogger("zerostart")
+
+#: What the files are called in a directory; DiffSynth's are called by their step.
+_FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+_BEFORE = ("base_model.model.", "transformer.", "diffusion_model.", PREFIX)
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>A|B|down|up)(\.[^.]+)?\.weight")
+#: Where diffusers keeps the configuration of an adapter in the header of its file.
+_METADATA = "lora_adapter_metadata"
+#: What kohya's scripts put before the name of a module, whose dots are underscores there.
+_KOHYA = ("lora_unet_", "lora_transformer_")
+
+
+@dataclass
+class _Factors:
+    """The factors [rank, inputs] and [outputs, rank] of one module, and what scales their product."""
+
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    scaling: float = 1.0
+
+
+def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, world: World) -> None:
+    """Give the adapters of ``model`` the values in the file ``config.start_from``; every rank reads it.
+
+    The modules ``adapted`` have adapters, still whole. Raises CheckpointNotFoundError, CheckpointError for a
+    file of other adapters, and ConfigError for one that says more than factors and what they are scaled by.
+    """
+    assert config.start_from is not None, "whoever calls this has looked"
+    with world.phase("reading the LoRA file"):
+        path = expanded(config.start_from)
+        if (state := _state_of(path)) is not None:
+            path = state
+            tensors, metadata = _read_state(state)
+        else:
+            path = _file_of(path)
+            tensors, metadata = _read(path)
+        digest = hashlib.blake2b(repr(metadata).encode(), digest_size=8)
+        for name in sorted(tensors):
+            found = tensors[name].contiguous()
+            digest.update(f"{name} {found.dtype} {tuple(found.shape)}".encode())
+            digest.update(found.reshape(-1).view(torch.uint8).numpy().data)
+    # A rank that has read another file hears of it here.
+    world.raise_together(None, f"starting from the LoRA file with the checksum {digest.hexdigest()}")
+    with world.phase("starting from the LoRA file"):
+        factors = _by_module(_parsed(tensors, metadata, path), list(adapted), model, path)
+        with torch.no_grad():
+            for name, held in factors.items():
+                _give(model.get_submodule(name), name, held, config, path)
+
+
+def _state_of(path: Path) -> Path | None:
+    """The training checkpoint that ``path`` is, or lies in; None where it is no part of one."""
+    return next((one for one in (path, path.parent, path.parent.parent) if (one / MARKER).is_file()), None)
+
+
+def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The adapters in a checkpoint of a run, and the alpha that its document says."""
+    document, (weights,) = open_saved_state(state, [MODEL])
+    extra = document.get("extra")
+    course = extra.get("course") if isinstance(extra, dict) else None
+    alpha = decoded(course, {}).get("lora.alpha") if isinstance(course, dict) else None
+    if not isinstance(alpha, int | float):
+        raise ConfigError(
+            f"lora.start_from {state} is a training state without lora.alpha, so the scale of its "
+            "factors is unknown; save the adapter by itself (zerostart.save with adapters_only), "
+            "and name that"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for file in weights.files:  # the state's own, of all that may lie there
+        tensors |= _read(Path(file))[0]
+    return tensors, {"lora_alpha": alpha}
+
+
+def _file_of(path: Path) -> Path:
+    if path.is_file():
+        return path
+    named = [path / name for name in _FILES if (path / name).is_file()]
+    files = named or (sorted(path.glob("*.safetensors")) if path.is_dir() else [])
+    if len(files) != 1:
+        what = (
+            "has several safetensors files; name one"
+            if files
+            else "is neither a LoRA file nor a directory with one"
+        )
+        raise CheckpointNotFoundError(f"lora.start_from {path} {what}")
+    return files[0]
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a file, and the configuration of the adapter that lies in it or beside it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            written = (file.metadata() or {}).get(_METADATA)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"lora.start_from {path} cannot be read: {error}") from error
+    if written is not None:
+        held = load_json(written.encode("utf-8", "surrogatepass"), str(path), _METADATA, any_number=True)
+        return tensors, {key.rpartition(".")[2]: value for key, value in held.items()}
+    beside = path.with_name("adapter_config.json")
+    return tensors, read_json(beside, "configuration of an adapter") if beside.is_file() else {}
+
+
+def _parsed(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], path: Path
+) -> dict[str, _Factors]:
+    """Factors by the names of modules in the file."""
+    for key in ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "modules_to_save"):
+        if metadata.get(key):
+            raise ConfigError(f"lora.start_from {path} has {key}, which is not available in a run")
+    found: dict[str, _Factors] = {}
+    alphas: dict[str, float] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".alpha") and tensor.numel() == 1:
+            alphas[name.removesuffix(".alpha")] = float(tensor)
+            continue
+        match = _FACTOR.fullmatch(name)
+        if match is None or tensor.dim() < 2:
+            raise CheckpointError(f"lora.start_from {path} has {name}, which is not a factor of an adapter")
+        factors = found.setdefault(match["module"], _Factors())
+        if match["kind"] in ("A", "down"):
+            factors.a = tensor
+        else:
+            factors.b = tensor
+    said = metadata.get("lora_alpha")
+    if said is None and not alphas and any(name.startswith(_BEFORE[0]) for name in found):
+        logger.warning(
+            "lora.start_from %s has PEFT's names and no adapter_config.json beside it: its alpha is taken "
+            "to be "
+            "its rank",
+            path,
+        )
+    for module, factors in found.items():
+        if factors.a is None or factors.b is None:
+            raise CheckpointError(f"lora.start_from {path} has only one of the two factors of {module}")
+        rank = factors.a.shape[0]
+        if module in alphas:
+            factors.scaling = alphas[module] / rank
+        elif said is not None:
+            if not isinstance(said, int | float):
+                raise CheckpointError(f"lora.start_from {path}: lora_alpha is {said!r}, and not a number")
+            factors.scaling = said / (math.sqrt(rank) if metadata.get("use_rslora") else rank)
+    return found
+
+
+def _by_module(
+    found: Mapping[str, _Factors], adapted: list[str], model: nn.Module, path: Path
+) -> dict[str, _Factors]:
+    """The same by the names of the model's modules. Raises CheckpointError unless there are just these."""
+    names = names_for(model)
+    known = {name: name for name in adapted}
+    if names is not None and not names.fused:
+        known |= {names.of(name): name for name in adapted}
+    known |= {before + name.replace(".", "_"): known[name] for name in [*known] for before in _KOHYA}
+    factors: dict[str, _Factors] = {}
+    unexpected = []
+    for given, held in found.items():
+        candidates = (given, *(given.removeprefix(before) for before in _BEFORE if given.startswith(before)))
+        name = next((known[candidate] for candidate in candidates if candidate in known), None)
+        if name is None:
+            unexpected.append(given)
+        else:
+            factors[name] = held
+    missing = [name for name in adapted if name not in factors]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"lora.start_from {path} is of other adapters than lora.targets gives: {len(missing)} of these "
+            f"it does not have, and has {len(unexpected)} others, such as {(missing or unexpected)[0]}; give "
+            "the targets that it was trained with"
+        )
+    return factors
+
+
+def _give(layer: Any, name: str, found: _Factors, config: LoraConfig, path: Path) -> None:
+    """Copy the factors into one adapter, scaled so that the product weighs what it weighed in the file."""
+    if ADAPTER not in getattr(layer, "lora_A", {}):
+        raise ConfigError(f"lora.start_from: the adapter of {name} ({type(layer).__name__}) cannot be filled")
+    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    assert found.a is not None, "looked at when it was parsed"
+    assert found.b is not None, "the same"
+    if a.shape != found.a.shape or b.shape != found.b.shape:
+        raise CheckpointError(
+            f"lora.start_from {path} has factors of the shapes {tuple(found.a.shape)} and "
+            f"{tuple(found.b.shape)} for {name}, and lora.rank {config.rank} gives {tuple(a.shape)} and "
+            f"{tuple(b.shape)}; set lora.rank to {found.a.shape[0]}, or name another file"
+        )
+    times = found.scaling / config.scaling
+    a.copy_(found.a)
+    b.copy_(found.b if times == 1.0 else found.b.float() * times)

@@ -1,0 +1,58 @@
+"""What of a loaded model a run trains: all of it, the parameters that are named, or a LoRA."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zerostart.distributed.world import World
+from zerostart.loading.record import record_of
+from zerostart.training.adapt.freezing import train_only
+from zerostart.training.adapt.lora import add_lora, highest_rank
+from zerostart.training.adapt.lora_files import start_from
+
+if TYPE_CHECKING:
+    from zerostart.training.config.train import TrainConfig
+
+
+def choose_trained(model: nn.Module, config: TrainConfig, world: World) -> str | None:
+    """Freeze the loaded ``model`` but for what ``config`` trains, adding that where it is a LoRA; collective.
+
+    Before the engine has the model. Gives what is trained in words; None for all of it. Raises ConfigError,
+    and of a LoRA file CheckpointError and CheckpointNotFoundError, on every rank.
+    """
+    if config.train.trainable is not None:
+        with world.phase("freezing what is not trained"):
+            train_only(model, config.train.trainable)
+        return f"trained: {_counted(model)}"
+    if config.lora is None:
+        return None
+    with world.phase("adding LoRA"):
+        adapted = add_lora(model, config.lora, config.train.seed)
+    if config.lora.start_from is not None:
+        start_from(model, adapted, config.lora, world)
+    told = f"trained: LoRA of rank {config.lora.rank} in {len(adapted)} layers, {_counted(model)}"
+    if config.lora.rank > (most := highest_rank(model, adapted)):
+        told += f"; none of these layers has a rank above {most}: lora.rank {most} can do as much"
+    with world.phase("sharding LoRA"):
+        record_of(model).engine.shard_added(model, config.precision)
+    return told
+
+
+@torch.no_grad()
+def round_to(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the parameters of ``model`` to what ``dtype`` holds, in the dtype that they have."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.copy_(parameter.to(dtype))
+
+
+def _counted(model: nn.Module) -> str:
+    trained = every = 0
+    for parameter in model.parameters():
+        shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # a ZeRO-3 placeholder is empty
+        every += shape.numel()
+        trained += shape.numel() * parameter.requires_grad
+    return f"{trained:,} of {every:,} parameters"

@@ -1,0 +1,1 @@
+"""The configuration of `zerostart train` and `cache`: keys, parsing, templates."""

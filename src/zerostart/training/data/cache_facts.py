@@ -1,0 +1,87 @@
+"""What a cache is made of, and in what that differs from what is asked for now."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zerostart.training.config.cache_config import CacheConfig
+
+if TYPE_CHECKING:
+    from zerostart.training.data.items import MediaItems
+
+#: The settings on which the numbers in a cache depend.
+_SETTINGS = ("dtype", "vae_dtype", "max_sequence_length", "posterior", "seed", "last_frame")
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a cache is made of: data, files of the encoders by name, and settings. None: not known here."""
+
+    data: Mapping[str, Any] | None
+    encoders: Mapping[str, Any] | None
+    settings: CacheConfig
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        chosen = self.settings.model_dump(mode="json", include=set(_SETTINGS))
+        if self.settings.posterior == "mode":
+            chosen["seed"] = None  # nothing is drawn
+        return {"data": self.data, "encoders": self.encoders, "settings": chosen}
+
+
+def facts_of_media(media: MediaItems) -> dict[str, Any]:
+    """How many items there are, and a digest of them and of how they are decoded."""
+    return {"items": len(media), "digest": media.digest()}
+
+
+def facts_of_rows(keys: Sequence[bytes]) -> dict[str, Any]:
+    """The same of some rows alone."""
+    return {"items": len(keys), "digest": hashlib.blake2b(b"".join(keys), digest_size=16).hexdigest()}
+
+
+def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """In words, in what ``now`` is not what a cache was made of; what is not known now is not compared."""
+    found = []
+    if now["data"] is not None and now["data"] != made["data"]:
+        before, after = made["data"]["items"], now["data"]["items"]
+        counts = (
+            f"{before} items then, {after} now"
+            if before != after
+            else f"{after} items, of other contents or sizes"
+        )
+        found.append(f"it was made from other data than media gives ({counts})")
+    if now["encoders"] is not None:
+        found += _of_encoders(made["encoders"], now["encoders"])
+    for key, value in now["settings"].items():
+        before = made["settings"].get(key)
+        if before != value:
+            found.append(f"cache.{key} was {before} and is {value}")
+    return found
+
+
+def _of_encoders(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    if made["class"] != now["class"]:
+        return [f"it was made by a {made['class']}, and the pipeline is a {now['class']}"]
+    found = [
+        f"{key} of the pipeline was {made['settings'].get(key)} and is {now['settings'].get(key)}"
+        for key in sorted({*made.get("settings", ()), *now["settings"]})
+        if "settings" in made and made["settings"].get(key) != now["settings"].get(key)
+    ]
+    folders = {name.partition("/")[0] for name in now["files"]}
+    for name, (size, digest) in made["files"].items():
+        if name not in now["files"]:
+            if name.partition("/")[0] in folders:  # a cache does without encoders that are not there
+                found.append(f"{name} is not there any more")
+            continue
+        size_now, digest_now = now["files"][name]
+        if size != size_now:
+            found.append(f"{name} had {size} bytes and has {size_now}")
+        elif digest != digest_now:
+            found.append(f"{name} has other contents")
+    found += [f"{name} is new" for name in now["files"] if name not in made["files"]]
+    more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return [f"it was made with other encoders ({', '.join(found[:_SHOWN])}{more})"] if found else []

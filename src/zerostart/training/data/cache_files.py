@@ -1,0 +1,372 @@
+"""Writing a cache: files of items beside its place, each whole or not there, and putting them in place.
+
+While it is made a cache is the directory ``.NAME.encoding`` beside its place ``NAME``, with a document of
+what it is being made of. Each file of items is written by one rank, and has its name once it is on the
+disk, so that a run that is killed loses no more than the files that were under way: the next one with the
+same document goes on with those that are missing. Which items a file has follows from their number and the
+size of the first one alone, so that files are the same bytes however many ranks there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerostart.checkpoint.catalog import TORCH_NAMES
+from zerostart.checkpoint.durable import sync_directory, write_whole
+from zerostart.checkpoint.publishing import told
+from zerostart.checkpoint.shards import plan_shards
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.distributed.world import World
+from zerostart.errors import WriteError, ZerostartError
+from zerostart.state.publishing import Publication, publishing
+from zerostart.training.data.cached import (
+    INDEX_FILE,
+    PROMPTS_FILE,
+    VERSION,
+    CachedItems,
+    Entry,
+    Kind,
+    digest_of,
+    items_file,
+    read_manifest,
+    text_key,
+)
+from zerostart.training.loop.growth import Growth
+from zerostart.training.loop.locks import hold
+
+#: A small cache is in some files at least, so that several ranks have something to do.
+_FILES = 64
+_FEWEST = 4
+_PLAN = "plan.json"
+_NO_LIMIT = 1 << 62
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def items_of_a_file(count: int, size: int, limit: int) -> int:
+    """How many of ``count`` items go into a file of about ``limit`` bytes, where the first has ``size``."""
+    return max(1, min(max(_FEWEST, count // _FILES), limit // max(size, 1)))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Items of a cache that are being made, ``per_file`` of them in each file; the first file is ``first``.
+
+    ``numbers`` are those that the items are drawn by.
+    """
+
+    directory: Path
+    numbers: Sequence[int]
+    per_file: int
+    first: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many items there are."""
+        return len(self.numbers)
+
+    @property
+    def files(self) -> int:
+        """How many files of items there are when it is complete."""
+        return -(-self.count // self.per_file)
+
+    def items(self, file: int) -> range:
+        """The places of a file's items among all that are made."""
+        return range(file * self.per_file, min((file + 1) * self.per_file, self.count))
+
+    def missing(self) -> list[int]:
+        """The numbers of the files that are not there yet."""
+        return [file for file in range(self.files) if not self._described(file).is_file()]
+
+    def name(self, file: int) -> int:
+        """The number in the name of a file."""
+        return self.first + file
+
+    def write(self, file: int, items: Sequence[Tensors | str]) -> None:
+        """Write a file of items; of one that there is none of, a text says why. Raises WriteError."""
+        numbers = [self.numbers[place] for place in self.items(file)]
+        made = [(n, item) for n, item in zip(numbers, items, strict=True) if not isinstance(item, str)]
+        named = {f"{n:08d}.{key}": t for n, item in made for key, t in item.items()}
+        with told(
+            self.directory, "what is complete of the cache stays: start again, and it goes on from there"
+        ):
+            offsets, described = _write_tensors(self.directory / items_file(self.name(file)), named)
+            document = {
+                **described,
+                "items": [
+                    {"failed": item} if isinstance(item, str) else _described(f"{n:08d}.", item, offsets)
+                    for n, item in zip(numbers, items, strict=True)
+                ],
+            }
+            part = self.directory / f"{items_file(self.name(file))}.json.part"
+            write_whole(self._described(file), json.dumps(document).encode(), part)
+            sync_directory(self.directory)
+
+    def drop(self) -> None:
+        """Remove all of it."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def described(self, file: int) -> dict[str, Any]:
+        """What ``write`` has noted of a file. Raises ReadError and CheckpointError."""
+        return read_json(self._described(file), "description of a file of a cache")
+
+    def _described(self, file: int) -> Path:
+        return self.directory / f"{items_file(self.name(file))}.json"
+
+    def failures(self) -> dict[int, str]:
+        """Why there are no items at these places, when all files are there. Raises as ``described`` does."""
+        return {
+            place: item["failed"]
+            for file in range(self.files)
+            for place, item in zip(self.items(file), self.described(file)["items"], strict=True)
+            if "failed" in item
+        }
+
+
+def _described(prefix: str, item: Tensors, offsets: Mapping[str, int]) -> dict[str, Any]:
+    """The kind of an item, the offsets of its tensors in that order, and its digest."""
+    names = sorted(item)
+    kind = [[name, _spelling(item[name]), list(item[name].shape)] for name in names]
+    return {"kind": kind, "offsets": [offsets[prefix + name] for name in names], "digest": digest_of(item)}
+
+
+def _spelling(tensor: torch.Tensor) -> str:
+    return TORCH_NAMES[str(tensor.dtype).removeprefix("torch.")]
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _write_tensors(
+    path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Write a safetensors file; gives the offset of each tensor in it, and the file's length and hash.
+
+    It gets its name when its bytes are on the disk; nothing is put together in memory. Raises OSError.
+    """
+    entries = ((name, _spelling(t), tuple(t.shape)) for name, t in tensors.items())
+    layout = plan_shards(entries, _NO_LIMIT, metadata=metadata)
+    (file,) = layout.files
+    hashed = hashlib.sha256(file.header)
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb", buffering=0) as handle:
+        _write(handle, memoryview(file.header))
+        for entry in sorted(layout.tensors.values(), key=lambda entry: (entry.offset, entry.name)):
+            data = _bytes(tensors[entry.name])
+            hashed.update(data)
+            _write(handle, data)
+        os.fsync(handle.fileno())
+    part.replace(path)
+    offsets = {entry.name: entry.offset for entry in layout.tensors.values()}
+    return offsets, {"bytes": file.size, "sha256": hashed.hexdigest()}
+
+
+def _write(handle: Any, data: memoryview) -> None:
+    while data:
+        data = data[handle.write(data) :]
+
+
+@contextlib.contextmanager
+def drafted(
+    place: Path, plan: Mapping[str, Any], growth: Growth, world: World
+) -> Iterator[tuple[Draft, bool]]:
+    """The draft of items of the cache at ``place``, and whether a killed run has left some; collective.
+
+    ``plan``, with the new rows of ``growth``, has all that its bytes follow from, with ``per_file`` and
+    ``first``; what was made by another one is removed. Inside no other process may have the draft. Raises
+    WriteError, where one has it, too, or has made another cache of it since this one looked.
+    """
+    directory, numbers = _beside(place, "encoding"), growth.numbers
+    rows = repr([(growth.keys[row], number) for row, number in zip(growth.new, numbers, strict=True)])
+    plan = {**plan, "rows": hashlib.blake2b(rows.encode(), digest_size=16).hexdigest()}
+    stack = contextlib.ExitStack()
+
+    def begin() -> bool:
+        with told(place, "nothing was encoded"):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _lock(stack, place)
+            _check_unchanged(place, growth)
+            with contextlib.suppress(ZerostartError):
+                if directory.is_dir() and read_json(directory / _PLAN, "plan of a cache") == plan:
+                    return True
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
+            data = json.dumps(plan, indent=1).encode()
+            write_whole(directory / _PLAN, data, directory / f"{_PLAN}.part")
+            sync_directory(directory)
+            return False
+
+    with stack:
+        goes_on = world.broadcast_object(begin, "making a directory for the cache")
+        yield Draft(directory, numbers, int(plan["per_file"]), int(plan["first"])), goes_on
+
+
+def _beside(place: Path, what: str) -> Path:
+    """What is of use while a cache is made: on one file system with it, where its name is a link, too."""
+    real = Path(os.path.realpath(place))
+    return real.with_name(f".{real.name}.{what}")
+
+
+def _lock(stack: contextlib.ExitStack, place: Path, wait: bool = False) -> None:
+    """Until ``stack`` ends, or this process, no other one makes the cache at ``place``, or adds to it.
+
+    Raises WriteError where one does, unless its end is to be waited for.
+    """
+    refusal = (
+        f"another process is making the cache {place}, or adding texts to it: start again when it has ended, "
+        "or name another cache.directory"
+    )
+    hold(stack, _beside(place, "lock"), refusal, wait)
+
+
+def _check_unchanged(place: Path, growth: Growth) -> None:
+    """Raise WriteError where the cache is not the one any more of which ``growth`` says what stays.
+
+    Whoever calls this has its lock: nobody changes it from now on.
+    """
+    document, before = read_manifest(place), growth.cached
+    same = document is None if before is None else before.is_of(document)
+    if not same:
+        raise WriteError(
+            f"another process has changed the cache {place} since this one looked at it: start again"
+        )
+
+
+def publish(
+    place: Path,
+    growth: Growth,
+    draft: Draft | None,
+    facts: Mapping[str, Any],
+    prompts: Mapping[str, Tensors],
+    world: World,
+) -> None:
+    """Put what a cache has already, and a draft that is complete, in its place; collective.
+
+    With it goes what the encoders make of single texts. Without a draft no other process may be making the
+    cache. Raises WriteError, on every rank; cache and draft are as they were then.
+    """
+    with contextlib.ExitStack() as stack, publishing(place, world, by_document=True) as publication:
+        if world.rank == 0:
+            if draft is None:
+                _lock(stack, place, wait=True)
+                _check_unchanged(place, growth)
+            _fill(publication, growth, draft, facts, prompts)
+    if world.rank == 0 and draft is not None:
+        draft.drop()
+
+
+def publish_prompts(place: Path, added: Mapping[str, Tensors], world: World) -> None:
+    """Give the cache at ``place`` further texts, and leave all else in it as it is; collective.
+
+    Texts that other runs have added meanwhile stay. Raises WriteError, on every rank; the cache is as it was
+    then.
+    """
+    with contextlib.ExitStack() as stack, publishing(place, world, by_document=True) as publication:
+        if world.rank == 0:
+            _lock(stack, place, wait=True)
+            there = CachedItems(place)
+            prompts = {text: there.prompt(text) for text in there.texts} | dict(added)
+            document = read_manifest(place) or {}
+            publication.document["files"] = dict(
+                document["files"]
+            )  # which stay, where they are not made anew
+            cache = {**document["cache"], "prompts": list(prompts)}
+            publication.document["cache"] = cache
+            _write_prompts(publication, prompts)
+
+
+def _fill(
+    publication: Publication,
+    growth: Growth,
+    draft: Draft | None,
+    facts: Mapping[str, Any],
+    prompts: Mapping[str, Tensors],
+) -> None:
+    files = publication.document.setdefault("files", {})
+    made = {} if draft is None else _link_made(publication, growth, draft)
+    kept = _name_kept(publication, growth)
+    entries = [found for row in range(len(growth.kept)) if (found := kept.get(row) or made.get(row))]
+    kinds: dict[Kind, int] = {}
+    of_items = [kinds.setdefault(entry.kind, len(kinds)) for entry in entries]
+
+    def numbers(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+    def digests(values: Sequence[bytes]) -> torch.Tensor:
+        return torch.frombuffer(bytearray(b"".join(values)), dtype=torch.uint8).view(-1, 16)
+
+    index = {
+        "kinds": numbers(of_items),
+        "offsets": numbers([offset for entry in entries for offset in entry.offsets]),
+        "digests": digests([entry.digest for entry in entries]),
+        "files": numbers([entry.file for entry in entries]),
+        "rows": digests([entry.row for entry in entries]),
+        "numbers": numbers([entry.number for entry in entries]),
+    }
+    _, files[INDEX_FILE] = _write_tensors(publication.directory / INDEX_FILE, index)
+    _write_prompts(publication, prompts)
+    publication.document["cache"] = {
+        "version": VERSION,
+        "items": len(entries),
+        "per_file": 1 if draft is None else draft.per_file,
+        "kinds": list(kinds),
+        "prompts": list(prompts),
+        "facts": facts,
+    }
+
+
+def _link_made(publication: Publication, growth: Growth, draft: Draft) -> dict[int, Entry]:
+    """Put the files of a draft into a publication; gives its items by their rows."""
+    found = {}
+    for file in range(draft.files):
+        described, name = draft.described(file), items_file(draft.name(file))
+        _linked(draft.directory / name, publication.directory / name)
+        publication.document["files"][name] = {key: described[key] for key in ("bytes", "sha256")}
+        for place, item in zip(draft.items(file), described["items"], strict=True):
+            if "failed" not in item:
+                row = growth.new[place]
+                kind = tuple((key, dtype, tuple(shape)) for key, dtype, shape in item["kind"])
+                digest = bytes.fromhex(item["digest"])
+                entry = (item["offsets"], digest, growth.keys[row], draft.numbers[place])
+                found[row] = Entry(draft.name(file), kind, *entry)
+    return found
+
+
+def _name_kept(publication: Publication, growth: Growth) -> dict[int, Entry]:
+    """Name those files in a publication whose items are kept; gives these by their rows."""
+    if growth.cached is None:
+        return {}
+    place = growth.cached.directory
+    described = (read_manifest(place) or {})["files"]
+    found = {row: growth.cached.entry(item) for row, item in enumerate(growth.kept) if item is not None}
+    for name in sorted({items_file(entry.file) for entry in found.values()}):
+        publication.document["files"][name] = described[name]  # where it is
+    return found
+
+
+def _write_prompts(publication: Publication, prompts: Mapping[str, Tensors]) -> None:
+    named = {f"{text_key(text)}.{key}": t for text, made in prompts.items() for key, t in made.items()}
+    path = publication.directory / PROMPTS_FILE
+    digests = {text_key(text): digest_of(made) for text, made in prompts.items()}
+    _, described = _write_tensors(path, named, {"format": "pt", **digests})
+    publication.document["files"][PROMPTS_FILE] = described
+
+
+def _linked(old: Path, new: Path) -> None:
+    """One file with two names, or a copy where that cannot be: what fails after this leaves the first."""
+    try:
+        os.link(old, new)
+    except OSError:  # another file system (a place that is a mount point), or one without links
+        shutil.copyfile(old, new)

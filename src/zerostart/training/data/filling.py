@@ -1,0 +1,261 @@
+"""Every item of the media through the encoders, on all ranks, into the files of a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from torch.utils.data import DataLoader, Dataset
+
+from zerostart.distributed.world import World
+from zerostart.errors import ConfigError, ZerostartError
+from zerostart.training.data.cache_facts import Facts, facts_of_rows
+from zerostart.training.data.cache_files import Draft, drafted, items_of_a_file, publish
+from zerostart.training.data.cached import VERSION
+from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
+from zerostart.training.loop.growth import Growth
+from zerostart.training.loop.terminal import say
+
+if TYPE_CHECKING:
+    from zerostart.training.data.items import MediaItems
+
+#: By whose versions, too, a killed run is one to go on with.
+_LIBRARIES = ("diffusers", "torch", "transformers")
+#: Seconds between two lines that tell how far it is.
+_TELL = 10.0
+#: Rows that are tried for one to begin with, and bad ones that are named in one error.
+_TRIED, _SHOWN = 64, 20
+
+
+def fill(
+    place: Path,
+    growth: Growth,
+    media: MediaItems,
+    encoder: Encoder,
+    facts: Facts,
+    texts: Sequence[str],
+    world: World,
+) -> None:
+    """Make what is new of ``media`` for the cache at ``place``, or go on where a killed run was; collective.
+
+    Ranks take files of items in turn. Encoders may be sharded: all ranks encode an item at the same time,
+    and who has none left repeats the first. An item that the pipeline cannot take does not keep the others
+    from being encoded, and put into the cache: afterwards ConfigError is raised, which names all such rows.
+    """
+    with world.collectives("encoding the first item", lambda: _first(media, encoder, growth)) as first:
+        size = sum(t.nbytes for t in _encoded(encoder, first, 0).values())
+    there = {} if growth.cached is None else {t: growth.cached.prompt(t) for t in growth.cached.texts}
+    asked = ["", *texts] if encoder.texts_alone else texts
+    prompts = {**there, **embedded(encoder, [text for text in asked if text not in there], world)}
+    per_file = items_of_a_file(len(growth.new), size, encoder.settings.bytes_of_a_file)
+    plan = {"version": VERSION, "items": len(growth.new), "per_file": per_file, "facts": facts.document()}
+    plan["computed"] = {"device": encoder.device.type, **{name: version(name) for name in _LIBRARIES}}
+    plan["first"] = 0 if growth.cached is None else growth.cached.next_file
+    with drafted(place, plan, growth, world) as (draft, goes_on):
+        _fill_draft(draft, goes_on, growth, media, encoder, first, world)
+        failed = world.broadcast_object(draft.failures, "looking for what could not be encoded")
+        document, count = facts.document(), len(growth.kept) - len(failed)
+        if count and (failed or growth.asked < len(growth.keys)):
+            bad = {growth.new[at] for at in failed}
+            keys = [key for row, key in enumerate(growth.keys) if row not in bad]
+            document["data"] = facts_of_rows(keys)
+        if count:
+            publish(place, growth, draft, document, prompts, world)
+        elif world.rank == 0:
+            draft.drop()
+    if failed:
+        kept = f"The other {count} are in {place}, and stay" if count else "Nothing was encoded"
+        raise ConfigError(
+            f"{len(failed)} rows cannot be encoded: {_listed(list(failed.values()))}. {kept}: mend these "
+            f"rows or "
+            "take them out, and start again"
+        )
+    if world.rank == 0:
+        say(Console(), f"the cache is complete: {place}")
+
+
+def _first(media: MediaItems, encoder: Encoder, growth: Growth) -> Example:
+    """The first new item that the encoder can take; raises ConfigError where the first so many are none."""
+    failures = []
+    for row in growth.new[:_TRIED]:
+        try:
+            return _checked(media, encoder, row)
+        except ConfigError as error:
+            failures.append(str(error))
+    raise ConfigError(_listed(failures))
+
+
+def _listed(failures: Sequence[str]) -> str:
+    more = f"; and {len(failures) - _SHOWN} more rows" if len(failures) > _SHOWN else ""
+    return "; ".join(failures[:_SHOWN]) + more
+
+
+def _fill_draft(
+    draft: Draft,
+    goes_on: bool,
+    growth: Growth,
+    media: MediaItems,
+    encoder: Encoder,
+    first: Example,
+    world: World,
+) -> None:
+    """Make the files of items that are missing; collective. Of an item that fails a text says why."""
+    missing = world.broadcast_object(draft.missing, "looking for what is encoded")
+    progress = _Progress(draft, len(missing), world)
+    if goes_on:
+        progress.say(
+            f"going on with {draft.files - len(missing)} of {draft.files} files of a run that ended early"
+        )
+    turns = [missing[at : at + world.size] for at in range(0, len(missing), world.size)]
+    own = [turn[world.rank] if world.rank < len(turn) else None for turn in turns]
+    rows = [growth.new[place] for file in own if file is not None for place in draft.items(file)]
+    examples = _Ahead(media, rows)
+    for file, turn in zip(own, turns, strict=True):
+        places = [] if file is None else list(draft.items(file))
+        items: list[Encoded | str] = []
+        for step in range(max(len(draft.items(one)) for one in turn)):
+            given = step < len(places)
+            prepare = partial(examples.next, encoder) if given else (lambda: first)
+            with world.collectives("encoding an item", prepare) as prepared:
+                failed = isinstance(prepared, str)
+                example = first if isinstance(prepared, str) else prepared
+                made = _encoded(encoder, example, draft.numbers[places[step]] if given and not failed else 0)
+            if given:
+                where = media.where(growth.new[places[step]])
+                problem = prepared if isinstance(prepared, str) else _not_finite(made, where)
+                items.append(made if problem is None else problem)
+                progress.step()
+        if file is not None:
+            draft.write(file, items)
+    world.raise_together(None, "all items are encoded")
+
+
+def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, Encoded]:
+    """What the encoder makes of each of ``texts`` alone; collective. Raises ConfigError where it cannot."""
+    if texts and not encoder.texts_alone:
+        raise ConfigError(
+            f"{encoder.kind} encodes texts with the pictures of their items, and none alone: leave "
+            "cache.prompts (and samples.prompts) out"
+        )
+    found = {}
+    for text in dict.fromkeys(texts):
+        with world.collectives("encoding a text"):
+            found[text] = _kept(encoder.prompt(text))
+        if problem := _not_finite(found[text], f"the text {text!r}"):
+            raise ConfigError(problem)
+    return found
+
+
+def _not_finite(made: Encoded, what: str) -> str | None:
+    """What is wrong with numbers that a training would make nothing of but more of their kind; else None."""
+    for name, tensor in made.items():
+        if not bool(torch.isfinite(tensor).all()):
+            settings = "vae_dtype" if "latents" in name or name == "condition" else "dtype"
+            return (
+                f"{what}: its {name} has values that are not finite: the encoder overflows in its dtype, or "
+                f"its files are damaged; set cache.{settings} to bfloat16 or float32, or replace them"
+            )
+    return None
+
+
+def _checked(media: MediaItems, encoder: Encoder, number: int, example: Any = None) -> Example:
+    """Item ``number``, which the encoder can take. Raises ConfigError that names its row."""
+    found: Example = media[number] if example is None else example
+    try:
+        encoder.check(found)
+    except ConfigError as error:
+        raise ConfigError(f"{media.where(number)}: {error}") from error
+    return found
+
+
+def _encoded(encoder: Encoder, example: Example, number: int) -> Encoded:
+    """The tensors of an item; what is drawn for it follows from its number and the seed alone."""
+    text = f"{encoder.settings.seed} {number}".encode()
+    seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return _kept(encoder.encode(example, torch.Generator(device="cpu").manual_seed(seed)))
+
+
+def _kept(tensors: Mapping[str, torch.Tensor]) -> Encoded:
+    """The tensors by themselves, without the batch that they are out of."""
+    return {name: torch.empty_like(t, device="cpu").copy_(t).contiguous() for name, t in tensors.items()}
+
+
+class _Guarded(Dataset[Any]):
+    """Items of the media by their numbers; what one fails with comes in its place, for the rank to raise."""
+
+    def __init__(self, media: MediaItems, numbers: Sequence[int]) -> None:
+        self.media = media
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, place: int) -> Any:
+        try:
+            return self.media[self.numbers[place]]
+        except ZerostartError as error:
+            return error
+
+
+class _Ahead:
+    """This rank's items one after the other, decoded by as many processes as ``media.workers`` says."""
+
+    def __init__(self, media: MediaItems, numbers: Sequence[int]) -> None:
+        self._media = media
+        self._numbers = iter(numbers)
+        loader: DataLoader[Any] = DataLoader(
+            _Guarded(media, numbers),
+            batch_size=None,
+            num_workers=media.config.workers,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(device="cpu"),  # of the seeds that workers get, which need none
+        )
+        self._found: Iterator[Any] = iter(loader)
+
+    def next(self, encoder: Encoder) -> Example | str:
+        """The next item, or why there is none: what decoding it, or checking it, fails with."""
+        number, example = next(self._numbers), next(self._found)
+        if isinstance(example, ConfigError):
+            return str(example)
+        if isinstance(example, ZerostartError):
+            raise example
+        try:
+            return _checked(self._media, encoder, number, example)
+        except ConfigError as error:
+            return str(error)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+class _Progress:
+    """Tells on rank 0 how far all ranks together are, about."""
+
+    def __init__(self, draft: Draft, files: int, world: World) -> None:
+        self._console = Console() if world.rank == 0 else None
+        self._count = min(files * draft.per_file, draft.count)
+        self._ranks = world.size
+        self._done = 0
+        self._begun = self._told = time.monotonic()
+        self.say(f"encoding {self._count} of {draft.count} items into {draft.files} files")
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if self._console is not None:
+            say(self._console, text)
+
+    def step(self) -> None:
+        """One more item on this rank."""
+        self._done += 1
+        now = time.monotonic()
+        if now - self._told > _TELL:
+            self._told, done = now, min(self._done * self._ranks, self._count)
+            self.say(f"{done} of {self._count} items, {done / (now - self._begun):.1f} a second")

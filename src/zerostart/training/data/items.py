@@ -1,0 +1,288 @@
+"""Decoded examples, the input of a task's encoders.
+
+An item is what one row of the table gives::
+
+    {
+        "prompt": str,                      # "" where the row or the table has none
+        "image": uint8 [3, H, W],           # kind image
+        "video": uint8 [3, F, H, W],        # kind video; a picture in such a column is a video of one frame
+        "edit_image": [uint8 [3, h, w]],    # kind images: a list, empty where the cell is
+        "seed": "12", ...                   # other columns, as the table has them, unless called as one above
+    }
+
+with red, green and blue of 0 to 255 on the CPU. A column of kind image or video whose cell is empty is
+absent from the item. `as_float` gives values in -1 to 1 as diffusers' image processors do, `as_picture` a
+Pillow image.
+
+:func:`read_media` is the entry: collective, and the same on every rank when it returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import Dataset
+
+from zerostart.distributed.world import World
+from zerostart.errors import ConfigError
+from zerostart.training.data.columns import Column, media_columns
+from zerostart.training.data.files import MediaFile, files_of, needed
+from zerostart.training.data.hub import is_dataset, read_dataset
+from zerostart.training.data.known import Described, KnownRows
+from zerostart.training.data.media_config import KNOWN_COLUMNS, MediaConfig
+from zerostart.training.data.parts import Part, parts_of
+from zerostart.training.data.table import read_table
+
+T = TypeVar("T")
+
+_THREADS = 16  # that look at files, which may lie on a network
+_CHUNK = 4096  # rows that are handed to them at a time
+_SHOWN = 3  # bad rows that are told of
+#: Keys that say where the data are, or how an epoch goes over them, not what is in an item.
+_NOT_CONTENT = {"source", "base", "split", "items", "repeats", "workers", "check"}
+
+logger = logging.getLogger("zerostart")
+
+
+class MediaItems(Dataset[dict[str, Any]]):
+    """One item a row, decoded when it is asked for; ``repeats`` are for what is made of them."""
+
+    def __init__(self, config: MediaConfig, known: KnownRows | None = None) -> None:
+        """Read the table; raises :class:`ConfigError` where it is absent, malformed, or lacks a column.
+
+        A row that is ``known`` has the contents that it had then, and none of its files is opened.
+        """
+        self.config = config
+        self._known = KnownRows() if known is None else known
+        if is_dataset(config.source):
+            self._table = read_dataset(config.source, config.split, config.base, config.items)
+        else:
+            self._table = read_table(config.source, config.base, config.items, config.prompt)
+        self.columns = media_columns(config, self._table.columns)
+
+    def __len__(self) -> int:
+        return len(self._table.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Raises :class:`ConfigError`, naming row and file, for what cannot be decoded."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        item = self._other_cells(index)
+        for name, part in self._parts(index).items():
+            item[name] = self._told(index, name, part.tensors)
+        return item
+
+    def where(self, index: int) -> str:
+        """In words where row ``index`` is."""
+        return self._table.where(index)
+
+    def shapes(self) -> list[Hashable]:
+        """A key for each item: those with the same key have tensors of the same shapes. By headers alone.
+
+        Raises :class:`ConfigError`, naming row and file.
+        """
+        return list(self._shapes)
+
+    @cached_property
+    def _shapes(self) -> list[Hashable]:
+        return self._mapped(lambda i: tuple((name, part.shape) for name, part in self._parts(i).items()))
+
+    def contents(self) -> str:
+        """A digest of all rows: their cells, and of each file its length, its first and its last 64 KiB.
+
+        Of a file that may be not compressed, and so change in its middle alone, all is looked at.
+
+        It does not depend on where files lie, or on what they are called. Raises :class:`ConfigError` that
+        names the rows whose files are absent.
+        """
+        return hashlib.blake2b(b"".join(self.row_digests), digest_size=16).hexdigest()
+
+    def digest(self) -> str:
+        """That of `contents` and of how they are decoded. Raises :class:`ConfigError` as `contents` does."""
+        settings = self.config.model_dump(exclude=_NOT_CONTENT)
+        told = f"{self.contents()} {sorted(settings.items())!r}"
+        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be told of the table, though it can be read."""
+        return self._table.notes
+
+    @property
+    def row_digests(self) -> list[bytes]:
+        """One of 16 bytes for each row. Raises :class:`ConfigError` as `contents` does."""
+        return [digest for _, _, digest in self._described]
+
+    @cached_property
+    def keys(self) -> list[bytes]:
+        """Of each row 16 bytes for its contents and how it is decoded; equal ones give equal items."""
+        settings = repr(sorted(self.config.model_dump(exclude=_NOT_CONTENT).items())).encode()
+        return [hashlib.blake2b(digest + settings, digest_size=16).digest() for digest in self.row_digests]
+
+    @property
+    def known_rows(self) -> KnownRows:
+        """What is known by now: of the rows, and where these are the first ones alone, of others."""
+        return KnownRows.of(self._described, self._known if self.config.items else KnownRows())
+
+    @cached_property
+    def _described(self) -> list[Described]:
+        return self._mapped(self._describe)
+
+    def _describe(self, index: int) -> Described:
+        """Digests of a row by its names, by lengths and times of its files too, and by its contents."""
+        names = hashlib.blake2b(repr(sorted(self._other_cells(index).items())).encode(), digest_size=16)
+        files = self._files(index)
+        for name, some in files.items():
+            names.update(f"{name} {[self._relative(file) for file in some]}".encode("utf-8", "surrogatepass"))
+        states = [file.state() for some in files.values() for file in some]
+        by_name = names.digest()
+        names.update(repr(states).encode())
+        by_state = names.digest()
+        found = None
+        if None in states:  # what is gone is what it was
+            found = self._known.by_name.get(by_name)
+        elif self.config.check == "times":
+            found = self._known.by_state.get(by_state)
+        return by_name, by_state, self._row_digest(index) if found is None else found
+
+    def _relative(self, file: MediaFile) -> str:
+        """The name of a file, wherever its directory lies; of one in memory, its contents."""
+        if file.path is None:
+            return hashlib.blake2b(file.data or b"", digest_size=16).hexdigest()
+        base = self._table.base
+        return str(file.path.relative_to(base)) if file.path.is_relative_to(base) else file.name
+
+    def _row_digest(self, index: int) -> bytes:
+        state = hashlib.blake2b(repr(sorted(self._other_cells(index).items())).encode(), digest_size=16)
+        for name, files in self._files(index).items():
+            state.update(f"{name} {len(files)} ".encode())
+            for file in files:
+                state.update(self._told(index, name, partial(_digest, file)))
+        return state.digest()
+
+    def _mapped(self, function: Callable[[int], T]) -> list[T]:
+        """``function`` of each row; of the rows that fail some are told of in one error."""
+        found: list[T] = []
+        failures: list[str] = []
+        with ThreadPoolExecutor(_THREADS) as threads:
+            for start in range(0, len(self), _CHUNK):
+                rows = range(start, min(start + _CHUNK, len(self)))
+                for outcome in threads.map(lambda row: _outcome(function, row), rows):
+                    if isinstance(outcome, ConfigError):
+                        failures.append(str(outcome))
+                    else:
+                        found.append(outcome)
+        if failures:
+            more = f"; and {len(failures) - _SHOWN} more rows" if len(failures) > _SHOWN else ""
+            raise ConfigError("; ".join(failures[:_SHOWN]) + more)
+        return found
+
+    def _told(self, index: int, name: str, act: Callable[[], T]) -> T:
+        """``act``, whose error gets the row and the column before it."""
+        try:
+            return act()
+        except (ConfigError, OSError) as error:
+            raise ConfigError(f"{self._place(index, name)}: {error}") from error
+
+    def _place(self, index: int, name: str) -> str:
+        column = next(column.column for column in self.columns if column.name == name)
+        return f"{self.where(index)}, column {column!r}"
+
+    def _other_cells(self, index: int) -> dict[str, Any]:
+        """The text, and what names no files."""
+        row = self._table.rows[index]
+        taken = {column.column for column in self.columns} | {self.config.prompt}
+        # By the name of pictures and videos encoders look for these, and not for what is left of a table.
+        cells = {name: v for name, v in row.items() if name not in taken and name not in KNOWN_COLUMNS}
+        if self.config.prompt is not None and self.config.prompt not in row:
+            raise ConfigError(
+                f"{self.where(index)}: no {self.config.prompt!r}; write an empty text where there is to "
+                f"be none"
+            )
+        text = "" if self.config.prompt is None else row[self.config.prompt]
+        if text is not None and not isinstance(text, str):
+            raise ConfigError(f"{self.where(index)}, column {self.config.prompt!r}: {text!r} is not a text")
+        return {**cells, "prompt": text or ""}
+
+    def _files(self, index: int) -> dict[str, tuple[MediaFile, ...]]:
+        row, found = self._table.rows[index], {}
+        for column in self.columns:
+            cell, where = row.get(column.column), self._place(index, column.name)
+            found[column.name] = files_of(cell, column.kind, self._table.base, where)
+        return found
+
+    def _parts(self, index: int) -> dict[str, Part]:
+        """What of the row is decoded, and to which size."""
+        files = self._files(index)
+
+        def named(column: Column, act: Callable[[], T]) -> T:
+            return self._told(index, column.name, act)
+
+        if not any(files.values()):
+            names = ", ".join(column.column for column in self.columns)
+            raise ConfigError(f"{self.where(index)}: its cells under {names} are all empty; take the row out")
+        return parts_of(self.columns, files, self.config, named)
+
+
+def _outcome(function: Callable[[int], T], row: int) -> T | ConfigError:
+    try:
+        return function(row)
+    except ConfigError as error:
+        return error
+
+
+def _digest(file: MediaFile) -> bytes:
+    if not file.exists():
+        raise ConfigError(f"{file.name}: no such file; media.base says what names are relative to")
+    if file.path is not None and file.path.is_dir() and not file.stills():
+        raise ConfigError(f"{file.name}: no frame in this directory")
+    return file.digest()
+
+
+def read_media(config: MediaConfig, world: World, known: KnownRows | None = None) -> MediaItems:
+    """The media that ``config`` names, of which every file is there, or its row ``known``; collective.
+
+    Raises :class:`ConfigError` on every rank, with the same text, where a rank cannot read them, or has
+    others.
+    """
+    with world.phase("reading the table of media"):
+        items = MediaItems(config, known)
+        mine = (len(items), items.digest())
+        if world.rank == 0:
+            for note in items.notes:
+                logger.warning("%s", note)
+    ranks = world.all_gather_object(mine, "comparing the media")
+    if len(set(ranks)) == 1:
+        return items
+    rows = world.all_gather_object(b"".join(items.row_digests), "looking for the rows that differ")
+    other = next(rank for rank, told in enumerate(ranks) if told != ranks[0])
+    if rows[other] == rows[0]:
+        raise ConfigError(
+            f"the ranks are configured differently: rank {other} decodes the media otherwise than rank 0; "
+            "start all of them with the same configuration"
+        )
+    fewer = min(ranks[0][0], ranks[other][0])
+    first = next((i for i in range(fewer) if rows[0][16 * i :][:16] != rows[other][16 * i :][:16]), fewer)
+    longer = 0 if ranks[0][0] > first else other
+    where = world.broadcast_object(lambda: items.where(first), "naming the row that differs", source=longer)
+    raise ConfigError(
+        f"the media differ between the ranks: rank {other} ({ranks[other][0]:,} rows) from rank 0 "
+        f"({ranks[0][0]:,} rows), first in {where} as rank {longer} reads it. Every rank reads media.source "
+        "for itself: copy the same files to every machine, or name a directory they share"
+    )
+
+
+def as_float(pixels: torch.Tensor) -> torch.Tensor:
+    """uint8 of 0 to 255, of any shape, as float32 of -1 to 1, bit for bit as diffusers' processors do."""
+    return 2.0 * (pixels.to(torch.float32) / 255.0) - 1.0
+
+
+def as_picture(pixels: torch.Tensor) -> Any:
+    """uint8 [3, H, W] as a Pillow image of mode RGB. Raises :class:`ConfigError` where Pillow is absent."""
+    return needed("PIL.Image").fromarray(pixels.permute(1, 2, 0).contiguous().numpy())

@@ -1,0 +1,193 @@
+"""Tables of media: CSV, JSON and JSON lines, and directories of files with their texts beside them."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zerostart.checkpoint.paths import expanded
+from zerostart.errors import ConfigError
+from zerostart.training.config.parsing import parsed_json
+from zerostart.training.data.files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+
+Row = Mapping[str, Any]
+
+#: Tables that a directory is looked through for, in this order.
+TABLES = ("metadata.csv", "metadata.json", "metadata.jsonl")
+_OF_TABLES = (".csv", ".json", ".jsonl", ".arrow")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells by column, in an order that is always the same; names of files are relative to ``base``.
+
+    ``where(i)`` says in words where row ``i`` is; ``columns`` are those of any row.
+    """
+
+    rows: Sequence[Row]
+    columns: tuple[str, ...]
+    base: Path
+    where: Callable[[int], str]
+    notes: tuple[str, ...] = ()
+
+
+def read_table(source: str, base: str | None, items: int, prompt: str | None) -> Table:
+    """The first ``items`` rows (0: all) of the table, or of the directory of files, at ``source``.
+
+    The texts beside the files of a directory become the column ``prompt``; None asks for none.
+    Raises :class:`ConfigError` for what is absent, malformed or empty; it names the line.
+    """
+    path = expanded(source)
+    if path.is_dir():
+        tables = [path / name for name in TABLES if (path / name).is_file()]
+        if len(tables) > 1:
+            names = " and ".join(table.name for table in tables)
+            raise ConfigError(f"media.source {source} has {names}; name the one that is meant")
+        if not tables:
+            notes: list[str] = []
+            found = _files_in(path, prompt, items, notes)
+            table = _table(found, source, path if base is None else Path(base), items)
+            return replace(table, notes=tuple(notes))
+        path = tables[0]
+    if not path.is_file():
+        raise ConfigError(f"media.source {source}: no such file or directory")
+    readers = {".csv": _csv_rows, ".json": _json_rows, ".jsonl": _jsonl_rows}
+    if path.suffix.lower() not in readers:
+        raise ConfigError(
+            f"media.source {source}: a table is a .csv, .json or .jsonl file, not {path.suffix or path.name}"
+        )
+    rows = readers[path.suffix.lower()](path)
+    return _table(rows, str(path), path.parent if base is None else Path(base), items)
+
+
+def _table(found: Iterator[tuple[str, Row]], source: str, base: Path, items: int) -> Table:
+    try:
+        pairs = list(itertools.islice(found, items or None))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"media.source {source} is not UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise ConfigError(f"media.source {source} cannot be read: {error.strerror}") from error
+    if not pairs:
+        raise ConfigError(f"media.source {source} is empty: it has no row to train on")
+    base = expanded(base)
+    if not base.is_dir():
+        raise ConfigError(f"media.base {base}: no such directory")
+    columns = tuple(dict.fromkeys(itertools.chain.from_iterable(row for _, row in pairs)))
+    places = [where for where, _ in pairs]
+    return Table([row for _, row in pairs], columns, base, places.__getitem__)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Cells are text; an empty one is None. A row may take several lines, of which the last is told."""
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, strict=True)
+        try:
+            header = next(filter(None, reader), [])
+            _check_header(header, f"{path}, line {reader.line_num}")
+            for cells in reader:
+                where = f"{path}, line {reader.line_num}"
+                if not cells:
+                    continue
+                if len(cells) != len(header):
+                    raise ConfigError(
+                        f"{where}: {len(cells)} cells under {len(header)} columns; a text with a comma or a "
+                        'line break in it stands in "quotes"'
+                    )
+                yield where, {name: cell or None for name, cell in zip(header, cells, strict=True)}
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {reader.line_num}: not valid CSV: {error}") from error
+
+
+def _check_header(header: Sequence[str], where: str) -> None:
+    if len(set(header)) < len(header) or not all(header):
+        raise ConfigError(
+            f"{where}: the names of the columns are {', '.join(map(repr, header))}; each column has "
+            "one, and no two the same"
+        )
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    value = parsed_json(path.read_text(encoding="utf-8-sig"), str(path))
+    if not isinstance(value, list):
+        raise ConfigError(f"{path}: a table is a list of objects, not a JSON {type(value).__name__}")
+    for number, row in enumerate(value, start=1):
+        yield _object(row, f"{path}, entry {number}")
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield _object(parsed_json(line, where), where)
+
+
+def _object(value: Any, where: str) -> tuple[str, Row]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: a row is an object of columns, not a JSON {type(value).__name__}")
+    return where, value
+
+
+def is_gone(source: str) -> bool:
+    """Whether there is nothing at ``source``, a path, that a table could be read from."""
+    path = expanded(source)
+    if not path.is_dir():
+        return not path.exists()
+    return not any(_kind(file) or file.suffix.lower() in _OF_TABLES for file in path.rglob("*"))
+
+
+def _files_in(folder: Path, prompt: str | None, items: int, notes: list[str]) -> Iterator[tuple[str, Row]]:
+    """The first ``items`` pictures and videos (0: all) below ``folder``, by their paths, with their texts.
+
+    What is passed over is put into ``notes``, when all has been looked at.
+    """
+    without = []
+    found = 0
+    passed: dict[str, list[str]] = {}
+    for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
+        kind = _kind(path)
+        name = path.relative_to(folder)
+        if any(part.startswith(".") for part in name.parts) or not path.is_file():
+            continue
+        if kind is None:
+            if path.suffix.lower() != ".txt":
+                passed.setdefault(path.suffix.lower() or "no extension", []).append(name.as_posix())
+            continue
+        if items and found == items:
+            break
+        found += 1
+        row: dict[str, Any] = {kind: name.as_posix()}
+        if prompt is not None:
+            text = path.with_suffix(".txt")
+            if not text.is_file():
+                without.append(name.as_posix())
+                continue
+            row[prompt] = text.read_text(encoding="utf-8-sig").strip()
+        yield str(path), row
+    if passed:
+        told = ", ".join(f"{len(names)} {suffix} ({names[0]})" for suffix, names in sorted(passed.items()))
+        notes.append(
+            f"media.source {folder}: skipped: {told}: pictures are known by "
+            f"{' '.join(IMAGE_SUFFIXES)}, "
+            f"videos by {' '.join(VIDEO_SUFFIXES)}; convert them, or name them in a table"
+        )
+    if not found:
+        raise ConfigError(
+            f"media.source {folder}: no {', '.join(TABLES)}, picture or video in this directory; pictures "
+            f"are known by {' '.join(IMAGE_SUFFIXES)}, videos by {' '.join(VIDEO_SUFFIXES)}"
+        )
+    if without:
+        shown = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
+        raise ConfigError(
+            f"media.source {folder}: {len(without)} files have no .txt of the same name with their text "
+            f"({shown}); write them, or set media.prompt to null for a model without texts"
+        )
+
+
+def _kind(path: Path) -> str | None:
+    suffix = path.suffix.lower()
+    return "image" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else None

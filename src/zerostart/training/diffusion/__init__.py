@@ -1,0 +1,1 @@
+"""Families of diffusion models, their encoders, and flow matching."""

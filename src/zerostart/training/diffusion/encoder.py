@@ -1,0 +1,161 @@
+"""What an encoder of examples is, and which one goes with which class of diffusers' pipelines.
+
+An encoder calls what its pipeline itself calls before its transformer (``encode_prompt``, ``encode_image``,
+the autoencoder, image processors), for one example at a time, so that what is kept is what the pipeline
+would feed. Pictures are taken in the size that the section ``media`` gives them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from zerostart.distributed.world import default_device
+from zerostart.errors import ConfigError
+from zerostart.training.config.cache_config import CacheConfig
+from zerostart.training.data.items import as_picture
+from zerostart.training.data.media_config import KNOWN_COLUMNS, Kind
+
+#: A decoded example, as ``zerostart.training.media`` makes it.
+Example = Mapping[str, Any]
+#: By the names of diffusers' pipelines, without a dimension of batches.
+Encoded = dict[str, torch.Tensor]
+
+_HERE = "zerostart.training.diffusion"
+_ENCODERS: Mapping[str, str] = {
+    "WanPipeline": f"{_HERE}.wan_encoding:TextToVideo",
+    "WanImageToVideoPipeline": f"{_HERE}.wan_encoding:ImageToVideo",
+    "WanVACEPipeline": f"{_HERE}.wan_encoding:Vace",
+    "QwenImagePipeline": f"{_HERE}.qwen_image_encoding:QwenImage",
+    "QwenImageEditPipeline": f"{_HERE}.qwen_image_encoding:QwenImageEdit",
+    "QwenImageEditPlusPipeline": f"{_HERE}.qwen_image_encoding:QwenImageEditPlus",
+    "FluxPipeline": f"{_HERE}.flux_encoding:Flux",
+    "FluxKontextPipeline": f"{_HERE}.flux_encoding:FluxKontext",
+    "Flux2Pipeline": f"{_HERE}.flux2_encoding:Flux2",
+    "Flux2KleinPipeline": f"{_HERE}.flux2_encoding:Flux2",
+    "ZImagePipeline": f"{_HERE}.z_image_encoding:ZImage",
+}
+
+
+def encoder_class(pipeline: object) -> type[Encoder]:
+    """The encoder for pipelines of the class ``pipeline`` (a name); raises ConfigError if there is none."""
+    path = _ENCODERS.get(pipeline) if isinstance(pipeline, str) else None
+    if path is None:
+        raise ConfigError(
+            f"no encoders are known for pipelines of the class {pipeline!r}; known are those of "
+            f"{', '.join(_ENCODERS)}. Name another pipeline with the same encoders in cache.source"
+        )
+    module, _, name = path.partition(":")
+    found: type[Encoder] = getattr(importlib.import_module(module), name)
+    return found
+
+
+class Encoder(ABC):
+    """Makes of an example what the transformer of its pipeline takes.
+
+    ``takes`` are the columns of media that it has a use for, ``needs`` those that every example must have: of
+    each entry (names with ``or`` between them) one. ``single`` are those of which it takes one picture.
+    ``texts_alone`` says whether a text means something without the pictures of its example.
+    """
+
+    takes: ClassVar[frozenset[str]] = frozenset({"image"})
+    needs: ClassVar[tuple[str, ...]] = ("image",)
+    single: ClassVar[frozenset[str]] = frozenset()
+    texts_alone: ClassVar[bool] = True
+
+    def __init__(self, pipe: Any, settings: CacheConfig) -> None:
+        """``pipe`` is the pipeline without its transformers."""
+        self.pipe = pipe
+        self.settings = settings
+        self.device = default_device()
+        own = inspect.signature(type(pipe).__call__).parameters["max_sequence_length"].default
+        self.text = {"max_sequence_length": settings.max_sequence_length or own, "device": self.device}
+
+    @abstractmethod
+    def encode(self, example: Example, generator: torch.Generator) -> Encoded:
+        """The tensors of an example; calls each text and image encoder equally often for every one.
+
+        ``generator`` (of the CPU) is for the latents that are drawn.
+        """
+
+    @abstractmethod
+    def prompt(self, text: str) -> Encoded:
+        """What becomes of a text alone."""
+
+    def check(self, example: Example) -> None:
+        """Raise ConfigError for an example that this pipeline cannot take."""
+        given = {name for name, value in example.items() if _is_media(value)}
+        if unknown := sorted(given - self.takes):
+            raise ConfigError(
+                f"{self.kind} has no use for the column {unknown[0]}, and takes "
+                f"{', '.join(sorted(self.takes))}: take it out of media.columns"
+            )
+        for name in sorted(given & KNOWN_COLUMNS.keys()):
+            if KNOWN_COLUMNS[name][0] != (kind := _kind(example[name])):
+                raise ConfigError(
+                    f"{self.kind} takes {name} as {KNOWN_COLUMNS[name][0]}, and media.columns makes it "
+                    f"{kind}: leave kind out there"
+                )
+        for entry in self.needs:
+            if not given & set(entry.split(" or ")):
+                raise ConfigError(f"{self.kind} needs the column {entry}, which is empty or not there")
+        for name in sorted(given & self.single):
+            if len(example[name]) > 1:
+                raise ConfigError(f"{name} lists {len(example[name])} pictures; {self.kind} takes one")
+        for name in sorted(given):
+            values = example[name] if isinstance(example[name], list) else [example[name]]
+            for value in values:
+                height, width = value.shape[-2:]
+                if height % self.multiple or width % self.multiple:
+                    raise ConfigError(
+                        f"{name} is {height} x {width} (height x width), and {self.kind} takes multiples of "
+                        f"{self.multiple}: set media.multiple_of to that, and height and width to multiples"
+                    )
+
+    @property
+    def kind(self) -> str:
+        """The class of the pipeline, for messages."""
+        return type(self.pipe).__name__
+
+    @property
+    def multiple(self) -> int:
+        """What heights and widths have to be multiples of."""
+        return int(self.pipe.image_processor.config.vae_scale_factor)
+
+    def pixels(self, value: torch.Tensor) -> torch.Tensor:
+        """A picture (uint8 [3, H, W]) as the autoencoder takes it, [1, 3, H, W], by the pipeline's processor.
+
+        Its values alone are not enough: bits of what comes out depend on how they lie in memory, too.
+        """
+        found: torch.Tensor = self.pipe.image_processor.preprocess(as_picture(value))
+        return found.to(self.device, self.pipe.vae.dtype)
+
+    def drawn(self, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Latents of ``pixels`` that are to be learnt, [1, C, ...], as the autoencoder gives them."""
+        posterior = self.pipe.vae.encode(pixels).latent_dist
+        found: torch.Tensor = (
+            posterior.sample(generator) if self.settings.posterior == "sample" else posterior.mode()
+        )
+        return found
+
+    def likeliest(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Latents of ``pixels`` that are given to the model, [1, C, ...]; pipelines draw none of these."""
+        found: torch.Tensor = self.pipe.vae.encode(pixels).latent_dist.mode()
+        return found
+
+
+def _kind(value: torch.Tensor | list[torch.Tensor]) -> Kind:
+    if isinstance(value, list):
+        return "images"
+    return "video" if value.ndim == 4 else "image"
+
+
+def _is_media(value: object) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(one, torch.Tensor) for one in value)
+    return isinstance(value, torch.Tensor)

@@ -1,1 +1,0 @@
-"""What the encoders of diffusers' pipelines make of an example: one module a family."""

@@ -1,1 +1,0 @@
-"""Families of diffusion transformers: how each is called, and in what its flow is told."""

@@ -1,0 +1,1 @@
+"""The loop of a run: session, steps, checkpoints, evaluation, progress."""

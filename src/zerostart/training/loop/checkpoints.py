@@ -1,0 +1,231 @@
+"""Training checkpoints of a run: where they are, what is in them beside the training state, and going on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerostart.checkpoint.paths import expanded
+from zerostart.distributed.world import World, current_world
+from zerostart.errors import ConfigError
+from zerostart.state.background import Saving
+from zerostart.state.checkpointing import save_state
+from zerostart.state.document import read_document
+from zerostart.state.keeping import complete, prune
+from zerostart.state.optimizing import Kept
+from zerostart.state.resuming import load_state
+from zerostart.state.values import decoded
+from zerostart.training.config.train import CheckpointConfig, TrainConfig
+from zerostart.training.loop.course import ACCEPTED, DATA, departures
+from zerostart.training.loop.output_directory import FOLDER, counts, of_a_run, standing
+from zerostart.training.loop.schedule import reschedule
+from zerostart.training.loop.session import Session
+
+logger = logging.getLogger("zerostart")
+
+
+@dataclass
+class Past:
+    """What a run has seen so far: steps done, losses of the first and the last, and held-out ones by step."""
+
+    steps: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    held_out: dict[int, float] = field(default_factory=dict)
+
+    def note(self, loss: float | None) -> None:
+        """One more step has been done."""
+        self.steps += 1
+        if self.steps == 1:
+            self.first_loss = loss
+        self.last_loss = loss
+
+
+def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
+    """The checkpoint that the run goes on from, the same on every rank; None to start anew.
+
+    Raises :class:`ConfigError` for a ``resume`` that is not a complete checkpoint.
+    """
+
+    def find() -> Path | None:
+        if config.resume is None:
+            return None
+        if config.resume.path == "auto":
+            return next(reversed(standing(directory)), None)
+        path = expanded(config.resume.path).absolute()
+        if path not in complete(path.parent):
+            raise ConfigError(f"resume: {path} is not a complete checkpoint; write auto for the newest one")
+        return path
+
+    return world.broadcast_object(find, "looking for a checkpoint")
+
+
+class Checkpoints:
+    """Saves a session every so many steps, and brings one to where a checkpoint was saved."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        directory: Path,
+        session: Session,
+        course: Mapping[str, Any],
+        accept: Sequence[str] = (),
+    ) -> None:
+        """``course`` is what decides the course of the run; ``accept`` names what of it may have changed."""
+        self._config = config
+        self._folder = directory / FOLDER
+        self._session = session
+        self._course = course
+        self._accept = accept
+        self._last: Saving | None = None
+        self._newest: Path | None = None
+
+    @property
+    def going_on(self) -> str:
+        """What somebody can do whose run has ended, the same on every rank."""
+        if self._newest is None:
+            return "There is no checkpoint of this run: start anew, with a lower train.learning_rate"
+        return f"The last checkpoint with finite weights is {self._newest}"
+
+    @property
+    def _optimizer(self) -> Any:
+        """None where the engine has it."""
+        return None if self._session.engine.wraps else self._session.optimizer
+
+    @property
+    def _averages(self) -> list[Kept]:
+        return [] if self._session.ema is None else self._session.ema.kept
+
+    @property
+    def _order(self) -> str | None:
+        """None where it is the same for steps of any size."""
+        return None if self._session.buckets is None else self._session.buckets.order
+
+    def due(self, step: int, stopped: bool) -> bool:
+        """Whether to save after ``step``; a run that ends early always does."""
+        return bool(self._config.every) and (stopped or step % self._config.every == 0)
+
+    def save(self, past: Past) -> None:
+        """Save the session and what it has seen; collective. Older checkpoints than asked for go."""
+        epoch, batches = self._session.position
+        extra = {
+            "step": past.steps,
+            "epoch": epoch,
+            "sequences": batches * self._session.items_a_round,
+            "course": dict(self._course),
+            "order": self._order,
+            "schedule": self._session.scheduler.state_dict(),
+            "losses": [past.first_loss, past.last_loss],
+            "held_out": [list(item) for item in past.held_out.items()],
+            "finite": True,  # or it would not be saved
+            "ema": None if self._session.ema is None else self._session.ema.updates,
+        }
+        path = self._folder / f"step-{past.steps:08d}"
+        wait = not self._config.background
+        self._last = save_state(
+            path,
+            self._session.model,
+            self._optimizer,
+            extra,
+            wait,
+            frozen=not self._session.adapted,
+            beside=self._averages,
+            copy_later=True,  # until the next step, a run changes nothing of it
+        )
+        self._newest = path
+        world = current_world()
+        with world.phase("removing older checkpoints"):
+            if world.rank == 0:
+                prune(self._folder, self._config.keep, self._config.best, _how_good, counts)
+
+    def resume(self, path: Path) -> tuple[Past, Iterator[dict[str, torch.Tensor]]]:
+        """Restore ``path``; gives what its run had seen, and the batches that come after; collective.
+
+        Raises :class:`ConfigError` for the checkpoint of another run, saying in what it is another.
+        """
+        extra = current_world().broadcast_object(lambda: _extra(path), "reading the checkpoint's document")
+        before = extra["course"] if "course" in extra else {DATA: extra["data"]}
+        self._check_course(path, before)
+        epoch, had = extra["epoch"], extra["sequences"]
+        if before[DATA] != self._course[DATA]:
+            epoch, had = epoch + 1, 0  # of the data that it had, an epoch is another order
+        if extra.get("order") not in (None, self._order) and had:
+            logger.warning(
+                "%s was saved in an epoch of another order (%s, now %s): of this epoch some examples may "
+                "come again, and others not at all",
+                path,
+                extra["order"],
+                self._order,
+            )
+        # Before random states are restored: what is passed over draws again what was drawn for it.
+        batches = self._session.batches_after(epoch, had)
+        load_state(path, self._session.model, self._optimizer, self._averages)
+        if self._session.ema is not None:
+            self._session.ema.updates = extra["ema"]
+        if "lr" in self._accept:
+            reschedule(self._session.scheduler, extra["schedule"], self._course["train.learning_rate"])
+        else:
+            self._session.scheduler.load_state_dict(extra["schedule"])
+        first, last = extra["losses"]
+        self._newest = path
+        return Past(extra["step"], first, last, dict(extra["held_out"])), batches
+
+    def _check_course(self, path: Path, before: Mapping[str, Any]) -> None:
+        other = dict(departures(before, self._course))
+        if DATA in other:
+            key = self._session.task.data_key
+            other[DATA] = f"it was trained on other data than {key} gives now (or another part is held out)"
+        allowed = {key for word in self._accept for key in ACCEPTED[word]}
+        if refused := [told for key, told in other.items() if key not in allowed]:
+            model = "" if self._session.adapted else f", with model.source={path / 'model'}"
+            words = [word for word, keys in ACCEPTED.items() if (other.keys() - allowed) & keys]
+            way = f"; resume.accept: [{', '.join(words)}] goes on with it as it is now" if words else ""
+            raise ConfigError(
+                f"{path} belongs to another run: {'; '.join(refused)}. Put back what it was, or start "
+                f"anew in another output.directory{model}{way}"
+            )
+        if other:
+            logger.warning("resuming from %s as resume.accept allows: %s", path, "; ".join(other.values()))
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """Wait in the end for a checkpoint that is being written; raises what it failed with.
+
+        Also where the body fails, which is what the checkpoint is for; its own failure is logged then.
+        """
+        try:
+            yield
+        except Exception:
+            try:
+                self._wait()
+            except Exception as error:
+                logger.warning("the checkpoint that was being written was lost: %s", error)
+            raise
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.wait()
+
+
+def _extra(path: Path) -> Any:
+    """What ``save`` has put into a checkpoint, which has no tensors in it."""
+    extra = read_document(path)["extra"]
+    if not of_a_run(extra):
+        raise ConfigError(f"resume: {path} was not saved by a run of zerostart train; name one that was")
+    return decoded(extra, {})
+
+
+def _how_good(extra: Any) -> float | None:
+    """The held-out loss of a checkpoint's own step, less being more; None where it was not measured there."""
+    known = decoded(extra, {})
+    if not isinstance(known, dict) or "held_out" not in known:
+        return None  # not saved by a run
+    loss = dict(known["held_out"]).get(known["step"])
+    return None if loss is None else -float(loss)

@@ -1,0 +1,244 @@
+"""The output directory of a run: one run at a time has it, and what an earlier one has left there goes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zerostart.checkpoint.durable import sync_directory, write_whole
+from zerostart.checkpoint.manifest import MARKER as MODEL_MARKER
+from zerostart.checkpoint.manifest import is_inside, saved_at
+from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.publishing import remove
+from zerostart.checkpoint.source import resolve_source
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
+from zerostart.distributed.world import World
+from zerostart.errors import (
+    CheckpointError,
+    ConfigError,
+    ReadError,
+    VerifyError,
+    WriteError,
+    ZerostartError,
+)
+from zerostart.state.keeping import complete
+from zerostart.state.training_state import MARKER
+from zerostart.state.values import decoded
+from zerostart.training.adapt.export import AVERAGE
+from zerostart.training.adapt.exporting import EXPORTS
+from zerostart.training.config.train import TrainConfig
+from zerostart.training.data.cached import is_of_cache
+from zerostart.training.loop.locks import hold
+from zerostart.training.samples.files import clear_drawn
+from zerostart.training.samples.sampler import FOLDER as SAMPLES
+
+#: In the output directory: the checkpoints, and what a run writes first.
+FOLDER, METRICS = "checkpoints", "metrics.jsonl"
+_LOCK, _NOTE = ".run.lock", f".{FOLDER}.replaced"
+#: What a save of an earlier version has left that was killed.
+_LEFT = re.compile(r"\.step-\d{8}\.[0-9a-f]{12}\.saving")
+_STEP = re.compile(r"step-\d{8}")
+
+
+@contextmanager
+def claimed(config: TrainConfig, world: World) -> Iterator[Path]:
+    """The output directory, made if need be, and inside no other run's; collective.
+
+    Raises, on every rank, ConfigError where something is in it that may not go, or the model that is trained
+    is, and WriteError where another run is at work in it.
+    """
+    stack = contextlib.ExitStack()
+
+    def claim() -> Path:
+        directory = expanded(config.output.directory).absolute()
+        _check_outside(config, directory)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            occupied = not all(_is_free(entry.name) for entry in directory.iterdir())
+        except OSError as error:
+            raise ConfigError(f"output.directory {directory}: {error.strerror}") from error
+        if occupied and not (config.output.overwrite or _goes_on(config, directory)):
+            raise ConfigError(
+                f"output.directory {directory} is not empty; name another, go on with the run that is in it "
+                "with resume=auto, or allow it with output.overwrite=true"
+            )
+        if occupied and not _goes_on(config, directory):
+            _check_source(config.model.source, directory)
+        refusal = f"another run is at work in output.directory {directory}: wait for its end, or name another"
+        hold(stack, directory / _LOCK, refusal)
+        return directory
+
+    with stack:
+        yield world.broadcast_object(claim, "claiming the output directory")
+
+
+def _is_free(name: str) -> bool:
+    """Whether a directory with an entry of this name in it is as good as empty."""
+    return name in (_LOCK, _NOTE) or is_of_cache(name)
+
+
+def _check_source(source: str, directory: Path) -> None:
+    """Raise ConfigError where to overwrite ``directory`` would be to overwrite what is trained from.
+
+    Within a source that is the case of all but what an earlier run has left there.
+    """
+    found, place = (Path(os.path.realpath(path)) for path in (resolve_source(source), directory))
+    inside = found in place.parents and not (place / METRICS).is_file()
+    if inside or found == place or place in found.parents:
+        raise ConfigError(
+            f"output.overwrite would replace what is in output.directory {directory}, and with it "
+            f"model.source {source}, which is what is trained from; name another directory"
+        )
+
+
+def _check_outside(config: TrainConfig, directory: Path) -> None:
+    """Raise ConfigError for an output directory in one of data: what a run writes would be trained on."""
+    named = {} if config.media is None else {"media.source": [config.media.source]}
+    if config.data is not None:
+        given = config.data.source
+        named["data.source"] = [given] if isinstance(given, str) else given
+    place = Path(os.path.realpath(directory))
+    for key, sources in named.items():
+        for source in sources:
+            found = Path(os.path.realpath(expanded(source)))
+            if found.is_dir() and (found == place or found in place.parents):
+                raise ConfigError(
+                    f"output.directory {directory} lies in {key} {source}: what the run writes would be "
+                    f"read as "
+                    "data; name a directory beside it"
+                )
+
+
+def _goes_on(config: TrainConfig, directory: Path) -> bool:
+    """Whether ``directory`` is that of a run which this one is to go on with."""
+    auto = config.resume is not None and config.resume.path == "auto"
+    return auto and (directory / METRICS).is_file()
+
+
+@contextmanager
+def set_aside(directory: Path, resumed: Path | None, world: World) -> Iterator[None]:
+    """Have no run go on from an earlier one's checkpoints any more, in one step and before anything else.
+
+    A note of them says so; they are removed by ``clear``, and a run that fails before that takes the note
+    back. Where the run goes on from one of them, ``resumed``, all stay. Collective. Raises WriteError.
+    """
+    note, folder = directory / _NOTE, directory / FOLDER
+
+    def write() -> tuple[bool, bytes | None]:
+        there = {} if _is_own(resumed, folder) else {p.name: _saved(p) for p in complete(folder, of_a_run)}
+        if not there:
+            return False, None
+        try:
+            before = note.read_bytes() if note.is_file() else None
+            write_whole(note, json.dumps(there).encode(), directory / f"{_NOTE}.part")
+            sync_directory(directory)
+        except OSError as error:
+            raise WriteError(f"the checkpoints in {folder} cannot be set aside: {error.strerror}") from error
+        return True, before
+
+    written, before = world.broadcast_object(write, "setting older checkpoints aside")
+    try:
+        yield
+    except BaseException:
+        if written and world.rank == 0:
+            with contextlib.suppress(OSError):
+                if before is None:
+                    note.unlink()  # not there any more, if they are removed
+                elif note.is_file():
+                    write_whole(note, before, directory / f"{_NOTE}.part")
+        raise
+
+
+def standing(directory: Path) -> list[Path]:
+    """The checkpoints in a run's ``directory`` that one can go on from, the oldest first.
+
+    Those are not that a run has set aside that was killed before it removed them.
+    """
+    aside = _noted(directory)
+    found = complete(directory / FOLDER, counts)
+    return [path for path in found if path.name not in aside or aside[path.name] != _saved(path)]
+
+
+def _saved(path: Path) -> int:
+    marker = path / MARKER
+    return saved_at(read_json(marker, "training state", MAX_DOCUMENT_BYTES), marker)
+
+
+def _noted(directory: Path) -> dict[str, Any]:
+    """When those were saved that are set aside, by name."""
+    note = directory / _NOTE
+    with contextlib.suppress(ZerostartError):  # damaged, or made up
+        found = read_json(note, "note of checkpoints") if note.is_file() else {}
+        return {name: saved for name, saved in found.items() if is_inside(name) and "/" not in name}
+    return {}
+
+
+def of_a_run(extra: Any) -> bool:
+    """Whether a checkpoint's ``extra``, as it is in the document, is what a run puts there.
+
+    What a script has saved in the same folder by itself is none of a run's, and stays.
+    """
+    return isinstance(extra, dict) and {"step", "schedule", "sequences"} <= extra.keys()
+
+
+def counts(extra: Any) -> bool:
+    """Whether a run's checkpoint is one to go on from, to keep or to compare: its weights are finite.
+
+    Checkpoints say so since they are looked at; of one from before, a last loss that is not finite says no.
+    """
+    if not of_a_run(extra):
+        return False
+    last = decoded(extra.get("losses", [None]), {})[-1]
+    return "finite" in extra or not isinstance(last, float) or math.isfinite(last)
+
+
+def clear(directory: Path, resumed: Path | None) -> None:
+    """Remove what would be taken for a part of the run that begins now, or goes on from ``resumed``.
+
+    Of another run these are checkpoints, samples, exports and averages; of the same one, checkpoints after
+    ``resumed``. Of all of them those files go that they name, and whatever else lies there stays. On one
+    rank. Raises WriteError.
+    """
+    folder = directory / FOLDER
+    try:
+        for name, saved in _noted(directory).items():
+            _remove_aside(folder / name, saved, resumed)
+        for entry in folder.glob(".step-*"):
+            if _LEFT.fullmatch(entry.name):
+                shutil.rmtree(entry)
+        (directory / _NOTE).unlink(missing_ok=True)
+        if resumed is not None and _is_own(resumed, folder):
+            found = complete(folder, of_a_run)
+            for path in reversed(found[[one.name for one in found].index(resumed.name) + 1 :]):
+                remove(path, MARKER)
+            return
+        for entry in (directory / SAMPLES).glob("step-*"):
+            if _STEP.fullmatch(entry.name):
+                clear_drawn(entry)
+        for pattern in (f"{EXPORTS}/step-*/{MODEL_MARKER}", f"{AVERAGE}/{MODEL_MARKER}"):
+            for marker in directory.glob(pattern):
+                with contextlib.suppress(VerifyError):  # damaged: nobody knows what is of it
+                    remove(marker.parent, MODEL_MARKER)
+    except (OSError, VerifyError) as error:
+        raise WriteError(f"{directory}: what an earlier run left cannot be removed: {error}") from error
+
+
+def _remove_aside(path: Path, saved: int, resumed: Path | None) -> None:
+    """Remove a checkpoint that was set aside, if it is still the one that was ``saved`` then."""
+    if resumed is not None and path.exists() and path.samefile(resumed):
+        return
+    with contextlib.suppress(CheckpointError, ReadError, VerifyError):  # damaged: what is of it is not known
+        if (path / MARKER).is_file() and _saved(path) == saved:
+            remove(path, MARKER)
+
+
+def _is_own(resumed: Path | None, folder: Path) -> bool:
+    return resumed is not None and os.path.realpath(resumed.parent) == os.path.realpath(folder)

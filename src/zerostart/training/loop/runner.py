@@ -1,0 +1,340 @@
+"""The training run: data, load, train, evaluate, save; the same on every rank."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zerostart
+from zerostart.distributed.world import World, current_world
+from zerostart.errors import DivergedError, PeerError
+from zerostart.geometry.layout import Mesh
+from zerostart.loading.arguments import LoadArguments, keys
+from zerostart.training.adapt.export import export_model, export_step
+from zerostart.training.adapt.exporting import check_export
+from zerostart.training.adapt.trained import choose_trained, round_to
+from zerostart.training.config.launcher import with_launched
+from zerostart.training.config.train import TrainConfig
+from zerostart.training.loop.checkpoints import Checkpoints, Past, newest
+from zerostart.training.loop.course import course_of
+from zerostart.training.loop.evaluate import HeldOut
+from zerostart.training.loop.failures import Failures, untold
+from zerostart.training.loop.finite import Divergence, is_finite
+from zerostart.training.loop.inputs import read_inputs
+from zerostart.training.loop.output_directory import METRICS, claimed, clear, set_aside, standing
+from zerostart.training.loop.progress import Display, Metrics, peak_memory_bytes, shown_loss
+from zerostart.training.loop.session import Session, check_surroundings, open_session
+from zerostart.training.loop.stop import StopSignal
+from zerostart.training.loop.task import Batch
+from zerostart.training.samples.sampler import Sampler, open_sampler
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What came of a run: the same values on every rank.
+
+    ``steps`` were done (fewer than asked for when ``stopped``); ``first_loss`` and ``last_loss`` are the
+    training losses of the first and the last of them (None where nothing had a weight); ``held_out`` has the
+    loss on held-out examples by step.
+    """
+
+    directory: str
+    steps: int
+    stopped: bool
+    first_loss: float | None
+    last_loss: float | None
+    held_out: dict[int, float]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'stopped' if self.stopped else 'trained'} after {self.steps} steps: "
+            f"training loss {shown_loss(self.first_loss)} -> {shown_loss(self.last_loss)}"
+        ]
+        if len(self.held_out) > 1:
+            before, *_, after = self.held_out.values()
+            lines.append(f"held-out loss {before:.4f} -> {after:.4f}")
+        return "\n".join([*lines, f"model saved in {self.directory}"])
+
+
+def train(config: TrainConfig) -> TrainResult:
+    """Load, train and save as ``config`` says; call it in every rank of an initialised process group.
+
+    SIGINT or SIGTERM on any rank ends the run after the step in hand, on all ranks, and the model is
+    saved as it is then. Raises :class:`ZerostartError`, with the same text on every rank where all fail.
+    """
+    world = current_world()
+    with world.phase("checking the surroundings"):
+        Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
+        check_surroundings(config)
+        config = with_launched(config)
+    with claimed(config, world) as directory:
+        resumed = newest(config, directory, world)
+        with set_aside(directory, resumed, world):
+            return _train(config, directory, resumed, world)
+
+
+def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: World) -> TrainResult:
+    inputs = read_inputs(config, world)
+    task = inputs.task
+    with world.phase("looking at the samples"):
+        sampler = open_sampler(config, inputs.drawing, task, directory)
+    torch.manual_seed(config.train.seed)  # for parameters that the checkpoint lacks; the same on every rank
+    model = zerostart.load(
+        **_arguments(config) | {"source": task.source},
+        model=task.builder(),
+        engine_config=inputs.engine_config,
+        dtype=getattr(torch, config.dtype),
+    )
+    if config.in_masters and not config.model.fp32_masters and config.lora is None:
+        round_to(model, torch.bfloat16)
+    if checkpointing := config.train.checkpoint_blocks:
+        with world.phase("checkpointing blocks"):
+            zerostart.checkpoint_blocks(model, offload=checkpointing == "offload")
+    path, every = directory / METRICS, config.logging.every
+    with (
+        world.phase("training"),
+        Display(config.train.steps, path, every, task.counted, active=world.rank == 0) as display,
+        StopSignal() as stop,
+    ):
+        display.say(str(zerostart.report(model)))
+        task.begin(model)
+        if told := choose_trained(model, config, world):
+            display.say(told)
+        check_export(model, config)
+        session = open_session(config, model, task, inputs.items)
+        course = course_of(config, model, inputs.items.digest(), world)
+        checkpoints = Checkpoints(config.checkpoint, directory, session, course, accepted(config))
+        exports = functools.partial(export_step, model, task, directory, session.ema)
+        run = _Run(config, session, inputs.held_out, display, stop, checkpoints, exports, sampler)
+        with untold(), _peers_named(directory), checkpoints.ended():
+            run.to_the_end(resumed, directory)
+            run.check_finite()
+        display.say("saving the model")
+        result = run.result(directory)
+        export_model(model, task, directory, result.steps, session.ema)
+        run.divergence.check_end(result.directory)
+        display.say(str(result))
+    session.end()
+    return result
+
+
+def accepted(config: TrainConfig) -> list[str]:
+    """In what the run may be another one than that of the checkpoint that it goes on from."""
+    return [] if config.resume is None else list(config.resume.accept)
+
+
+def _arguments(config: TrainConfig) -> dict[str, Any]:
+    """The arguments of the load that have a key in the configuration."""
+    given = {name: attrgetter(key)(config) for name, key in keys(LoadArguments).items()}
+    if config.in_masters and config.lora is not None:
+        given["fp32_masters"] = False  # of what is frozen nobody steps any
+    return given
+
+
+@contextmanager
+def _peers_named(directory: Path) -> Iterator[None]:
+    """Turn what a collective raises when another rank has gone into an error that says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has no exception type of its own, but its errors name the source file they come from.
+        if isinstance(error, torch.distributed.DistBackendError) or "gloo/" in str(error):
+            raise PeerError(
+                "another rank died or stopped answering during training; its own output, or the system log "
+                f"where memory ran out, tells why. {_saved_in(directory)}"
+            ) from error
+        raise
+
+
+def _saved_in(directory: Path) -> str:
+    found = standing(directory)
+    return f"The last checkpoint is {found[-1]}: go on with resume=auto" if found else "Nothing was saved"
+
+
+class _Run:
+    """The loop and what it has seen."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        session: Session,
+        held_out: HeldOut | None,
+        display: Display,
+        stop: StopSignal,
+        checkpoints: Checkpoints,
+        exports: Callable[[int], None],
+        sampler: Sampler | None,
+    ) -> None:
+        self._config = config.train
+        self._task = session.task
+        self._tracked = bool(config.tracking.trackers)
+        self._session = session
+        self._held_out = held_out
+        self._averaged = config.ema is not None and config.ema.evaluate
+        self._display = display
+        self._stop = stop
+        self._checkpoints = checkpoints
+        self._export, self._export_every = exports, config.output.every
+        self._sampler = sampler
+        self._past = Past()
+        self._stopped = False
+        self._failures = Failures(current_world(), session.sum_over_ranks)
+        self.divergence = Divergence(config.train.patience_nonfinite, current_world())
+
+    def to_the_end(self, resumed: Path | None, directory: Path) -> None:
+        """All steps from the checkpoint ``resumed`` on, or as many as there are before a wish to stop."""
+        from accelerate.utils import set_seed
+
+        self._failures.tell()  # all ranks have got here
+        set_seed(self._config.seed, device_specific=True)  # dropout differs from rank to rank
+        self._session.model.train()
+        if resumed is None:
+            with self._failures.kept():
+                self._begin(directory, None)
+            self._evaluate(0)
+            self._draw(0)
+            batches = self._session.batches()
+        else:
+            self._past, batches = self._checkpoints.resume(resumed)
+            if not self._finite():
+                raise DivergedError(f"resume: {resumed} has weights that are not finite; name an earlier one")
+            with self._failures.kept():
+                self._begin(directory, resumed)
+            self._display.say(f"going on after step {self._past.steps}, from {resumed}")
+        self._display.start()
+        for step in range(self._past.steps + 1, self._config.steps + 1):
+            self._step(step, batches)
+            every = self._config.evaluate_every
+            if not self._stopped and (step == self._config.steps or (every and step % every == 0)):
+                self._evaluate(step)
+                self._display.start()
+            if not self._stopped:
+                self._draw(step)
+            due = self._checkpoints.due(step, self._stopped)
+            exported = bool(self._export_every) and step % self._export_every == 0
+            if due or exported:
+                self._save(due, exported)
+                self._display.start()
+            if self._stopped:
+                break
+        self._failures.tell()
+
+    def _save(self, due: bool, exported: bool) -> None:
+        """Save what is due after a step, unless weights are not finite: older checkpoints are worth more."""
+        self._failures.tell()
+        step = self._past.steps
+        if not self._finite():
+            self._display.say(f"the weights after step {step} are not finite: nothing is saved of them")
+            return
+        if due:
+            self._checkpoints.save(self._past)
+        if exported:
+            self._export(step)
+
+    def _finite(self) -> bool:
+        """Whether what is trained is finite on all ranks; collective."""
+        finite = True
+        with self._failures.kept():
+            finite = is_finite(self._session.model, self._session.optimizer)
+        return self._failures.sum_over_ranks(float(not finite)) == [0.0]
+
+    def check_finite(self) -> None:
+        """Raise DivergedError, on every rank, for weights that are not worth saving; collective."""
+        if not self._finite():
+            raise DivergedError(
+                f"after step {self._past.steps} the weights are not finite: no model was saved. "
+                f"{self._checkpoints.going_on}"
+            )
+
+    def _begin(self, directory: Path, resumed: Path | None) -> None:
+        """Have nothing in the output directory that is not of this run, nor of steps that are done again."""
+        if self._session.accelerator.is_main_process:
+            clear(directory, resumed)
+        self._display.begin(self._past.steps)
+
+    def _step(self, step: int, source: Iterator[Batch]) -> None:
+        """One optimizer step on the next batches of this rank, as one process would do it on those of all."""
+        session, summed = self._session, self._failures.sum_over_ranks
+        parts: list[tuple[Batch, int]] = []
+        with self._failures.kept():
+            whole = [self._taken(source) for _ in range(self._config.accumulation)]
+            parts = [session.part(*batch) for batch in whole]
+        whole_weight, seen = summed(
+            sum(weight for _, weight in parts), sum(self._task.seen(batch) for batch, _ in parts)
+        )
+        loss = 0.0
+        for batch, weight in parts:
+            share = weight / max(whole_weight, 1.0)
+            loss += float(session.accumulate(batch, share)) * share
+        rate = session.scheduler.get_last_lr()[0]
+        norm = session.clip(self._config.max_grad_norm)
+        stepped = True
+        with self._failures.kept():  # the first step makes the optimizer's state
+            stepped = session.update()
+            session.average(step)
+        # Whether anyone has been asked to stop, or is not finite, all have to know.
+        searching = not stepped and self._config.mixed_precision == "fp16"
+        if not (stepped or searching):
+            norm = math.nan  # DeepSpeed has passed over gradients that are not finite; it tells an older norm
+        own, bad = loss, Divergence.is_in(loss, norm, searching)
+        loss, wishes, diverging = summed(loss, float(self._stop.requested), float(bad))
+        self._stopped = wishes > 0
+        with self._failures.kept():
+            self._note(Metrics(step, loss if whole_weight else None, norm, rate, int(seen), self._peak()))
+        figures = (own, norm, bad) if diverging else None
+        if told := self.divergence.note(step, figures, self._checkpoints.going_on):
+            self._display.say(told)
+
+    def _taken(self, source: Iterator[Batch]) -> tuple[Batch, int]:
+        """The next batch, with what is drawn for it, and its weight."""
+        batch = next(source)
+        return self._task.weighed(self._task.drawn(batch, self._session.position[0]))
+
+    def _peak(self) -> int:
+        return peak_memory_bytes(self._session.device)
+
+    def _note(self, metrics: Metrics) -> None:
+        self._past.note(metrics.loss)
+        self._display.step(metrics)
+        if self._tracked:
+            values = {name: getattr(metrics, name) for name in ("loss", "gradient_norm", "learning_rate")}
+            told = {name: value for name, value in values.items() if value is not None}
+            self._session.accelerator.log(told, step=metrics.step)
+
+    def _evaluate(self, step: int) -> None:
+        if self._held_out is not None:
+            if self._averaged:
+                self._failures.tell()
+            with self._session.averaged(self._averaged):
+                loss = self._held_out.loss(self._session, self._failures)
+            self._past.held_out[step] = loss
+            with self._failures.kept():
+                self._display.evaluation(step, loss)
+                if self._tracked:
+                    self._session.accelerator.log({"held_out_loss": loss}, step=step)
+
+    def _draw(self, step: int) -> None:
+        """The samples that are due after ``step`` steps; collective."""
+        if self._sampler is not None and self._sampler.due(step):
+            folder = self._sampler.take(self._session, self._failures, step)
+            self._display.say(f"samples after step {step}: {folder}")
+            self._display.start()
+
+    def result(self, directory: Path) -> TrainResult:
+        """The figures of the run."""
+        return TrainResult(
+            str(directory),
+            self._past.steps,
+            self._stopped,
+            self._past.first_loss,
+            self._past.last_loss,
+            self._past.held_out,
+        )

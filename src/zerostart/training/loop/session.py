@@ -1,0 +1,313 @@
+"""Hand a loaded model to accelerate: precision, accumulation, trackers and data, on either engine.
+
+The model comes sharded from ``zerostart.load``; nothing here moves, wraps or shards it again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from zerostart.checkpoint.paths import expanded
+from zerostart.distributed.world import current_world
+from zerostart.engines import Engine
+from zerostart.errors import ConfigError
+from zerostart.loading.record import record_of
+from zerostart.training.adapt.ema import Ema
+from zerostart.training.config.train import TrainConfig
+from zerostart.training.loop.buckets import Buckets, order_of
+from zerostart.training.loop.failures import untold
+from zerostart.training.loop.schedule import learning_rate_schedule
+from zerostart.training.loop.sequences import Sharing
+from zerostart.training.loop.task import Batch, Items, Task
+from zerostart.training.loop.trackers import check_trackers, made_trackers
+from zerostart.upstream.accelerate.launched import hidden
+
+
+@dataclass
+class Session:
+    """A model in training: what the loop needs of accelerate and the engine."""
+
+    accelerator: Any
+    model: nn.Module  # as the engine wraps it: call this
+    optimizer: Any
+    scheduler: Any
+    loader: Any
+    task: Task
+    engine: Engine  # that the model was loaded for
+    items_a_round: int  # in one batch on every rank, or on all that share one
+    sharing: Sharing | None  # of sequences that ranks share
+    buckets: Buckets | None  # the order of examples that differ in shape
+    draws: bool  # whether making a batch draws from a generator that is no rank's own random state
+    position: tuple[int, int] = (0, 0)  # the epoch, and the rounds of it that were had
+    ema: Ema | None = None  # the average of the weights
+    adapted: bool = False  # whether a LoRA is trained, and the model is as it was loaded
+
+    @property
+    def device(self) -> torch.device:
+        """Where the batches go."""
+        device: torch.device = self.accelerator.device
+        return device
+
+    def batches(self, epoch: int = 0, had: int = 0) -> Iterator[Batch]:
+        """This rank's batches, epoch after epoch from ``epoch`` on, each in a new order.
+
+        Of the first one ``had`` batches are passed over without being made, where there are buckets.
+        """
+        if self.buckets is not None:
+            self.buckets.pass_over(had * self.items_a_round // self.buckets.batch_size)
+        while True:
+            self.loader.set_epoch(epoch)
+            for number, batch in enumerate(self.loader, start=had + 1):
+                self.position = (epoch, number)
+                yield batch
+            epoch, had = epoch + 1, 0
+
+    def batches_after(self, epoch: int, items: int) -> Iterator[Batch]:
+        """The batches that follow when all ranks together have had ``items`` of ``epoch``.
+
+        The order is the same for any number of ranks; where rounds were of another size, and do not end at
+        the same place, some come again.
+        """
+        if self.buckets is not None:
+            had = items // self.items_a_round
+            if had >= len(self.loader):
+                return self.batches(epoch + 1)
+            batches = self.batches(epoch, had)
+            return chain([next(batches)], batches)  # begun, as `next` below has it: that draws
+        batches = self.batches(0 if self.draws else epoch)
+        for _ in range(epoch * len(self.loader) * self.draws + items // self.items_a_round):
+            next(batches)
+        return batches
+
+    def part(self, batch: Batch, weight: int) -> tuple[Batch, int]:
+        """What this rank computes of a whole ``batch``, and how much of its ``weight`` that has."""
+        return (batch, weight) if self.sharing is None else self.sharing.part(batch, weight)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Mean loss of one batch, [], as the task computes it."""
+        with self.engine.attending():
+            return self.task.loss(self.model, batch)
+
+    def accumulate(self, batch: Batch, share: float) -> torch.Tensor:
+        """Forward and backward of one batch; returns its mean loss, detached, [].
+
+        ``share`` is its part (0 to 1) of the weight of the whole step, of all batches on all ranks.
+        The gradients of the step come out as those of the sum of all losses times their shares.
+        """
+        # Every engine averages over ranks, and accelerate or DeepSpeed over the batches of a step: both as if
+        # all weighed alike.
+        alike = self.engine.averaging * self.accelerator.gradient_accumulation_steps
+        with self.accelerator.accumulate(self.model):
+            self.engine.begin_batch(self.model, self.accelerator.sync_gradients)
+            loss = self.forward(batch)
+            with self.engine.attending():
+                self.accelerator.backward(loss.float() * (share * alike))
+        return loss.detach()
+
+    def clip(self, max_grad_norm: float) -> float | None:
+        """Clip the gradients after the last batch of an accumulation; collective.
+
+        Returns their norm before that; None where the engine does not tell (DeepSpeed in fp32 at stage 0).
+        """
+        parameters = list(self.model.parameters())
+        if self.engine.wraps or max_grad_norm > 0.0:
+            # DeepSpeed has clipped and stepped in the backward; accelerate knows that, and asks it.
+            norm = self.accelerator.clip_grad_norm_(parameters, max_grad_norm)
+        else:
+            norm = _total_norm([p.grad for p in parameters if p.grad is not None])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        return None if norm is None else float(norm)
+
+    def update(self) -> bool:
+        """The optimizer step, after ``clip``; every rank by itself.
+
+        False where fp16's loss scale was too high, so that the engine has passed over the step.
+        """
+        self.optimizer.step()
+        stepped = not self.optimizer.step_was_skipped
+        if stepped:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+        return stepped
+
+    def average(self, step: int) -> None:
+        """Let the average of the weights follow, after the update of ``step``; every rank by itself."""
+        if self.ema is not None and step % self.ema.config.every == 0:
+            self.ema.update()
+
+    def averaged(self, wanted: bool) -> AbstractContextManager[None]:
+        """Inside, the weights are their average, if that is ``wanted`` and there is one; collective."""
+        if self.ema is None or not wanted:
+            return nullcontext()
+        return self.ema.applied(self.model, current_world())
+
+    def sum_over_ranks(self, *values: float) -> list[float]:
+        """Each value added up over all ranks; collective."""
+        # On the host, by the group for small messages: not every accelerator has float64.
+        totals, world = torch.tensor(values, dtype=torch.float64, device="cpu"), current_world()
+        if world.size > 1:
+            torch.distributed.all_reduce(totals, group=world.group)
+        summed: list[float] = totals.tolist()
+        return summed
+
+    def end(self) -> None:
+        """End the trackers and the process group; the session can't be used afterwards.
+
+        What the engine has wrapped goes first. The reducer of DistributedDataParallel must not be the last to
+        hold the group: its destructor keeps the GIL while it joins gloo's threads (torch 2.13), and one of
+        these may be waiting for the GIL to release a tensor.
+        """
+        del self.model, self.optimizer, self.scheduler, self.loader, self.ema
+        self.accelerator.free_memory()
+        self.accelerator.end_training()
+
+
+def check_surroundings(config: TrainConfig) -> None:
+    """Find out before the load whether accelerate will be able to do its part.
+
+    Raises :class:`ConfigError` for a tracker that is unknown or not installed, :class:`EngineError` when
+    ``accelerate launch`` has set up another engine, which would wrap the sharded model a second time, or has
+    ranks share what the configuration of the run does not know of.
+    """
+    check_trackers(config.tracking.trackers)
+
+
+def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items) -> Session:
+    """Make the optimizer, schedule and loader for the loaded ``model`` and let accelerate prepare them.
+
+    Raises :class:`ConfigError` for data that does not fill one step, and a tracker that cannot begin.
+    """
+    train, engine = config.train, record_of(model).engine
+    accelerator = _accelerator(config, engine)
+    place, count = engine.mesh.batch(accelerator.process_index)
+    needed = train.batch_size * count
+    order, buckets = order_of(items, task, count)
+    optimizer = torch.optim.AdamW(
+        _parameter_groups(model, train.weight_decay), lr=train.learning_rate, betas=train.betas
+    )
+    # What is drawn differs from rank to rank in training.
+    collator = task.collator(train.seed + accelerator.process_index)
+    data: Any = items  # which DataLoader takes without it being its Dataset
+    loader: Any = DataLoader(
+        data, collate_fn=collator, num_workers=config.media.workers if config.media else 0, **order
+    )
+    with current_world().collectives("preparing the training"), untold():
+        if engine.wraps or engine.whole:
+            model, prepared = accelerator.prepare(model, optimizer)  # whole ones in DDP
+        else:
+            # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
+            # for a module that is sharded already it has nothing to do.
+            prepared = accelerator.prepare(optimizer)
+        engine.spare_unreached(model)
+        engine.begin_sharing(model)
+    loader = _prepared(accelerator, loader, place, count)
+    # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
+    scheduler = learning_rate_schedule(optimizer, train)
+    if config.tracking.trackers:
+        _begin_trackers(accelerator, config)
+    draws = getattr(collator, "generator", None) is not None
+    sharing = None
+    if engine.mesh.sequence_parallel > 1:
+        sharing = Sharing(*engine.sequence_chunks(accelerator.process_index), train.batch_size)
+    opened = Session(
+        accelerator, model, prepared, scheduler, loader, task, engine, needed, sharing, buckets, draws
+    )
+    opened.adapted = config.lora is not None
+    if config.ema is not None:
+        opened.ema = Ema(config.ema, model, None if engine.wraps else prepared, current_world())
+    return opened
+
+
+def _begin_trackers(accelerator: Any, config: TrainConfig) -> None:
+    """Raises ConfigError, whatever a tracker fails with: what it is made of is no part of ours."""
+    told, names = {"train": config.train.model_dump_json()}, config.tracking.trackers
+    try:
+        accelerator.init_trackers(config.tracking.project, config=told)
+    except Exception as error:
+        raise ConfigError(
+            f"tracking.trackers: {' or '.join(names)} cannot begin for tracking.project "
+            f"{config.tracking.project!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _prepared(accelerator: Any, loader: Any, place: int, count: int) -> Any:
+    """The ``loader`` of the batches at ``place`` of ``count`` at a time, as accelerate prepares one.
+
+    Not by ``accelerator.prepare``: it knows no ranks that see one batch, or has each draw its own.
+    """
+    from accelerate.data_loader import prepare_data_loader
+
+    options = accelerator.dataloader_config
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=count,
+        process_index=place,
+        put_on_device=accelerator.device_placement,
+        rng_types=list(accelerator.rng_types),
+        even_batches=options.even_batches,
+        use_seedable_sampler=options.use_seedable_sampler,
+        data_seed=options.data_seed,
+    )
+
+
+def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all gradients, [], which may lie on several meshes (experts on their own)."""
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(
+            gradient
+        )
+    norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(whole))
+    return total
+
+
+def _accelerator(config: TrainConfig, engine: Engine) -> Any:
+    from accelerate import Accelerator
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        GradientAccumulationPlugin,
+        patch_environment,
+    )
+
+    directory = expanded(config.output.directory)
+    common: dict[str, Any] = {
+        "log_with": made_trackers(config.tracking.trackers, directory, current_world().rank == 0) or None,
+        "project_dir": str(directory),
+        "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True, data_seed=config.train.seed),
+        # A step is `accumulation` batches, also where an epoch ends in between.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(
+            num_steps=config.train.accumulation, sync_with_dataloader=False
+        ),
+    }
+    with hidden():  # what a launcher has set up is in the configuration by now
+        setup = engine.accelerate(config.precision)
+        for message, category in setup.ignored:
+            warnings.filterwarnings("ignore", message, category)
+        with patch_environment(**setup.environment):
+            return Accelerator(**setup.options, **common)
+
+
+def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay for matrices, none for biases and norms."""
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # a ZeRO-3 placeholder is empty
+            (decayed if len(shape) > 1 else others).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,225 @@
+"""What a task is: everything that the runner does not know of what is learnt."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+
+from zerostart.errors import ConfigError
+from zerostart.training.config.sections import TaskConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from zerostart.distributed.world import World
+    from zerostart.training.config.train import TrainConfig
+
+#: What a task makes of the examples of one batch: tensors, or lists of those that differ in shape.
+Batch: TypeAlias = "dict[str, Any]"
+#: From the examples of a batch to the batch.
+Collator: TypeAlias = "Callable[[Sequence[dict[str, torch.Tensor]]], Batch]"
+
+
+class Items(Protocol):
+    """Examples to train on, the same on every rank; each is made when it is asked for."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Example ``index``: tensors on the CPU."""
+
+    def digest(self) -> str:
+        """A digest of all of them: equal for equal data, wherever they lie."""
+
+    def shapes(self) -> Sequence[Hashable]:
+        """A key for each example; those with the same key can be in one batch."""
+
+
+class Part:
+    """The examples ``start`` to ``end`` of others; of those from each of ``rounds``, of ``each`` examples."""
+
+    def __init__(self, items: Items, start: int, end: int, rounds: int = 1, each: int = 0) -> None:
+        self._items = items
+        self._start = start
+        self._end = end
+        self._rounds = rounds
+        self._each = each
+
+    def __len__(self) -> int:
+        return (self._end - self._start) * self._rounds
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        before, place = divmod(index, self._end - self._start)
+        return self._items[before * self._each + self._start + place]
+
+    def digest(self) -> str:
+        """That of all, and which part of them this is."""
+        rounds = f":{self._rounds}" if self._rounds > 1 else ""
+        return f"{self._items.digest()}:{self._start}:{self._end}{rounds}"
+
+    def shapes(self) -> Sequence[Hashable]:
+        """As those of all."""
+        every = self._items.shapes()
+        starts = [number * self._each for number in range(self._rounds)]
+        return [key for at in starts for key in every[at + self._start : at + self._end]]
+
+
+def split_off(items: Items, fraction: float, repeats: int = 1) -> tuple[Items, Items | None]:
+    """``(training, held out)``: the last ``fraction`` of the examples, None where the fraction is 0.
+
+    Where they come ``repeats`` times, one after the other, none that is held out is in any of these. At
+    least one is held out, and at least one is left: else this raises ValueError.
+    """
+    if fraction == 0.0:
+        return items, None
+    count = len(items) // repeats
+    kept = count - max(1, round(count * fraction))
+    if kept < 1:
+        raise ValueError(f"{fraction} leaves none of {count} to train on")
+    return Part(items, 0, kept, repeats, count), Part(items, kept, count)
+
+
+class Task(ABC):
+    """What is learnt, for one run: its data, its model, the loss of a batch, and what is saved.
+
+    A task is made from the configuration of a run, on every rank. ``Settings`` has the keys of the section
+    ``task``. ``sections`` are those of the sections ``data``, ``media``, ``cache`` and ``samples`` that the
+    task takes, ``needs`` those of them that it cannot do without; others are refused by name.
+    ``whole_steps`` has an epoch be whole steps, of batches whose examples have one shape (`Buckets`);
+    without it all are shuffled together, and an epoch may end within a step.
+    ``shares_sequences`` says whether several ranks may share each example (``engine.sequence_parallel``).
+    ``examples`` is what people call them; ``counted`` is the key in ``metrics.jsonl`` of what a step has
+    seen, and its rate in short; ``data_key`` the key of the configuration that says where the data are.
+    """
+
+    Settings: ClassVar[type[TaskConfig]] = TaskConfig
+    sections: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[frozenset[str]] = frozenset()
+    whole_steps: ClassVar[bool] = True
+    shares_sequences: ClassVar[bool] = False
+    examples: ClassVar[str] = "items"
+    counted: ClassVar[tuple[str, str]] = ("items", "items/s")
+    data_key: ClassVar[str] = "data.source"
+    weightless: ClassVar[str] = "the held-out examples have no weight, so they have no loss"
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+
+    @classmethod
+    def check(cls, config: TrainConfig) -> None:
+        """Raise ValueError for a configuration that this task cannot run; before anything is read."""
+        return
+
+    # Before the load.
+
+    @abstractmethod
+    def open(self) -> None:
+        """Read what the run starts from, weights and data aside: settings, a tokenizer, a table's head.
+
+        Every rank does by itself. Raises ZerostartError.
+        """
+
+    def facts(self) -> dict[str, str]:
+        """Short digests of what ``open`` has read, by readable names; the same on all ranks."""
+        return {}
+
+    @property
+    def hidden_size(self) -> int | None:
+        """The width of the model, by which engines choose the sizes of buffers; None: not known."""
+        return None
+
+    @abstractmethod
+    def items(self, world: World) -> Items:
+        """All the data; collective. Raises ZerostartError."""
+
+    def split(self, items: Items) -> tuple[Items, Items | None]:
+        """Split ``items`` into what is trained on and what is held out, if anything. Raises ConfigError."""
+        return items, None
+
+    def described(self, items: Items) -> str:
+        """The size of ``items`` in words, for the log."""
+        return f"{len(items):,} {self.examples}"
+
+    def files(self) -> dict[str, str]:
+        """A digest of each file that the data are read from, to say which of them differs between ranks."""
+        return {}
+
+    def embedded(self, text: str) -> Mapping[str, torch.Tensor]:
+        """What the encoders have made of ``text`` alone, by the keys of examples; after ``items``.
+
+        Raises ConfigError for a text of which they have made nothing.
+        """
+        raise ConfigError(f"samples: no encoders have encoded the text {text!r}")
+
+    # The model.
+
+    @property
+    def source(self) -> str:
+        """Where the weights are, as the argument ``source`` of ``zerostart.load``."""
+        return self.config.model.source
+
+    @abstractmethod
+    def builder(self) -> type[nn.Module] | Callable[[], nn.Module] | None:
+        """The model, as the argument ``model`` of ``zerostart.load``."""
+
+    def begin(self, model: nn.Module) -> None:
+        """Called before training with the loaded model, not yet wrapped by an engine. Raises ConfigError."""
+        return
+
+    # Batches.
+
+    @abstractmethod
+    def collator(self, seed: int) -> Collator:
+        """How examples become a batch; ``seed`` is for what is drawn while that is done, one for each rank.
+
+        A collator that draws has its generator as the attribute ``generator``. Raises ConfigError.
+        """
+
+    def drawn(self, batch: Batch, epoch: int) -> Batch:
+        """``batch``, on the device, with what is drawn for each of its examples in ``epoch`` (-1: held out).
+
+        It is to depend on the seed of the run, the epoch and the example alone, and so be the same however
+        many ranks there are.
+        """
+        return batch
+
+    def weighed(self, batch: Batch) -> tuple[Batch, int]:
+        """``batch`` in a form whose mean loss is a number, and what that weighs among all of a step.
+
+        A step's loss is the mean of the batches' losses by their weights; 0 for one that counts for nothing.
+        """
+        return batch, self.seen(batch)
+
+    @abstractmethod
+    def seen(self, batch: Batch) -> int:
+        """The size of a batch, in the unit that ``counted`` names."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Mean loss of one batch, []; ``model`` is as the engine wraps it.
+
+        Every rank calls ``model`` equally often for a batch, whatever is in it.
+        """
+
+    # The end.
+
+    def saved_in(self, directory: Path) -> Path:
+        """Where in the output directory the model goes."""
+        return directory
+
+    def beside(self, folder: Path) -> None:
+        """Write files that belong beside the weights to ``folder``; on one rank. Raises ZerostartError."""
+        return
+
+    def finish(self, directory: Path) -> None:
+        """Called when the model is saved, to write what else belongs in the output directory; on one rank.
+
+        Raises ZerostartError.
+        """
+        return

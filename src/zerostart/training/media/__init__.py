@@ -1,1 +1,0 @@
-"""Pictures and videos to train on: tables of them, decoding, sizes; what the encoders of a task are given."""
