@@ -50,10 +50,10 @@ MODULES = (
     "zerostart.models.libraries.diffusers",
     "zerostart.models.libraries.plain",
     "zerostart.models.libraries.transformers_conversions",
-    "zerostart.state.digest",
-    "zerostart.state.full_tensors",
-    "zerostart.state.resuming",
-    "zerostart.state.saving",
+    "zerostart.state.comparing.digest",
+    "zerostart.live.full_tensors",
+    "zerostart.state.resuming.load_state",
+    "zerostart.state.saving.save",
 )
 
 for name in MODULES:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from zerostart.live.report import Report
     from zerostart.loading.arguments import Converter, EngineConfig, ModelLike, Source
     from zerostart.loading.forecast import WorldPlan
-    from zerostart.loading.report import Report
 
 __all__ = [
     "Placement",
@@ -221,7 +221,7 @@ def report(model: nn.Module) -> Report:
         (('bias',), 24)
     """
     check_arguments(report, locals(), collective=False)
-    from zerostart.loading.parts import report_of
+    from zerostart.live.parts import report_of
 
     return report_of(model)
 
@@ -241,7 +241,7 @@ def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, 
         {'weight': (2, 2), 'bias': (2,)}
     """
     check_arguments(full_tensors, locals())
-    from zerostart.state.full_tensors import full_tensors as gather
+    from zerostart.live.full_tensors import full_tensors as gather
 
     return gather(model, rank)
 

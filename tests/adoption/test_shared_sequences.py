@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel
 import zerostart
 from ranks import run_ranks
 from tiny import TinyCheckpoints
-from zerostart.loading.record import record_of
+from zerostart.live.record import record_of
 
 MODEL = "qwen3_even"
 

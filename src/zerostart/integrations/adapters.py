@@ -12,12 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zerostart.distributed.world import current_world
-from zerostart.engines import Shard, found_shards
+from zerostart.engines import Shard
 from zerostart.errors import ConfigError
 from zerostart.integrations.meeting import all_come
-from zerostart.loading.record import loaded_around, loaded_models, record_of
+from zerostart.live.full_tensors import whole_tensor
+from zerostart.live.record import loaded_around, loaded_models, record_of
+from zerostart.live.shards import found_shards
 from zerostart.state.editing import take
-from zerostart.state.full_tensors import whole_tensor
 from zerostart.upstream.deepspeed.state.editing import master_of
 from zerostart.upstream.deepspeed.zero3.edits import is_gathered
 

@@ -31,10 +31,10 @@ from zerostart.integrations.pretrained import Call
 from zerostart.integrations.serving import SAVE_PRETRAINED, serve_adapters, serve_resizing
 from zerostart.integrations.sharing import Sharing
 from zerostart.integrations.starts import Start
+from zerostart.live.full_tensors import full_tensors
+from zerostart.live.record import loaded_models, record_of
 from zerostart.loading.argument_kinds import config_of
 from zerostart.loading.arguments import EnabledArguments
-from zerostart.loading.record import loaded_models, record_of
-from zerostart.state.full_tensors import full_tensors
 from zerostart.upstream.accelerate import preparing as accelerate_parts
 from zerostart.upstream.accelerate.plugins import join_ranks
 from zerostart.upstream.deepspeed.state.saving import Consolidation

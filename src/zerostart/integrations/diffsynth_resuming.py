@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import current_world
-from zerostart.engines import with_whole
 from zerostart.errors import ConfigError, CoverageError
 from zerostart.integrations.saving import in_shards
-from zerostart.loading.parts import live_shards, loaded_parts
+from zerostart.live.parts import live_shards, loaded_parts
+from zerostart.live.shards import with_whole
 from zerostart.loading.source import open_source
-from zerostart.state.resuming import planned_reads
+from zerostart.state.resuming.load_state import planned_reads
 from zerostart.transfer import Progress
 from zerostart.transfer.strategy import execute_together
 from zerostart.upstream.deepspeed.state.engine import drop_gathered

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World, current_world
-from zerostart.engines import Shard, first_rank_shard, with_whole
+from zerostart.engines import Shard, first_rank_shard
 from zerostart.errors import ConfigError
-from zerostart.loading.parts import live_shards, loaded_parts
+from zerostart.live.parts import live_shards, loaded_parts
+from zerostart.live.shards import with_whole
 from zerostart.recipe import spelling
-from zerostart.state.publishing import agreed_place, publishing
-from zerostart.state.writing import plain, write_tensors
+from zerostart.state.saving.publishing import agreed_place, publishing
+from zerostart.state.saving.writing import plain, write_tensors
 
 _SUFFIX = ".safetensors"
 #: Bytes: whatever its size, what is trained is one file.

@@ -18,9 +18,9 @@ from zerostart.distributed.world import default_device, joined_world
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.integrations.serving import serve_saving
 from zerostart.integrations.turns import explain_waiting
+from zerostart.live.record import record_of
 from zerostart.loading.offload import load_offloaded, release
 from zerostart.loading.placement import Placement
-from zerostart.loading.record import record_of
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.loading.window import Window

@@ -14,7 +14,7 @@ from zerostart.engines.fsdp2.added import shard_added, shard_around
 from zerostart.errors import ConfigError
 from zerostart.integrations.active import fsdp2_config
 from zerostart.integrations.sharing import check_sharing, check_tensors
-from zerostart.loading.record import kept_record, loaded_model, loaded_models, record_of
+from zerostart.live.record import kept_record, loaded_model, loaded_models, record_of
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin
 from zerostart.upstream.deepspeed.active import config_stage
 

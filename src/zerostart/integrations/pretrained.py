@@ -15,8 +15,8 @@ from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.active import Active
 from zerostart.integrations.asked import Asked, take
+from zerostart.live.record import record_of
 from zerostart.loading.arguments import EnabledArguments
-from zerostart.loading.record import record_of
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.models import Built, library_of

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from zerostart.distributed.world import current_world
 from zerostart.errors import EngineError
-from zerostart.loading.record import record_of
+from zerostart.live.record import record_of
 from zerostart.upstream.deepspeed.state.editing import optimizer_of
 from zerostart.upstream.torch.fsdp2 import has_run, whole_for_a_while
 from zerostart.upstream.transformers.loading import knowing_partitions

@@ -10,7 +10,7 @@ from torch import nn
 
 from zerostart.engines import family_of
 from zerostart.errors import ConfigError
-from zerostart.loading.record import record_of
+from zerostart.live.record import record_of
 from zerostart.models import library_of
 from zerostart.upstream.accelerate.plugins import parallelism
 

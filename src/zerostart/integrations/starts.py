@@ -7,7 +7,7 @@ from typing import Any
 
 from zerostart import engines
 from zerostart.integrations.pretrained import Call
-from zerostart.loading.record import record_of
+from zerostart.live.record import record_of
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.models import build_fresh, library_of

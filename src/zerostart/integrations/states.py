@@ -19,10 +19,10 @@ from zerostart.checkpoint.publishing import told
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.saving import in_shards
-from zerostart.loading.record import loaded_models
-from zerostart.state.checkpointing import save_state
-from zerostart.state.resuming import load_state
-from zerostart.state.values import checksum, encoded_whole
+from zerostart.live.record import loaded_models
+from zerostart.state.resuming.load_state import load_state
+from zerostart.state.resuming.save_state import save_state
+from zerostart.state.resuming.values import checksum, encoded_whole
 from zerostart.upstream.deepspeed.state.steps import check_movable, steps_of
 
 Original = Callable[[], Any]

@@ -20,8 +20,8 @@ from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, ReadError
 from zerostart.integrations.saving import already_saved, in_shards, save_weights
-from zerostart.loading.record import loaded_models
-from zerostart.state.resuming import load_state
+from zerostart.live.record import loaded_models
+from zerostart.state.resuming.load_state import load_state
 
 Original = Callable[[], Any]
 #: The Trainer's file of its schedule.

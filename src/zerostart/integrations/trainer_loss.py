@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerostart.loading.record import loaded_models, record_of
+from zerostart.live.record import loaded_models, record_of
 from zerostart.upstream.deepspeed.parallel.ulysses import sequence_group
 
 logger = logging.getLogger("zerostart")

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from zerostart.distributed.world import joined_world
 from zerostart.errors import ConfigError, EngineError
+from zerostart.live.report import Clock
 from zerostart.loading.absent import absent
 from zerostart.loading.at_rest import AtRest, InFiles, InMemory
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.placement import Placement
 from zerostart.loading.preparation import prepare, undisturbed
 from zerostart.loading.prepared import Prepared
-from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
 from zerostart.loading.units import Division, divide
 from zerostart.loading.window import Unit, Window

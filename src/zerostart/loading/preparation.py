@@ -20,10 +20,10 @@ from zerostart.checkpoint.strict_json import MAX_CONFIG_BYTES
 from zerostart.distributed.world import World
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError, ZerostartError
+from zerostart.live.report import Clock
 from zerostart.loading.collection import uncollected
 from zerostart.loading.equality import equal_in
 from zerostart.loading.prepared import Prepared
-from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
 from zerostart.loading.source import check_model, described, source_or_none
 from zerostart.loading.starting import start

@@ -10,8 +10,8 @@ from zerostart.checkpoint.memory import memory_catalog
 from zerostart.distributed.world import World
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError
+from zerostart.live.report import Clock
 from zerostart.loading.prepared import Prepared
-from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
 from zerostart.loading.values import Values
 from zerostart.models import Aliases, Built

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from zerostart.distributed.world import World, default_device
 from zerostart.engines import RANKS_OF_A_MACHINE
+from zerostart.live.report import Clock
 from zerostart.loading.arguments import ForecastArguments
 from zerostart.loading.forecast import Subject, WorldPlan, foresee
 from zerostart.loading.preparation import prepare, undisturbed
-from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
 
 

@@ -16,11 +16,11 @@ from torch import nn
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout
-from zerostart.loading.record import wrapped
+from zerostart.live.full_tensors import whole_tensor
+from zerostart.live.record import wrapped
 from zerostart.recipe import spelling
-from zerostart.state.contents import Contents, Held
-from zerostart.state.full_tensors import whole_tensor
-from zerostart.state.writing import plain
+from zerostart.state.saving.contents import Contents, Held
+from zerostart.state.saving.writing import plain
 
 
 def _as_it_is(name: str) -> str:

@@ -15,8 +15,8 @@ from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.verifying import verify
 from zerostart.distributed.world import World
 from zerostart.errors import VerifyError
-from zerostart.state.digest import digests_of
-from zerostart.state.writing import Entry, Outgoing
+from zerostart.state.comparing.digest import digests_of
+from zerostart.state.saving.writing import Entry, Outgoing
 
 _WEIGHTS = ".safetensors"
 

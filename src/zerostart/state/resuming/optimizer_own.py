@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.state.rules import class_of
-from zerostart.state.values import decoded, encoded_whole
+from zerostart.state.resuming.rules import class_of
+from zerostart.state.resuming.values import decoded, encoded_whole
 from zerostart.upstream.torch.optimizer_values import inner_optimizers, own_values, set_own_values
 from zerostart.upstream.torch.stepped import Stepped
 

@@ -24,8 +24,8 @@ from zerostart.engines import Shard
 from zerostart.errors import EngineError, InsufficientMemoryError
 from zerostart.geometry.layout import Layout
 from zerostart.geometry.layout.layout import Placed
-from zerostart.state.training_state import Content
-from zerostart.state.writing import Outgoing
+from zerostart.state.resuming.training_state import Content
+from zerostart.state.saving.writing import Outgoing
 from zerostart.transfer.memory import Arena
 from zerostart.transfer.page_locked import page_locked
 from zerostart.transfer.planning.writes import GRAIN, own_part

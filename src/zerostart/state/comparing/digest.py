@@ -15,10 +15,10 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name
 from zerostart.geometry import copies_between, whole
 from zerostart.geometry.layout import Layout
-from zerostart.loading.record import bare_model, kept_record
+from zerostart.live.record import bare_model, kept_record
 from zerostart.models import state_names
 from zerostart.recipe import spelling
-from zerostart.state.contents import held_tensors
+from zerostart.state.saving.contents import held_tensors
 from zerostart.transfer.planning.writes import GRAIN, own_part
 
 #: Bytes of elements that lie scattered in a storage and are put together at a time.

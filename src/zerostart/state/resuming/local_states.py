@@ -20,9 +20,9 @@ from zerostart.engines import Shard
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.geometry.layout import replicated
 from zerostart.geometry.layout.flat import flat_run
+from zerostart.live.places import Places
 from zerostart.recipe import spelling
-from zerostart.state.places import Places
-from zerostart.state.values import decoded, dtype_of, encoded
+from zerostart.state.resuming.values import decoded, dtype_of, encoded
 from zerostart.upstream.torch.optimizer_values import put_together, taken_apart
 from zerostart.upstream.torch.stepped import Stepped
 

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from zerostart.engines import Shard, laid_out
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.geometry.layout.flat import narrowed
+from zerostart.live.places import Places
 from zerostart.recipe import spelling
-from zerostart.state.local_states import is_element_wise
-from zerostart.state.places import Places
-from zerostart.state.rules import class_of
-from zerostart.state.values import decoded, dtype_of, encoded
+from zerostart.state.resuming.local_states import is_element_wise
+from zerostart.state.resuming.rules import class_of
+from zerostart.state.resuming.values import decoded, dtype_of, encoded
 from zerostart.upstream.torch.stepped import Member, Stepped, rule_of
 
 logger = logging.getLogger("zerostart")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from zerostart.checkpoint.strict_json import MAX_JSON_BYTES, load_json
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.recipe import spelling, torch_dtype
-from zerostart.state.value_types import form_of, made, may_be_key
+from zerostart.state.resuming.value_types import form_of, made, may_be_key
 
 #: Keys of the forms; a dict with one of these keys is written as a list of its items.
 _TENSOR, _SCALAR, _TUPLE, _FLOAT, _ITEMS, _COUNTER, _BYTES, _TYPE = (

@@ -17,13 +17,13 @@ from zerostart.distributed.machine import cores
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError
-from zerostart.loading.record import bare_model, kept_record
+from zerostart.live.record import bare_model, kept_record
 from zerostart.recipe import spelling
-from zerostart.state.comparing import Difference, Tally, TensorDifference
-from zerostart.state.contents import Contents, Held, contents_of, held_tensors
-from zerostart.state.digest import digest
-from zerostart.state.stored import Stored, catalogs_at, is_state
-from zerostart.state.writing import Entry, plain, planned
+from zerostart.state.comparing.difference import Difference, Tally, TensorDifference
+from zerostart.state.comparing.digest import digest
+from zerostart.state.comparing.stored import Stored, catalogs_at, is_state
+from zerostart.state.saving.contents import Contents, Held, contents_of, held_tensors
+from zerostart.state.saving.writing import Entry, plain, planned
 from zerostart.transfer.planning.writes import own_part
 from zerostart.transfer.writing import write_out
 

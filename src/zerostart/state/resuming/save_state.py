@@ -15,16 +15,16 @@ from torch import nn
 from zerostart.checkpoint.manifest import SAVED_AT, sealed
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, WriteError
-from zerostart.state.background import Saving, begin, finish_last
-from zerostart.state.document import check_size
-from zerostart.state.host_copies import kept_on_host
-from zerostart.state.linking import linked
-from zerostart.state.optimizing import Kept
-from zerostart.state.publishing import agreed_place, publishing
-from zerostart.state.settings import save_settings
-from zerostart.state.training_state import MARKER, MODEL, STATE, Content, collected
-from zerostart.state.values import checksum
-from zerostart.state.writing import write_tensors
+from zerostart.state.resuming.background import Saving, begin, finish_last
+from zerostart.state.resuming.document import check_size
+from zerostart.state.resuming.host_copies import kept_on_host
+from zerostart.state.resuming.linking import linked
+from zerostart.state.resuming.optimizer import Kept
+from zerostart.state.resuming.training_state import MARKER, MODEL, STATE, Content, collected
+from zerostart.state.resuming.values import checksum
+from zerostart.state.saving.publishing import agreed_place, publishing
+from zerostart.state.saving.settings import save_settings
+from zerostart.state.saving.writing import write_tensors
 
 logger = logging.getLogger("zerostart")
 

@@ -18,9 +18,9 @@ from zerostart.checkpoint.shards import parse_size
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError
-from zerostart.loading.record import LoadRecord, bare_model, kept_record
+from zerostart.live.record import LoadRecord, bare_model, kept_record
 from zerostart.models import ModelLibrary, library_of
-from zerostart.state.adapters import (
+from zerostart.state.saving.adapters import (
     PEFT_FORMAT,
     Adapted,
     AdapterFormat,
@@ -29,11 +29,11 @@ from zerostart.state.adapters import (
     has_adapters,
     merged,
 )
-from zerostart.state.contents import Contents, Held, contents_of, held_tensors, renamed_contents
-from zerostart.state.precise import Instead, replaced, with_masters
-from zerostart.state.publishing import Publication, publishing
-from zerostart.state.settings import save_settings
-from zerostart.state.writing import Written, write_tensors
+from zerostart.state.saving.contents import Contents, Held, contents_of, held_tensors, renamed_contents
+from zerostart.state.saving.overrides import Instead, replaced, with_masters
+from zerostart.state.saving.publishing import Publication, publishing
+from zerostart.state.saving.settings import save_settings
+from zerostart.state.saving.writing import Written, write_tensors
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zerostart.errors import CheckpointError
-from zerostart.state.values import decoded
+from zerostart.state.resuming.values import decoded
 from zerostart.upstream.torch.stepped import computes, rule_of
 
 #: Settings that change the rule, with the values that every class computes with.

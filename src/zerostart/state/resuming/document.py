@@ -10,8 +10,8 @@ from typing import Any
 from zerostart.checkpoint.manifest import check_seal
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, is_too_much, read_json
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.state.training_state import FORMAT, MARKER
-from zerostart.state.writing import Entry
+from zerostart.state.resuming.training_state import FORMAT, MARKER
+from zerostart.state.saving.writing import Entry
 
 #: What every document has, and of which kind. What came later may be missing, in older ones.
 _FIELDS: dict[str, tuple[type, ...]] = {

@@ -16,13 +16,14 @@ from torch import nn
 
 from zerostart import geometry
 from zerostart.distributed.world import World
-from zerostart.engines import Shard, first_rank_shard, plain_name, with_whole
-from zerostart.loading.parts import live_shards
-from zerostart.loading.record import LoadRecord
+from zerostart.engines import Shard, first_rank_shard, plain_name
+from zerostart.live.parts import live_shards
+from zerostart.live.record import LoadRecord
+from zerostart.live.shards import with_whole
 from zerostart.models import ModelLibrary, library_of, state_names
 from zerostart.recipe import Recipe, SymbolicTensor, Target, one_thread, spelling
 from zerostart.recipe.inverse import inverted, reversal
-from zerostart.state.writing import Entry, Outgoing
+from zerostart.state.saving.writing import Entry, Outgoing
 from zerostart.transfer.writing import Change
 
 

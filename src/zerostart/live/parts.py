@@ -8,9 +8,10 @@ from dataclasses import fields, replace
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines import Shard, found_shards, put_to_rest
-from zerostart.loading.record import LoadRecord, bare_model, kept_record, record_of
-from zerostart.loading.report import Report
+from zerostart.engines import Shard
+from zerostart.live.record import LoadRecord, bare_model, kept_record, record_of
+from zerostart.live.report import Report
+from zerostart.live.shards import found_shards, put_to_rest
 
 #: What the loads did one after the other; peaks too, as each begins where the last one ended.
 _SUMMED = ("read_bytes", "planned_bytes", "exchanged_bytes", "peak_host_bytes", "peak_device_bytes")

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines import Shard, found_shards, plain_name, put_to_rest, with_whole
+from zerostart.engines import Shard, plain_name
 from zerostart.errors import ConfigError
-from zerostart.loading.record import bare_model, loaded_model, record_of, wrapped
+from zerostart.live.record import bare_model, loaded_model, record_of, wrapped
+from zerostart.live.shards import found_shards, put_to_rest, with_whole
 from zerostart.models import state_names
 
 #: Packages whose modules are put around a whole model; PEFT's have parameters of their own.

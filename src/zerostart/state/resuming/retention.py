@@ -12,7 +12,7 @@ from zerostart.checkpoint.manifest import saved_at
 from zerostart.checkpoint.publishing import remove
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.errors import CheckpointError, ConfigError, WriteError
-from zerostart.state.training_state import MARKER
+from zerostart.state.resuming.training_state import MARKER
 
 
 def complete(directory: Path, own: Callable[[Any], bool] | None = None) -> list[Path]:

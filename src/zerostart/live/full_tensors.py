@@ -13,7 +13,7 @@ from zerostart.distributed.world import current_world, default_device
 from zerostart.engines import Shard, plain_name
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout
-from zerostart.loading.parts import live_shards, loaded_parts, whole_of_parts
+from zerostart.live.parts import live_shards, loaded_parts, whole_of_parts
 from zerostart.models import state_names
 
 #: Elements of each rank's share that travel in one message.

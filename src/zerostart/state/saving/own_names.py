@@ -7,11 +7,11 @@ import os
 from torch import nn
 
 from zerostart.distributed.world import current_world
-from zerostart.loading.record import bare_model, kept_record
+from zerostart.live.record import bare_model, kept_record
 from zerostart.recipe import spelling
-from zerostart.state.contents import held_tensors
-from zerostart.state.publishing import publishing
-from zerostart.state.writing import plain, write_tensors
+from zerostart.state.saving.contents import held_tensors
+from zerostart.state.saving.publishing import publishing
+from zerostart.state.saving.writing import plain, write_tensors
 
 
 def save_own_names(model: nn.Module, path: str | os.PathLike[str], max_shard_size: int | str) -> None:

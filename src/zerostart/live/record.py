@@ -12,7 +12,7 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Engine, Placements, Shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Parallelism
-from zerostart.loading.report import Report
+from zerostart.live.report import Report
 from zerostart.recipe import Recipe
 
 

@@ -25,17 +25,16 @@ from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigErr
 from zerostart.geometry.layout import Layout, dimension_shard, replicated
 from zerostart.loading.source import open_source
 from zerostart.recipe import Recipe, Target
-from zerostart.state.background import finish_last
-from zerostart.state.document import read_document
-from zerostart.state.foreign import OTHERS, foreign_state
-from zerostart.state.linking import check_unchanged
-from zerostart.state.local_states import LOCAL, check_local, restored_local
-from zerostart.state.optimizer_own import check_own, restore_own
-from zerostart.state.optimizing import Kept, gradient_of, masters_of, restore_groups, restored_moments
-from zerostart.state.publishing import agreed_place
-from zerostart.state.random_states import random_rows, set_random_rows
-from zerostart.state.rules import check_rule
-from zerostart.state.training_state import (
+from zerostart.state.resuming.background import finish_last
+from zerostart.state.resuming.document import read_document
+from zerostart.state.resuming.foreign import OTHERS, foreign_state
+from zerostart.state.resuming.linking import check_unchanged
+from zerostart.state.resuming.local_states import LOCAL, check_local, restored_local
+from zerostart.state.resuming.optimizer import Kept, gradient_of, masters_of, restore_groups, restored_moments
+from zerostart.state.resuming.optimizer_own import check_own, restore_own
+from zerostart.state.resuming.random_states import random_rows, set_random_rows
+from zerostart.state.resuming.rules import check_rule
+from zerostart.state.resuming.training_state import (
     MARKER,
     MODEL,
     STATE,
@@ -44,7 +43,8 @@ from zerostart.state.training_state import (
     placed_gradients,
     training_of,
 )
-from zerostart.state.values import decoded, dtype_of
+from zerostart.state.resuming.values import decoded, dtype_of
+from zerostart.state.saving.publishing import agreed_place
 from zerostart.transfer import Progress, Tuning
 from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 from zerostart.transfer.strategy import execute_together

@@ -23,15 +23,15 @@ from zerostart.distributed.world import World
 from zerostart.engines import Shard, check_own_memory, first_rank_shard, plain_name, whole_shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import dimension_shard
-from zerostart.loading.record import record_of
+from zerostart.live.places import Places, places_of
+from zerostart.live.record import record_of
 from zerostart.recipe import spelling
-from zerostart.state.local_states import LOCAL, local_states
-from zerostart.state.optimizer_own import own_of
-from zerostart.state.optimizing import Kept, gradient_of, masters_of, moments_of, share_of, taken
-from zerostart.state.places import Places, places_of
-from zerostart.state.random_states import random_rows
-from zerostart.state.values import encoded_whole
-from zerostart.state.writing import Entry, Outgoing, plain
+from zerostart.state.resuming.local_states import LOCAL, local_states
+from zerostart.state.resuming.optimizer import Kept, gradient_of, masters_of, moments_of, share_of, taken
+from zerostart.state.resuming.optimizer_own import own_of
+from zerostart.state.resuming.random_states import random_rows
+from zerostart.state.resuming.values import encoded_whole
+from zerostart.state.saving.writing import Entry, Outgoing, plain
 from zerostart.upstream.deepspeed.state import engine as deepspeed
 from zerostart.upstream.deepspeed.state import steps as deepspeed_steps
 from zerostart.upstream.torch.fsdp2 import has_unreduced

@@ -11,9 +11,9 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.geometry.layout import Layout
-from zerostart.state.contents import Held
-from zerostart.state.optimizing import masters_of
-from zerostart.state.training_state import training_of
+from zerostart.state.resuming.optimizer import masters_of
+from zerostart.state.resuming.training_state import training_of
+from zerostart.state.saving.contents import Held
 
 
 @dataclass(frozen=True)
