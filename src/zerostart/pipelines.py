@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from zerostart.loading.argument_kinds import check_arguments, checked_arguments, config_of, dtype_of
+from zerostart.loading.arguments import check_arguments, checked_arguments, config_of, dtype_of
 
 if TYPE_CHECKING:
     import os

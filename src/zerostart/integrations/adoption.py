@@ -32,8 +32,7 @@ from zerostart.integrations.transformers import trainer
 from zerostart.integrations.transformers.loading import Call, Start
 from zerostart.live.full_tensors import full_tensors
 from zerostart.live.record import loaded_models, record_of
-from zerostart.loading.argument_kinds import config_of
-from zerostart.loading.arguments import EnabledArguments
+from zerostart.loading.arguments import EnabledArguments, config_of
 from zerostart.upstream.accelerate import preparing as accelerate_parts
 from zerostart.upstream.accelerate.plugins import join_ranks
 from zerostart.upstream.deepspeed.state.saving import Consolidation
