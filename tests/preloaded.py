@@ -34,7 +34,7 @@ MODULES = (
     "zerostart.engines.deepspeed.flat",
     "zerostart.engines.fsdp2.engine",
     "zerostart.engines.fsdp2.parallel",
-    "zerostart.loading.forecast.run",
+    "zerostart.loading.forecast.job",
     "zerostart.integrations.adoption",
     "zerostart.loading.run",
     # What a load or an engine would import in each rank.

@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING
 from zerostart import errors
 from zerostart.activation import checkpoint_blocks, gradient_checkpoint
 from zerostart.errors import ZerostartError
-from zerostart.loading.argument_kinds import check_arguments, checked_arguments, config_of, dtype_of
-from zerostart.loading.arguments import EnabledArguments, ForecastArguments, LoadArguments, documented
+from zerostart.loading.arguments import (
+    EnabledArguments,
+    ForecastArguments,
+    LoadArguments,
+    check_arguments,
+    checked_arguments,
+    config_of,
+    documented,
+    dtype_of,
+)
 from zerostart.loading.placement import Placement
 from zerostart.pipelines import drop_components, load_pipeline, synced
 from zerostart.state.verbs import diff, digest, load_state, save, save_state, verify
@@ -100,7 +108,7 @@ def load(
         [[3.0, 3.0]]
     """
     with checked_arguments(load, locals()):
-        from zerostart.integrations.serving import serve
+        from zerostart.integrations.later_calls import serve
         from zerostart.loading.request import Request
         from zerostart.loading.run import run
 
@@ -176,7 +184,7 @@ def plan(
         [3000, 3000, 3000, 3000]
     """
     with checked_arguments(plan, locals(), collective=False):
-        from zerostart.loading.forecast.run import forecast
+        from zerostart.loading.forecast.job import forecast
         from zerostart.loading.request import Request
 
         request = Request(

@@ -16,8 +16,7 @@ from tiny import TinyCheckpoints
 from zerostart.distributed.world import World
 from zerostart.engines.memory import Target
 from zerostart.live.report import Clock
-from zerostart.loading.forecast.memory import held_alone, moments_of
-from zerostart.loading.forecast.optimizers import optimizer_of
+from zerostart.loading.forecast.memory import held_alone, moments_of, optimizer_of
 from zerostart.loading.preparation import prepare
 from zerostart.loading.request import Request
 

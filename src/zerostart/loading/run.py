@@ -21,8 +21,7 @@ from zerostart.live.record import LoadRecord, keep
 from zerostart.live.report import Clock, Report
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.masters import masters_of
-from zerostart.loading.preparation import agree, prepare, undisturbed
-from zerostart.loading.prepared import Prepared
+from zerostart.loading.preparation import Prepared, agree, prepare, undisturbed
 from zerostart.loading.request import Request
 from zerostart.loading.source import described
 from zerostart.models import Program

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zerostart.loading.argument_kinds import check_arguments, checked_arguments, dtype_of
+from zerostart.loading.arguments import check_arguments, checked_arguments, dtype_of
 
 if TYPE_CHECKING:
     import os

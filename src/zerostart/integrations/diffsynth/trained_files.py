@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerostart.distributed.world import current_world
+from zerostart.distributed.world import World, current_world
+from zerostart.engines import Shard, first_rank_shard
 from zerostart.errors import ConfigError, CoverageError
 from zerostart.integrations.saving import in_shards
 from zerostart.live.parts import live_shards, loaded_parts
 from zerostart.live.shards import with_whole
 from zerostart.loading.source import open_source
+from zerostart.recipe import spelling
 from zerostart.state.resuming.load_state import planned_reads
+from zerostart.state.saving.publishing import agreed_place, publishing
+from zerostart.state.saving.writing import plain, write_tensors
 from zerostart.transfer import Progress
 from zerostart.transfer.strategy import execute_together
 from zerostart.upstream.deepspeed.state.engine import drop_gathered
@@ -72,3 +77,60 @@ def load_lora(original: Original, **call: Any) -> Any:
 
 def _shared_out(module: nn.Module) -> bool:
     return any(in_shards(part) for _, part, _ in loaded_parts(module))
+
+
+_SUFFIX = ".safetensors"
+#: Bytes: whatever its size, what is trained is one file.
+_ONE_FILE = 1 << 62
+
+
+def save_trained(original: Callable[[], Any], **call: Any) -> Any:
+    """``ModelLogger.save_model``, which every rank calls: each writes its own bytes of the one file.
+
+    DiffSynth gathers the whole pipeline and keeps what is trained. Its names, its prefix and the script's
+    converter are asked with tensors that hold nothing. Raises ConfigError for a converter that calculates
+    with the weights, and WriteError as ``save`` does.
+    """
+    logger, module = call["self"], call["accelerator"].unwrap_model(call["model"])
+    if not loaded_parts(module):
+        return original()
+    world = current_world()
+    with world.phase("saving what is trained"):
+        place = agreed_place(Path(logger.output_path) / call["file_name"], world)
+        with world.phase("looking at what is trained"):
+            shards = _stored(logger, module, world)
+            entries = [(n, spelling(s.storage.dtype, n), s.layout.shape) for n, s in shards.items()]
+        with publishing(place.parent, world, marker="") as publication:
+            write_tensors(
+                publication.directory,
+                entries,
+                [plain(name, shard) for name, shard in shards.items()],
+                world,
+                stem=place.name.removesuffix(_SUFFIX),
+                max_shard_size=_ONE_FILE,
+            )
+    return None
+
+
+def _stored(logger: Any, module: nn.Module, world: World) -> Mapping[str, Shard]:
+    """What the file has, by the names that it has there."""
+    shards = with_whole(module, live_shards(module, world), world)
+    twins: dict[str, torch.Tensor] = {}
+    by_twin: dict[int, Shard] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            own = shards[name]
+            twins[name] = torch.empty(own.layout.shape, dtype=own.storage.dtype, device="meta")
+            by_twin[id(twins[name])] = own
+    exported: Any = module.export_trainable_state_dict
+    made = logger.state_dict_converter(exported(dict(twins), remove_prefix=logger.remove_prefix_in_ckpt))
+    found: dict[str, Shard] = {}
+    for name, tensor in made.items():
+        held = by_twin.get(id(tensor))
+        if held is None and tensor.is_meta:
+            raise ConfigError(
+                f"the script's state_dict_converter calculates {name} from the weights, of which each rank "
+                "has a part; have it rename alone, and convert the file that is saved"
+            )
+        found[name] = first_rank_shard(name, tensor, world) if held is None else held
+    return found
