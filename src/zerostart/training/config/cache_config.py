@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from zerostart.checkpoint.shards import parse_size
+from zerostart.checkpoint.write.shards import parse_size
 from zerostart.errors import ConfigError
 from zerostart.training.config.sections import Count, Positive, Section
 
