@@ -15,7 +15,7 @@ from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 from zerostart.state.keeping import complete
 from zerostart.state.values import encoded
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 from zerostart.training.loop.output_directory import claimed, clear, counts, set_aside, standing
 
 __all__ = ["values"]

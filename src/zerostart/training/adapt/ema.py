@@ -21,7 +21,7 @@ from zerostart.state.optimizing import Kept, like
 from zerostart.state.places import Places, places_of
 from zerostart.state.precise import Instead
 from zerostart.state.training_state import training_of
-from zerostart.training.config.trained_sections import EmaConfig
+from zerostart.training.config.configuration import EmaConfig
 from zerostart.upstream.deepspeed.state import engine as deepspeed
 from zerostart.upstream.torch.stepped import Member, Stepped
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from zerostart.errors import ConfigError
-from zerostart.training.config.cache_config import CacheConfig
+from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.data.items import as_picture
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
 
