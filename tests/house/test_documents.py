@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,3 +91,32 @@ def test_one_version() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
     cited = re.findall(r"^version: (.+)$", (REPOSITORY / "CITATION.cff").read_text("utf-8"), re.M)
     assert [project["version"], *cited] == [zerostart.__version__] * 2
+
+
+def test_links_of_the_readme_work_where_it_is_read_apart_from_the_repository() -> None:
+    """On the package index a relative link leads nowhere; and what an absolute one names is in the tree."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+    base = project["urls"]["Repository"]
+    raw = base.replace("github.com", "raw.githubusercontent.com")
+    text = (REPOSITORY / "README.md").read_text("utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert [link for link in links if not link.startswith("https://")] == []
+    named = [
+        link.removeprefix(f"{start}/main/").partition("#")[0]
+        for start in (f"{base}/blob", raw)
+        for link in links
+        if link.startswith(f"{start}/main/")
+    ]
+    assert len(named) > 20
+    assert [path for path in named if not (REPOSITORY / path).exists()] == []
+    assert text.count("\n") < 150
+
+
+def test_charts_are_those_of_the_committed_results() -> None:
+    spec = importlib.util.spec_from_file_location("charts", REPOSITORY / "docs" / "_site" / "charts.py")
+    assert spec is not None
+    assert spec.loader is not None
+    charts = importlib.util.module_from_spec(spec)
+    sys.modules["charts"] = charts
+    spec.loader.exec_module(charts)
+    assert charts.COMMITTED["load"].read_text("utf-8") == charts.load_chart()

@@ -1,4 +1,4 @@
-"""The configuration that the engine gets: the user's, what `accelerate launch` says, and the run's own values.
+"""The engine's configuration of a run: the user's, the launcher's, and the run's own values.
 
 It is complete: nothing that matters to a run is left to the engine's defaults. The launcher's file may repeat
 the run's configuration, or fill in what that leaves open; where the two differ the run does not start, for

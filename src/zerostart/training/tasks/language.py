@@ -322,7 +322,7 @@ _BEFORE = 2
 def check_positions(model: nn.Module, config: Any, longest: int, key: str) -> None:
     """Raise ConfigError where ``longest`` tokens are more than ``model`` has positions for.
 
-    Beyond the last row of a table of positions (BERT's, GPT-2's) a CPU raises an error of sizes in the forward,
+    Beyond the last row of a table of positions (BERT, GPT-2) a CPU raises an error of sizes in the forward
     and an accelerator an assertion that ends the process.
     ``config`` is its transformers configuration; ``key`` is where the length is set.
     """
