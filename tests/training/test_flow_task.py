@@ -14,7 +14,7 @@ from zerostart.training import Task, register_task
 from zerostart.training.config.load import parse_config
 from zerostart.training.diffusion.families import FAMILIES as KINDS
 from zerostart.training.diffusion.families import family_of
-from zerostart.training.diffusion.flow_times import FlowConfig, Times
+from zerostart.training.diffusion.flow import FlowConfig, Times
 from zerostart.training.loop.task import split_off, task_class
 
 
