@@ -30,7 +30,7 @@ from zerostart.checkpoint.write.staging import finish_switched
 from zerostart.checkpoint.write.switching import Plan
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ReadError
-from zerostart.state.publishing import publishing
+from zerostart.state.saving.publishing import publishing
 
 ALONE = World(0, 1, None)
 #: What is saved over what: kinds, and the sizes of files.

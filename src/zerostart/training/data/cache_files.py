@@ -28,7 +28,7 @@ from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.checkpoint.write.staging import told
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError, ZerostartError
-from zerostart.state.publishing import Publication, publishing
+from zerostart.state.saving.publishing import Publication, publishing
 from zerostart.training.data.cached import (
     INDEX_FILE,
     PROMPTS_FILE,
