@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.checkpoint.durable import write_whole
 from zerostart.checkpoint.formats.pipeline import NAME, PIPELINE_INDEX, components
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.write.folders import write_whole
 from zerostart.distributed.world import World, default_device
 from zerostart.errors import CheckpointNotFoundError, ConfigError, ZerostartError
 from zerostart.integrations.diffusers.pipelines import PipelineRequest, drop_components, load_pipeline
 from zerostart.loading.placement import Placement
-from zerostart.training.config.cache_config import CacheConfig
+from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.diffusion.encoder import Encoder
 from zerostart.training.diffusion.families import encoder_class
 from zerostart.transfer.memory import release_cached
