@@ -25,7 +25,7 @@ class Copies(Engine):
         homes = dict.fromkeys(layouts, DEVICE)
         return Placements(lambda name, rank: layouts[name], lambda name: None, lambda rank: 0, homes)
 
-    def maker(
+    def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> Maker:
         return Maker(default_device())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from zerostart.engines.base import Engine, MasterReader, ShardMaker
+from zerostart.engines.engine import Engine
 from zerostart.engines.live import (
     check_own_memory,
     first_rank_shard,
@@ -14,6 +14,7 @@ from zerostart.engines.live import (
     whole_shard,
     with_whole,
 )
+from zerostart.engines.loading import MasterReader, ShardMaker
 from zerostart.engines.names import plain_name
 from zerostart.engines.placements import DEVICE, HOST, RANKS_OF_A_MACHINE, STORAGE, Placements
 from zerostart.engines.registry import (

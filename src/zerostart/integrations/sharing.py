@@ -32,7 +32,7 @@ class Sharing:
         found = parallelism()
         if found is None:
             return cls()
-        if not family_of(engine).wraps:
+        if not family_of(engine).owns_optimizer:
             return cls(found.cp_size, "sdpa" if found.cp_size > 1 else None)
         size, handler = found.sp_size, found.sp_handler
         if size == 1:
@@ -87,7 +87,7 @@ def check_sharing(model: nn.Module) -> None:
     loaded, now = engine.mesh.sequence_parallel, Sharing.of(engine.name).size
     if loaded == now:
         return
-    key = "sp_size" if engine.wraps else "cp_size"
+    key = "sp_size" if engine.owns_optimizer else "cp_size"
     if loaded == 1 and (obstacle := library_of(model).attention(model).obstacle):
         raise ConfigError(
             f"{type(model).__name__} has {obstacle}, so that no ranks can share its sequences, and "

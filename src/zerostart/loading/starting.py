@@ -101,5 +101,5 @@ def _set_dtypes(built: Built, engine: Engine) -> None:
     models.set_dtypes(built, {})
     if engine.cast_dtype is not None:
         models.cast_parameters(built.model, engine.cast_dtype)
-    if engine.computing_dtype is not None:
-        models.let_cast(built, engine.computing_dtype, False, engine.let_cast)
+    if engine.compute_dtype is not None:
+        models.let_cast(built, engine.compute_dtype, False, engine.allow_cast)

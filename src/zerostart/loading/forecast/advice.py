@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from zerostart.engines import RANKS_OF_A_MACHINE, Engine
-from zerostart.engines.memory import Optimizer, Target
+from zerostart.engines.forecast import OptimizerCost, Target
 from zerostart.errors import ZerostartError
 from zerostart.loading.forecast.limits import Fit, Limits
 from zerostart.loading.forecast.memory import held_alone, moments_of
@@ -43,7 +43,7 @@ def fits_of(memory: Sequence[Mapping[str, Memory]], limits: Limits, world_size: 
 
 
 def advice(
-    model: nn.Module, engine: Engine, staged: int, optimizer: Optimizer, limits: Limits
+    model: nn.Module, engine: Engine, staged: int, optimizer: OptimizerCost, limits: Limits
 ) -> tuple[str, ...]:
     """The first change that makes the job fit, in words; or that none of those known here does.
 

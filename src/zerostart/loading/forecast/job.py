@@ -11,7 +11,7 @@ from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.engines import Engine
-from zerostart.engines.memory import Target
+from zerostart.engines.forecast import Target
 from zerostart.loading.arguments import ForecastArguments
 from zerostart.loading.forecast.advice import advice, fits_of
 from zerostart.loading.forecast.exchange import Foreseen

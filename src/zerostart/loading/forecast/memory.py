@@ -9,12 +9,14 @@ from torch import nn
 
 from zerostart.engines import Engine, Placements
 from zerostart.engines.flat_buffers import MESSAGE
-from zerostart.engines.memory import Array, Held, Moment, Optimizer, Target
+from zerostart.engines.forecast import Array, MemoryPeak, OptimizerCost, ParameterBytes, Target
 from zerostart.geometry.layout import Parallelism
 from zerostart.loading.forecast.shares import held_of
 
 
-def held_alone(model: nn.Module, placed: Placements, parallelism: Parallelism, ranks: Sequence[int]) -> Held:
+def held_alone(
+    model: nn.Module, placed: Placements, parallelism: Parallelism, ranks: Sequence[int]
+) -> ParameterBytes:
     """What ``ranks`` hold, for memory alone: without what they read."""
     known: dict[Hashable, Array] = {}
     numels: dict[str, Array] = {}
@@ -30,11 +32,11 @@ def moments_of(
     model: nn.Module,
     engine: Engine,
     placed: Placements,
-    held: Held,
+    held: ParameterBytes,
     staged: Array | int,
-    optimizer: Optimizer,
+    optimizer: OptimizerCost,
     target: Target,
-) -> list[Moment]:
+) -> list[MemoryPeak]:
     """All moments that may be the highest; ``staged`` are bytes on the host beside the shards while reading.
 
     Activations are not among them: they depend on the batch.
@@ -42,8 +44,8 @@ def moments_of(
     whole = placed.held
     shards = held.device if whole is None else whole
     resident = {"parameters": shards, "buffers": held.buffers}
-    loads = [Moment("load", {"parameters": held.host, "staging": staged}, resident)]
+    loads = [MemoryPeak("load", {"parameters": held.host, "staging": staged}, resident)]
     if placed.gathered:
         # The all-gather of shares of flat buffers, message by message (engines/flat_buffers.py).
-        loads.append(Moment("load", {}, {**resident, "staging": min(whole or 0, MESSAGE)}))
-    return [*loads, *engine.moments(model, placed, held, optimizer, target)]
+        loads.append(MemoryPeak("load", {}, {**resident, "staging": min(whole or 0, MESSAGE)}))
+    return [*loads, *engine.memory_peaks(model, placed, held, optimizer, target)]

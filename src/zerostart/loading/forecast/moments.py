@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from zerostart.engines.memory import Moment, Sizes, Target
+from zerostart.engines.forecast import MemoryPeak, Sizes, Target
 from zerostart.loading.forecast.result import PHASES, Memory
 
 
-def peaks(moments: Iterable[Moment], ranks: int, target: Target) -> list[dict[str, Memory]]:
+def peaks(moments: Iterable[MemoryPeak], ranks: int, target: Target) -> list[dict[str, Memory]]:
     """Of each rank the highest memory of each phase, by component."""
     known = [moment.on(target) for moment in moments]
     of_phase = {phase: [m for m in known if m.phase == phase] for phase in PHASES}

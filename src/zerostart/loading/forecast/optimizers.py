@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zerostart.engines.memory import Optimizer
+from zerostart.engines.forecast import OptimizerCost
 from zerostart.errors import ConfigError
 
-OPTIMIZERS: Mapping[str, Optimizer] = {
+OPTIMIZERS: Mapping[str, OptimizerCost] = {
     made.name: made
     for made in (
-        Optimizer("adamw", 2, 2, 1),
-        Optimizer("adam", 2, 2, 1),
-        Optimizer("fused_adamw", 2),
-        Optimizer("momentum", 1),
-        Optimizer("sgd", 0),
+        OptimizerCost("adamw", 2, 2, 1),
+        OptimizerCost("adam", 2, 2, 1),
+        OptimizerCost("fused_adamw", 2),
+        OptimizerCost("momentum", 1),
+        OptimizerCost("sgd", 0),
     )
 }
 
 
-def optimizer_of(name: str | None, configured: str | None) -> Optimizer:
+def optimizer_of(name: str | None, configured: str | None) -> OptimizerCost:
     """The optimizer of that name; None: the one that the engine is ``configured`` to make, else AdamW.
 
     Raises ConfigError for an unknown name.

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.engines.memory import Array
+from zerostart.engines.forecast import Array
 from zerostart.engines.placements import DEVICE, Placements
 from zerostart.geometry.layout import Layout, replicated
 from zerostart.models import Origins

@@ -29,7 +29,7 @@ def _forecast(request: Request, world_size: int, rank: int | None, asked: Foreca
     tuning = request.tuning(engine, known.catalog, default_device(), bool(known.recipes.computed), here)
     subject = Subject(known.catalog, known.built.model, known.recipes, known.coverage, known.origins)
     # In flat buffers an exchange that is asked for is the engine's: each rank wants a share alone.
-    forced = None if engine.whole and request.exchange else request.exchange
+    forced = None if engine.replicates_parameters and request.exchange else request.exchange
     of = range(world_size) if rank is None else [rank]
     made = foresee(subject, engine, of, tuning, asked, forced)
     return replace(made, planning_seconds=clock.stop()["total"])

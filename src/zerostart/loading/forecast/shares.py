@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from zerostart.engines.memory import Array, Gathers, Held, pinned_by_torch
+from zerostart.engines.forecast import Array, Gathers, ParameterBytes, pinned_by_torch
 from zerostart.engines.placements import DEVICE, HOST, Placements
 from zerostart.geometry.layout import Parallelism
 from zerostart.transfer.page_locked import rounds_up
@@ -21,7 +21,7 @@ def held_of(
     parallelism: Parallelism,
     ranks: Sequence[int],
     numels: Mapping[str, Array],
-) -> Held:
+) -> ParameterBytes:
     """Sum up the shares of ``ranks``; ``numels`` are the elements of each of them, by parameter name."""
     zeros = np.zeros(len(ranks), np.int64)
     homes = {DEVICE: zeros.copy(), HOST: zeros.copy()}
@@ -50,7 +50,7 @@ def held_of(
     for name, size in sizes.items():
         owner = name.rpartition(".")[0]
         modules[owner] = modules.get(owner, 0) + size
-    return Held(
+    return ParameterBytes(
         ranks=tuple(ranks),
         trained=trained,
         device=homes[DEVICE],

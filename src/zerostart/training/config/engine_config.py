@@ -26,7 +26,7 @@ def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None)
     )
     engine = config.engine.chosen()
     complete = engine.training_config(job, own_config(config))
-    sharing = engine.configured_tensors(complete)
+    sharing = engine.configured_tensor_parallel(complete)
     if sharing > 1:
         raise ConfigError(
             f"engine.config has {sharing} ranks share tensors, which is not available in a run: it would "

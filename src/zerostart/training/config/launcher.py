@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
-from zerostart.engines.training import Launched
+from zerostart.engines.training import LauncherSetup
 from zerostart.errors import ConfigError, EngineError
 from zerostart.training.config.engine_config import own_config
 from zerostart.training.config.train import TrainConfig
@@ -39,14 +39,14 @@ def with_launched(config: TrainConfig) -> TrainConfig:
             "it out of the launcher's"
         )
     engine = config.engine.chosen()
-    others = [name for name in _ENGINES if launched_for(name) and name != engine.launched_by]
+    others = [name for name in _ENGINES if launched_for(name) and name != engine.launcher_variable]
     if others:
         raise EngineError(
             f"{others[0]}=true, but this run shards with {engine.title}; choose the launcher's engine in "
             f"engine.name, or {_PLAIN}"
         )
-    set_up = engine.launched_by is not None and launched_for(engine.launched_by)
-    launched = engine.launched() if set_up else Launched()
+    set_up = engine.launcher_variable is not None and launched_for(engine.launcher_variable)
+    launched = engine.launcher_setup() if set_up else LauncherSetup()
     agreed = dict(launched.agreed)
     if (precision := launched_precision()) != "no":
         agreed.setdefault("train.mixed_precision", ("mixed_precision", precision))
