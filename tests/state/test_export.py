@@ -15,7 +15,7 @@ from ranks import run_ranks
 from tiny import TinyCheckpoints
 from trained import write_dcp, write_deepspeed
 from zerostart.cli import main
-from zerostart.state.export import export
+from zerostart.state.saving.export import export
 
 
 def run(*arguments: str) -> int:

@@ -20,8 +20,8 @@ from ranks import rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
 from zerostart.checkpoint.manifest import documents
 from zerostart.distributed.world import current_world
-from zerostart.state.export import export
-from zerostart.state.keeping import complete, prune
+from zerostart.state.resuming.retention import complete, prune
+from zerostart.state.saving.export import export
 
 pytestmark = [
     pytest.mark.slow,

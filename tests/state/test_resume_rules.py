@@ -15,7 +15,7 @@ from resuming import FSDP2, OFFLOADED, RATE, ZERO, Case, Run
 import zerostart
 from parity import checkpoint
 from ranks import run_ranks
-from zerostart.state.resuming import load_state
+from zerostart.state.resuming.load_state import load_state
 
 
 def window(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:

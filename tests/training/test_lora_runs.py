@@ -11,7 +11,7 @@ from test_run import losses, run
 
 from ranks import rank_outcomes, run_ranks
 from zerostart.errors import ConfigError
-from zerostart.state.export import export
+from zerostart.state.saving.export import export
 
 __all__: list[str] = []
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.loading.record import record_of
+from zerostart.live.record import record_of
 from zerostart.training.adapt.freezing import train_only
 from zerostart.training.adapt.lora import add_lora, highest_rank
 from zerostart.training.adapt.lora_files import start_from

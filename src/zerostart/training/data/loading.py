@@ -16,7 +16,7 @@ from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World, default_device
 from zerostart.errors import ConfigError
-from zerostart.integrations.pipelines import PipelineRequest, drop_components, load_pipeline
+from zerostart.integrations.diffusers.pipelines import PipelineRequest, drop_components, load_pipeline
 from zerostart.loading.placement import Placement
 from zerostart.training.config.cache_config import CacheConfig
 from zerostart.training.data.encoder_files import TRAINED

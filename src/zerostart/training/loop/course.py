@@ -16,7 +16,7 @@ from torch import nn
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import World
 from zerostart.engines import plain_name
-from zerostart.loading.record import record_of
+from zerostart.live.record import record_of
 from zerostart.training.config.train import TrainConfig
 
 DATA, _BASE = "data", "a digest of the weights of model.source"

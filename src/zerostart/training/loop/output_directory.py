@@ -29,9 +29,9 @@ from zerostart.errors import (
     WriteError,
     ZerostartError,
 )
-from zerostart.state.keeping import complete
-from zerostart.state.training_state import MARKER
-from zerostart.state.values import decoded
+from zerostart.state.resuming.retention import complete
+from zerostart.state.resuming.training_state import MARKER
+from zerostart.state.resuming.values import decoded
 from zerostart.training.adapt.export import AVERAGE
 from zerostart.training.adapt.exporting import EXPORTS
 from zerostart.training.config.train import TrainConfig

@@ -21,7 +21,7 @@ from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import current_world
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError
-from zerostart.loading.record import record_of
+from zerostart.live.record import record_of
 from zerostart.training.adapt.ema import Ema
 from zerostart.training.config.train import TrainConfig
 from zerostart.training.loop.buckets import Buckets, order_of
