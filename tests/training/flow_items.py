@@ -16,8 +16,7 @@ import torch
 from tests.diffusion.components import COMPONENTS
 from torch.nn.functional import mse_loss
 
-from zerostart.training.diffusion.flow import FlowMatching
-from zerostart.training.diffusion.flow_times import FlowConfig
+from zerostart.training.diffusion.flow import FlowConfig, FlowMatching
 
 __all__ = [
     "FAMILIES",

@@ -15,7 +15,7 @@ from zerostart.training.config.configuring import parse_config
 from zerostart.training.config.registry import task_class
 from zerostart.training.diffusion.families import FAMILIES as KINDS
 from zerostart.training.diffusion.families import family_of
-from zerostart.training.diffusion.flow_times import FlowConfig, Times
+from zerostart.training.diffusion.flow import FlowConfig, Times
 from zerostart.training.loop.task import split_off
 
 
