@@ -6,7 +6,7 @@ group ``zerostart.engines``); ``zerostart.testing.EngineConformance`` is what it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,3 +31,7 @@ class Engine(LoadingEngine, TrainingEngine, StateEngine, ForecastEngine):
     ) -> Engine:
         """The engine of this family for a stage; one class may serve several names' stages differently."""
         return cls(zero_stage, config, mesh, exchange)
+
+    def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
+        """Other settings for as many ranks, each on top of those before: what differs, and the engine."""
+        return iter(())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +13,6 @@ from torch import nn
 from zerostart.engines.base import EngineBase
 from zerostart.engines.placements import Placements
 from zerostart.transfer.page_locked import rounded_up
-
-if TYPE_CHECKING:
-    from zerostart.engines.engine import Engine
 
 #: A number for each rank in question.
 Array = npt.NDArray[np.int64]
@@ -145,7 +141,3 @@ class ForecastEngine(EngineBase):
         gradients = held.trained * held.dtype.itemsize
         full = {**shards, "gradients": gradients, "optimizer state": optimizer.states * gradients}
         return [MemoryPeak("initialize", {}, shards), MemoryPeak("step", {"parameters": held.host}, full)]
-
-    def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
-        """Other settings for as many ranks, each on top of those before: what differs, and the engine."""
-        return iter(())
