@@ -18,7 +18,7 @@ class Copies(Engine):
 
     name = "copies"
     stages = (0,)
-    whole = True
+    replicates_parameters = True
 
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
         layouts = {name: replicated(parameter.shape) for name, parameter in model.named_parameters()}

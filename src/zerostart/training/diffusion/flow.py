@@ -28,7 +28,7 @@ from zerostart.training.loop.task import Batch, Collator, Items, Task, split_off
 
 if TYPE_CHECKING:
     from zerostart.distributed.world import World
-    from zerostart.training.config.train import TrainConfig
+    from zerostart.training.config.configuration import TrainConfig
 
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

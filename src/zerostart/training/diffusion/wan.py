@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.training.config.cache_config import CacheConfig
+from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.data.items import as_picture
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
 from zerostart.training.diffusion.family import Conditions, Family, Tensors
