@@ -113,7 +113,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     import torch
 
     import zerostart
-    from zerostart.cli.worker import join_group, leave_group
+    from zerostart.cli.launch import join_group, leave_group
     from zerostart.engines import resolve_engine
     from zerostart.geometry.layout import Mesh
     from zerostart.live.record import record_of
@@ -220,7 +220,7 @@ def equal(mine: Any, first: int, path: Path) -> bool:
 
 if __name__ == "__main__":
     if "ZEROSTART_STATUS_FILE" in os.environ:
-        from zerostart.cli.worker import worker_main
+        from zerostart.cli.launch import worker_main
 
         worker_main(run)
     main()

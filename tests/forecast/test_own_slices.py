@@ -20,8 +20,8 @@ from zerostart.loading.forecast.result import RankForecast, WorldPlan
 from zerostart.loading.preparation import prepare
 from zerostart.loading.request import Request
 from zerostart.transfer import Tuning
+from zerostart.transfer.collective import chosen
 from zerostart.transfer.planning import Rates
-from zerostart.transfer.strategy import chosen
 
 KiB = 1 << 10
 

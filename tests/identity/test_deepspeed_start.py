@@ -23,7 +23,7 @@ from ranks import run_ranks
 from tiny import TINY, TinyCheckpoints
 from zerostart.engines.deepspeed.partitions import arrange
 from zerostart.transfer import Arena, PeakMeter
-from zerostart.transfer.memory import anonymous_bytes
+from zerostart.transfer.meter import anonymous_bytes
 from zerostart.upstream.deepspeed.zero3 import start as deepspeed_start
 
 MIB = 1 << 20

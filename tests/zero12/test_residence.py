@@ -14,7 +14,7 @@ from ranks import rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
 from zero12.routes import CASES
 from zerostart.engines.residence import HOST, IN_PLACE, NOWHERE, MemoryFit, residence_of
-from zerostart.transfer.memory import free_bytes
+from zerostart.transfer.meter import free_bytes
 
 GIB = 1 << 30
 

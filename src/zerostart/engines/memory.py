@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from zerostart.transfer.page_locked import rounded_up
+from zerostart.transfer.buffers import rounded_up
 
 #: A number for each rank in question.
 Array = npt.NDArray[np.int64]

@@ -16,7 +16,7 @@ from zerostart.live.shards import with_whole
 from zerostart.loading.source import open_source
 from zerostart.state.resuming.load_state import planned_reads
 from zerostart.transfer import Progress
-from zerostart.transfer.strategy import execute_together
+from zerostart.transfer.collective import execute_together
 from zerostart.upstream.deepspeed.state.engine import drop_gathered
 
 Original = Callable[[], Any]

@@ -21,7 +21,7 @@ from zerostart.loading.placement import Placement
 from zerostart.training.config.cache_config import CacheConfig
 from zerostart.training.data.encoder_files import TRAINED
 from zerostart.training.diffusion.encoder import Encoder, encoder_class
-from zerostart.transfer.memory import release_cached
+from zerostart.transfer.meter import release_cached
 
 _VAE = "vae"
 

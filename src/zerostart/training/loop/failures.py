@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from zerostart.distributed.reports import agreed_since, mark_agreed, now
+from zerostart.distributed.failures import agreed_since, mark_agreed, now
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
 

@@ -11,8 +11,7 @@ from zerostart.distributed.machine import machine_name
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
 from zerostart.transfer import MIN_CHUNK, Progress, Reader, Rows, Tuning, execute
-from zerostart.transfer.exchange import ExchangeReader
-from zerostart.transfer.holder import HeldReader, serve_others
+from zerostart.transfer.peer_readers import ExchangeReader, MappingReader, serve_others
 from zerostart.transfer.planning import (
     Plan,
     Rates,
@@ -188,7 +187,7 @@ def _from_holder(
     served = [rank for rank, (requests, _) in enumerate(told) if requests]
     room = torch.empty(max(nbytes for _, nbytes in told), dtype=torch.uint8, device="cpu")
     if not holds:
-        reader = HeldReader(table, holders[0], len(served), room, world)
+        reader = MappingReader(table, holders[0], len(served), room, world)
         execute(plan, storages, progress, 1, reader, tuning.depth)
         return TransferStats(0, 0, reader.received_bytes)
     # Those that hold it too, and serve nobody, begin with the others as well.

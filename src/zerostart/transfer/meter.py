@@ -1,4 +1,4 @@
-"""Storage for shards, and measuring what a load takes."""
+"""Memory in use and memory free, of the host and of the accelerator, and the peaks of a load."""
 
 from __future__ import annotations
 
@@ -13,42 +13,7 @@ from types import TracebackType
 import torch
 
 from zerostart.distributed.machine import UNKNOWN, available_memory
-from zerostart.transfer.page_locked import locked_bytes, release_locked
-
-#: Alignment of each tensor in an arena: a cache line, and more than any vector unit or dtype asks for.
-ALIGNMENT = 64
-
-
-class Arena:
-    """One buffer for many shards of a device, so that they lie as closely as they are read.
-
-    Room is reserved first; the buffer is allocated when the first tensor is taken. Which pages back host
-    memory is left to the kernel: where a virtual machine gives free memory back to its host, asking for huge
-    ones (``MADV_HUGEPAGE``) was seen to cost three times what it saves elsewhere. ``allocate`` gives a
-    buffer of so many bytes where it has to be of a special kind, such as page-locked.
-    """
-
-    def __init__(self, device: torch.device, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
-        self.device = device
-        self._allocate = allocate
-        self._size = 0
-        self._buffer: torch.Tensor | None = None
-
-    def reserve(self, numel: int, dtype: torch.dtype) -> int:
-        """Reserve room for ``numel`` elements; returns the place, to be given to ``take``."""
-        place = self._size
-        self._size += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        return place
-
-    def take(self, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The reserved tensor: 1-D, ``numel`` elements of ``dtype``, uninitialised."""
-        if self._buffer is None:
-            # Not kept as a bound method of its own: the buffer would outlive the arena, in a cycle.
-            self._buffer = (self._allocate or self._plain)(self._size)
-        return self._buffer[place : place + numel * dtype.itemsize].view(dtype)
-
-    def _plain(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+from zerostart.transfer.buffers import locked_bytes, release_locked
 
 
 class PeakMeter:

@@ -1,9 +1,17 @@
-"""Errors that travel to other ranks, where they are raised with the same type and text."""
+"""Failures of one rank that others wait for: errors that travel to them, and signals that are put off.
+
+An error is raised on the other ranks with the same type and text. A signal that arrives while ranks exchange
+a message is handled after it, for half a message hangs all.
+"""
 
 from __future__ import annotations
 
 import itertools
 import pickle
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
 
 from zerostart import errors
 from zerostart.errors import PeerError, ZerostartError
@@ -72,3 +80,42 @@ def _text(failure: BaseException) -> str:
         return str(failure)
     except Exception:
         return "an error whose text cannot be had"
+
+
+#: What ends a program by raising an exception somewhere in it.
+_HELD = (signal.SIGINT, signal.SIGTERM)
+
+
+class DeferredSignals:
+    """Inside, Python's handlers of SIGINT and SIGTERM wait; ``deliver`` calls them.
+
+    Only in the main thread, which is the one that they run in. What the system does by itself is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._came: list[tuple[int, FrameType | None]] = []
+
+    def __enter__(self) -> DeferredSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _HELD:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def deliver(self) -> None:
+        """Handle what came meanwhile, now; raises what the handlers raise."""
+        while self._came:
+            number, frame = self._came.pop(0)
+            self._handlers[number](number, frame)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came.append((number, frame))
