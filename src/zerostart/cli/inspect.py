@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
-from zerostart.checkpoint.formats.pipeline import Component
-from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.strict_json import dump_json
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from zerostart.checkpoint.formats.pipeline import Component
 
 _LARGEST = 5
 
@@ -159,6 +159,8 @@ def _add_figures(table: Table, *headings: str) -> None:
 
 def _describe(component: Component) -> dict[str, Any]:
     """One model of a pipeline as plain data, from its headers."""
+    from zerostart.checkpoint.source import open_catalog
+
     catalog = open_catalog(component.path)
     return {
         "name": component.name,
