@@ -108,7 +108,7 @@ def load(
         [[3.0, 3.0]]
     """
     with checked_arguments(load, locals()):
-        from zerostart.integrations.serving import serve
+        from zerostart.integrations.later_calls import serve
         from zerostart.loading.request import Request
         from zerostart.loading.run import run
 

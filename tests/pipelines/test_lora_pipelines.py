@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import zerostart
 from ranks import rank_outcomes, run_ranks
-from zerostart.integrations.adapters import read
+from zerostart.integrations.peft.adapters import read
 from zerostart.live.record import record_of
 
 #: Nothing stays gathered between two calls.

@@ -12,7 +12,7 @@ from torch import nn
 
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
-from zerostart.integrations.meeting import given, together
+from zerostart.integrations.barrier import given, together
 from zerostart.live.record import bare_model, kept_record, loaded_models
 from zerostart.live.shards import found_shards
 from zerostart.state.saving.adapters import adapted_model, has_adapters

@@ -23,7 +23,7 @@ from zerostart.state.saving.save import SaveRequest
 from zerostart.training.adapt.diffsynth_names import PREFIX, names_for
 
 if TYPE_CHECKING:
-    from zerostart.training.config.train import TrainConfig
+    from zerostart.training.config.configuration import TrainConfig
 
 #: In the output directory: what is saved before the end, a folder for each step.
 EXPORTS = "exports"

@@ -14,7 +14,7 @@ from zerostart.training.adapt.lora import add_lora, highest_rank
 from zerostart.training.adapt.lora_files import start_from
 
 if TYPE_CHECKING:
-    from zerostart.training.config.train import TrainConfig
+    from zerostart.training.config.configuration import TrainConfig
 
 
 def choose_trained(model: nn.Module, config: TrainConfig, world: World) -> str | None:

@@ -21,11 +21,10 @@ from zerostart.state.resuming.optimizer import Kept
 from zerostart.state.resuming.retention import complete, prune
 from zerostart.state.resuming.save_state import save_state
 from zerostart.state.resuming.values import decoded
-from zerostart.training.config.train import CheckpointConfig, TrainConfig
-from zerostart.training.loop.course import ACCEPTED, DATA, departures
+from zerostart.training.config.configuration import CheckpointConfig, TrainConfig
+from zerostart.training.loop.fingerprint import ACCEPTED, DATA, departures
 from zerostart.training.loop.output_directory import FOLDER, counts, of_a_run, standing
-from zerostart.training.loop.schedule import reschedule
-from zerostart.training.loop.session import Session
+from zerostart.training.loop.session import Session, reschedule
 
 logger = logging.getLogger("zerostart")
 

@@ -34,7 +34,7 @@ from zerostart.state.resuming.training_state import MARKER
 from zerostart.state.resuming.values import decoded
 from zerostart.training.adapt.export import AVERAGE
 from zerostart.training.adapt.exporting import EXPORTS
-from zerostart.training.config.train import TrainConfig
+from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.data.cached import is_of_cache
 from zerostart.training.loop.locks import hold
 from zerostart.training.samples.files import clear_drawn

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from zerostart.distributed.world import current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError
-from zerostart.integrations.meeting import all_come
+from zerostart.integrations.barrier import all_come
 from zerostart.live.full_tensors import whole_tensor
 from zerostart.live.record import loaded_around, loaded_models, record_of
 from zerostart.live.shards import found_shards

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,13 +13,13 @@ from zerostart import engines
 from zerostart.checkpoint.source import Files
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, ZerostartError
-from zerostart.integrations.active import Active
-from zerostart.integrations.asked import Asked, take
+from zerostart.integrations.engine_setup import Active
+from zerostart.integrations.transformers.parallel_arguments import Asked, take
 from zerostart.live.record import record_of
 from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
-from zerostart.models import Built, library_of
+from zerostart.models import Built, build_fresh, library_of
 from zerostart.models.operator_log import OperatorLog
 from zerostart.upstream.served import Findings
 from zerostart.upstream.transformers.quantizers import dequantise, dequantizer
@@ -186,3 +186,26 @@ def _dequantises(quantization: Any) -> bool:
     if isinstance(quantization, Mapping):
         return bool(quantization.get("dequantize"))
     return bool(getattr(quantization, "dequantize", False))
+
+
+class Start(Call):
+    """Builds on meta, and has each rank initialise its shards; see ``transformers_loading.Starting``."""
+
+    refused: Mapping[str, str] = {}
+    function = "from_config"
+
+    def start(self, make: Callable[[], Any]) -> Any:
+        """The model that ``make`` builds, with the unsharded model's bits; collective.
+
+        Raises what ``zerostart.load`` raises.
+        """
+        with engines.contexts_aside():
+            built = build_fresh(make, None, self._active.dtype)
+        model: Any = built.model
+        self._active.sharing.check(model)
+        self._asked.plan(model)
+        obstacle, named = library_of(model).attention(model).obstacle, model.config.dtype
+        run(Request(None, model=built, **self._given(obstacle)))
+        model.config.dtype = named
+        self._asked.show(model, record_of(model).engine.mesh.expert_parallel)
+        return model

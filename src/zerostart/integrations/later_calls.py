@@ -43,7 +43,7 @@ def _adapters(name: str) -> Any:
     """``integrations.adapters``'s function of that name."""
 
     def call_it(*args: Any, **kwargs: Any) -> Any:
-        from zerostart.integrations import adapters
+        from zerostart.integrations.peft import adapters
 
         return getattr(adapters, name)(*args, **kwargs)
 
@@ -87,6 +87,6 @@ def serve_resizing(model: nn.Module) -> None:
 
 
 def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    from zerostart.integrations.resizing import resize_token_embeddings
+    from zerostart.integrations.transformers.resizing import resize_token_embeddings
 
     return resize_token_embeddings(model, *args, **kwargs)

@@ -11,8 +11,8 @@ import torch
 
 from zerostart.checkpoint.source import Files
 from zerostart.errors import ConfigError
-from zerostart.integrations.asked import Asked
-from zerostart.integrations.pretrained import Call
+from zerostart.integrations.transformers.loading import Call
+from zerostart.integrations.transformers.parallel_arguments import Asked
 from zerostart.models import Built, library_of
 from zerostart.upstream.served import Findings
 from zerostart.upstream.transformers.models import without_weights

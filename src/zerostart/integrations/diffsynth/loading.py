@@ -12,7 +12,7 @@ from zerostart import engines
 from zerostart.checkpoint.formats.torch_zip import read_torch_file
 from zerostart.checkpoint.source import Files
 from zerostart.errors import ConfigError
-from zerostart.integrations.pretrained import Call
+from zerostart.integrations.transformers.loading import Call
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
 

@@ -16,8 +16,8 @@ from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import default_device, joined_world
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.integrations.serving import serve_saving
-from zerostart.integrations.turns import explain_waiting
+from zerostart.integrations.diffusers.synced import explain_waiting
+from zerostart.integrations.later_calls import serve_saving
 from zerostart.live.record import record_of
 from zerostart.loading.offload import load_offloaded, release
 from zerostart.loading.placement import Placement
