@@ -9,9 +9,9 @@ from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
 from tests.training.media_files import frame_numbers, numbered_frames, write_animation, write_video
 
 from ranks import run_ranks
+from zerostart.training.data.decoding import fitted, target_size
 from zerostart.training.data.items import MediaItems
 from zerostart.training.data.media_config import MediaConfig
-from zerostart.training.data.sizes import fitted, target_size
 
 
 def compare_pictures() -> int:

@@ -10,7 +10,7 @@ from test_run import losses, metrics, run, values
 from tests.checkpoint.shared_directory import save_model
 
 from ranks import run_ranks
-from zerostart.checkpoint.folders import Folder
+from zerostart.checkpoint.write.folders import Folder
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 from zerostart.state.resuming.retention import complete

@@ -1,7 +1,7 @@
 """Executing a plan: storage, reads by a small thread pool, staging where a read cannot land in place."""
 
+from zerostart.checkpoint.memory import MemoryReader
 from zerostart.checkpoint.storage import Reader, Rows
-from zerostart.checkpoint.storage.memory import MemoryReader
 from zerostart.checkpoint.storage.reader import FileReader
 from zerostart.transfer.buffers import Arena, page_locked
 from zerostart.transfer.execute import Progress, execute

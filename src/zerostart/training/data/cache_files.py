@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from zerostart.checkpoint.catalog import TORCH_NAMES
-from zerostart.checkpoint.durable import sync_directory, write_whole
-from zerostart.checkpoint.publishing import told
-from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.write.folders import sync_directory, write_whole
+from zerostart.checkpoint.write.shards import plan_shards
+from zerostart.checkpoint.write.staging import told
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError, ZerostartError
 from zerostart.state.saving.publishing import Publication, publishing
+from zerostart.training.data.cache_facts import Growth
 from zerostart.training.data.cached import (
     INDEX_FILE,
     PROMPTS_FILE,
@@ -41,7 +42,6 @@ from zerostart.training.data.cached import (
     read_manifest,
     text_key,
 )
-from zerostart.training.loop.growth import Growth
 from zerostart.training.loop.locks import hold
 
 #: A small cache is in some files at least, so that several ranks have something to do.
