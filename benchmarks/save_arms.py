@@ -74,7 +74,7 @@ def raw_write(out: Path, count: int, rank: int, direct: bool = False) -> Prepare
 def prepare_zerostart(engine: str) -> Callable[[Path, Path], Prepared]:
     def prepare(checkpoint: Path, out: Path) -> Prepared:
         import zerostart
-        import zerostart.state.saving  # imported by the first save otherwise
+        import zerostart.state.saving.save  # imported by the first save otherwise
 
         model = loaded(checkpoint, engine)
         return (lambda: zerostart.save(model, out)), model

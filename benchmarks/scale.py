@@ -67,8 +67,8 @@ def one(ranks: int, engine: str) -> dict[str, Any]:
     from zerostart.distributed.machine import files_view
     from zerostart.distributed.world import World
     from zerostart.engines import Shard
+    from zerostart.live.report import Clock
     from zerostart.loading.preparation import prepare
-    from zerostart.loading.report import Clock
     from zerostart.loading.request import Request
     from zerostart.models import state_names
 
@@ -131,10 +131,10 @@ def timed(plan: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
 def saved(known: Any, weights: list[Any]) -> dict[str, Any]:
     """``zerostart.save``, back into the layout that the model came from."""
     from zerostart.checkpoint.shards import plan_shards
-    from zerostart.loading.record import LoadRecord
+    from zerostart.live.record import LoadRecord
     from zerostart.recipe import Recipe
-    from zerostart.state.contents import Held, contents_of
-    from zerostart.state.writing import CHUNK, planned
+    from zerostart.state.saving.contents import Held, contents_of
+    from zerostart.state.saving.writing import CHUNK, planned
 
     recipes = {name: r for name, r in known.origins.parameters.items() if isinstance(r, Recipe)}
     record: Any = LoadRecord(known.catalog, recipes, known.engine, known.parallelism, None, None)  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ def saved_state(weights: list[Any], state: list[Any]) -> dict[str, Any]:
     """``save_state``: both folders."""
     from zerostart.checkpoint.shards import plan_shards
     from zerostart.recipe import spelling
-    from zerostart.state.writing import CHUNK, plain, planned
+    from zerostart.state.saving.writing import CHUNK, plain, planned
 
     def plan() -> Any:
         folders = []
@@ -190,7 +190,7 @@ def resumed(folder: Path, weights: list[Any], state: list[Any]) -> dict[str, Any
     """``load_state``: the headers, which rank 0 reads for all, and the plan of what a rank reads."""
     from zerostart.distributed.world import World
     from zerostart.loading.source import open_source
-    from zerostart.state.resuming import planned_reads
+    from zerostart.state.resuming.load_state import planned_reads
 
     def plan() -> Any:
         alone = World(0, 1, None)

@@ -34,7 +34,7 @@ MODULES = (
     "zerostart.engines.deepspeed.flat",
     "zerostart.engines.fsdp2.engine",
     "zerostart.engines.fsdp2.parallel",
-    "zerostart.loading.forecast.run",
+    "zerostart.loading.forecast.job",
     "zerostart.integrations.adoption",
     "zerostart.loading.run",
     # What a load or an engine would import in each rank.
@@ -50,10 +50,10 @@ MODULES = (
     "zerostart.models.libraries.diffusers",
     "zerostart.models.libraries.plain",
     "zerostart.models.libraries.transformers_conversions",
-    "zerostart.state.digest",
-    "zerostart.state.full_tensors",
-    "zerostart.state.resuming",
-    "zerostart.state.saving",
+    "zerostart.state.comparing.digest",
+    "zerostart.live.full_tensors",
+    "zerostart.state.resuming.load_state",
+    "zerostart.state.saving.save",
 )
 
 for name in MODULES:

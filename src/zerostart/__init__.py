@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING
 from zerostart import errors
 from zerostart.activation import checkpoint_blocks, gradient_checkpoint
 from zerostart.errors import ZerostartError
-from zerostart.loading.argument_kinds import check_arguments, checked_arguments, config_of, dtype_of
-from zerostart.loading.arguments import EnabledArguments, ForecastArguments, LoadArguments, documented
+from zerostart.loading.arguments import (
+    EnabledArguments,
+    ForecastArguments,
+    LoadArguments,
+    check_arguments,
+    checked_arguments,
+    config_of,
+    documented,
+    dtype_of,
+)
 from zerostart.loading.placement import Placement
 from zerostart.pipelines import drop_components, load_pipeline, synced
 from zerostart.state.verbs import diff, digest, load_state, save, save_state, verify
@@ -27,9 +35,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from zerostart.live.report import Report
     from zerostart.loading.arguments import Converter, EngineConfig, ModelLike, Source
     from zerostart.loading.forecast import WorldPlan
-    from zerostart.loading.report import Report
 
 __all__ = [
     "Placement",
@@ -100,7 +108,7 @@ def load(
         [[3.0, 3.0]]
     """
     with checked_arguments(load, locals()):
-        from zerostart.integrations.serving import serve
+        from zerostart.integrations.later_calls import serve
         from zerostart.loading.request import Request
         from zerostart.loading.run import run
 
@@ -176,7 +184,7 @@ def plan(
         [3000, 3000, 3000, 3000]
     """
     with checked_arguments(plan, locals(), collective=False):
-        from zerostart.loading.forecast.run import forecast
+        from zerostart.loading.forecast.job import forecast
         from zerostart.loading.request import Request
 
         request = Request(
@@ -221,7 +229,7 @@ def report(model: nn.Module) -> Report:
         (('bias',), 24)
     """
     check_arguments(report, locals(), collective=False)
-    from zerostart.loading.parts import report_of
+    from zerostart.live.parts import report_of
 
     return report_of(model)
 
@@ -241,7 +249,7 @@ def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, 
         {'weight': (2, 2), 'bias': (2,)}
     """
     check_arguments(full_tensors, locals())
-    from zerostart.state.full_tensors import full_tensors as gather
+    from zerostart.live.full_tensors import full_tensors as gather
 
     return gather(model, rank)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from zerostart.loading.argument_kinds import check_arguments
+from zerostart.loading.arguments import check_arguments
 
 if TYPE_CHECKING:
     from torch import nn

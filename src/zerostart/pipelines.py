@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from zerostart.loading.argument_kinds import check_arguments, checked_arguments, config_of, dtype_of
+from zerostart.loading.arguments import check_arguments, checked_arguments, config_of, dtype_of
 
 if TYPE_CHECKING:
     import os
@@ -76,8 +76,8 @@ def load_pipeline(
         'DDPMPipeline'
     """
     with checked_arguments(load_pipeline, locals()):
-        from zerostart.integrations.pipelines import PipelineRequest
-        from zerostart.integrations.pipelines import load_pipeline as load_whole
+        from zerostart.integrations.diffusers.pipelines import PipelineRequest
+        from zerostart.integrations.diffusers.pipelines import load_pipeline as load_whole
 
         request = PipelineRequest(
             source=source,
@@ -122,7 +122,7 @@ def drop_components(pipe: DiffusionPipeline, *names: str) -> tuple[str, ...]:
         ('unet',)
     """
     check_arguments(drop_components, {"pipe": pipe}, collective=False)
-    from zerostart.integrations.pipelines import drop_components as drop
+    from zerostart.integrations.diffusers.pipelines import drop_components as drop
 
     return drop(pipe, *names)
 
@@ -152,6 +152,6 @@ def synced(pipe: DiffusionPipeline | nn.Module) -> AbstractContextManager[None]:
         torch.Size([1, 3])
     """
     check_arguments(synced, {"pipe": pipe})
-    from zerostart.integrations.turns import together
+    from zerostart.integrations.diffusers.synced import together
 
     return together(pipe)

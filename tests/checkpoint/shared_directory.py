@@ -16,7 +16,7 @@ from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.source import open_saved_state
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.world import World
-from zerostart.state.publishing import Publication, publishing
+from zerostart.state.saving.publishing import Publication, publishing
 
 ALONE = World(0, 1, None)
 ENTRIES = [("a", "F32", (4, 3)), ("b", "F32", (5,)), ("c", "F32", ())]

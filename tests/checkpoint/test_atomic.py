@@ -29,7 +29,7 @@ from zerostart.checkpoint.switching import Plan
 from zerostart.checkpoint.verifying import verify
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ReadError
-from zerostart.state.publishing import publishing
+from zerostart.state.saving.publishing import publishing
 
 ALONE = World(0, 1, None)
 #: What is saved over what: kinds, and the sizes of files.

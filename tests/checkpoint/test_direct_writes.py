@@ -20,7 +20,7 @@ from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.errors import WriteError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
-from zerostart.state.writing import plain, planned, write_tensors
+from zerostart.state.saving.writing import plain, planned, write_tensors
 from zerostart.transfer.writing import write_out
 
 Written = list[tuple[bool, int, int]]

@@ -173,7 +173,7 @@ def large() -> nn.Module:
 
 def loaded(
     source: Any, model: Any, engine: str, **options: Any
-) -> tuple[dict[str, torch.Tensor], zerostart.loading.report.Report]:
+) -> tuple[dict[str, torch.Tensor], zerostart.live.report.Report]:
     made = zerostart.load(source, model, engine=engine, progress=False, **options)
     return dict(zerostart.full_tensors(made, rank=None)), zerostart.report(made)
 

@@ -33,9 +33,9 @@ from tests.syscalls import Calls
 from zerostart.checkpoint import folders
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import CheckpointError, WriteError
-from zerostart.state.export import export
-from zerostart.state.keeping import complete, prune
-from zerostart.state.publishing import publishing
+from zerostart.state.resuming.retention import complete, prune
+from zerostart.state.saving.export import export
+from zerostart.state.saving.publishing import publishing
 
 
 @contextlib.contextmanager

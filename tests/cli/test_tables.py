@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import zerostart
 from zerostart.cli import main
 from zerostart.cli.memory_view import show_comparison, show_plan
-from zerostart.loading.report import Report
+from zerostart.live.report import Report
 from zerostart.transfer import PeakMeter
 from zerostart.transfer.memory import peak_bytes
 

@@ -19,10 +19,10 @@ from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
-from zerostart.loading.record import keep
+from zerostart.live.record import keep
 from zerostart.recipe import Recipe
-from zerostart.state.contents import contents_of, held_tensors
-from zerostart.state.writing import planned
+from zerostart.state.saving.contents import contents_of, held_tensors
+from zerostart.state.saving.writing import planned
 from zerostart.transfer.writing import write_out
 from zerostart.upstream.transformers.models import keep_conversions
 

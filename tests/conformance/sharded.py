@@ -17,7 +17,7 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import open_catalog
 from zerostart.distributed.world import World
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
-from zerostart.loading.equality import equal_in
+from zerostart.loading.preparation import equal_in
 from zerostart.models import Built, Origins, Program
 from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype
 from zerostart.transfer import Progress, execute

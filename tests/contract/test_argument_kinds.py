@@ -18,7 +18,7 @@ import zerostart
 from tests.ranks import rank_outcomes, run_ranks
 from zerostart.engines import default_engine
 from zerostart.errors import ConfigError
-from zerostart.loading.argument_kinds import check_arguments
+from zerostart.loading.arguments import check_arguments
 
 VERBS = {name: v for name in zerostart.__all__ if inspect.isfunction(v := getattr(zerostart, name))}
 #: Kinds with names of their own, which the verbs check themselves; and those that say nothing.

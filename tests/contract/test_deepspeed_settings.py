@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import zerostart
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.errors import ConfigError
-from zerostart.integrations.active import Active
+from zerostart.integrations.engine_setup import Active
 
 WRONG = {
     "a size of groups": ({"zero_hpz_partition_size": "two"}, "zero_hpz_partition_size='two'"),

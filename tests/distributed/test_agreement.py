@@ -27,7 +27,7 @@ from tests.tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.distributed.world import current_world
 from zerostart.engines.deepspeed.family import ZeroThree
-from zerostart.loading.record import record_of
+from zerostart.live.record import record_of
 
 LIMIT = 30.0
 

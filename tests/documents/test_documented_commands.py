@@ -22,7 +22,7 @@ from tests.documents.folders import make_folders
 from tests.documents.sessions import CHANGED, SESSIONS, Session, session_of
 from tests.tiny import TinyCheckpoints
 from zerostart.cli import application
-from zerostart.training.config.train import TrainConfig
+from zerostart.training.config.configuration import TrainConfig
 
 SECONDS = 420
 COMMANDS = typer.main.get_command(application())

@@ -51,14 +51,14 @@ def test_both_names_present(checkpoints: TinyCheckpoints, tmp_path: Path, engine
 def load_and_fail_on_one(path: Path) -> None:
     import torch.distributed as dist
 
-    from zerostart.loading import equality
+    from zerostart.loading import preparation
 
     if dist.get_rank() == 0:
 
         def broken(*_: object) -> bool:
             raise ReadError("the disk has a bad day")
 
-        equality._equal_part = broken
+        preparation._equal_part = broken
     zerostart.load(path, engine="fsdp2", progress=False)
 
 

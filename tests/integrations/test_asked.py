@@ -14,7 +14,7 @@ import zerostart
 from tests.parity import checkpoint
 from tests.ranks import run_ranks
 from zerostart.errors import ConfigError
-from zerostart.integrations.asked import Asked, take
+from zerostart.integrations.transformers.parallel_arguments import Asked, take
 from zerostart.loading.arguments import EnabledArguments
 
 FLAG = {"enable_expert_parallel": True}

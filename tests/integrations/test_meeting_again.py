@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zerostart.distributed.roll_call import RollCall
 from zerostart.errors import ConfigError
-from zerostart.integrations.meeting import _Calls
+from zerostart.integrations.barrier import _Calls
 
 
 def _ranks(store: dist.Store, calls: tuple[str, str]) -> list[Exception | None]:

@@ -100,7 +100,7 @@ def test_settings_that_cannot_be_honoured_are_refused_by_name(setting: str, valu
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     from zerostart.errors import ZerostartError
-    from zerostart.integrations.active import fsdp2_config
+    from zerostart.integrations.engine_setup import fsdp2_config
     from zerostart.upstream.accelerate.plugins import FSDP2Plugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **{setting: value})

@@ -15,7 +15,7 @@ import zerostart
 from tests.integrations.scripts import fsdp2, sequences, trainer_script, zero3
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
-from zerostart.loading.record import record_of
+from zerostart.live.record import record_of
 
 MODEL = "qwen3_even"
 
@@ -99,7 +99,7 @@ def refusals(path: Path, folder: Path, environment: dict[str, str]) -> dict[str,
     from accelerate.utils import DeepSpeedSequenceParallelConfig, InitProcessGroupKwargs
     from transformers import AutoModel, AutoModelForCausalLM, TrainingArguments
 
-    from zerostart.integrations.sharing import check_sharing
+    from zerostart.integrations.engine_setup import check_sharing
 
     def shared(**handler: Any) -> ParallelismConfig:
         return ParallelismConfig(sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig(**handler))

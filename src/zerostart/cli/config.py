@@ -43,7 +43,7 @@ def command(
     """
     from zerostart.engines import check_choice
     from zerostart.geometry.layout import Mesh
-    from zerostart.training.config.generating import described, template_of
+    from zerostart.training.config.templates import described, template_of
 
     chosen = check_choice(engine, zero_stage).of(zero_stage, None, Mesh(1), None)
     template, values = template_of(family)

@@ -33,7 +33,7 @@ def command(
     """Write the model that RUN holds as a plain directory OUT, in bounded memory, by one process."""
     import torch
 
-    from zerostart.state.export import export
+    from zerostart.state.saving.export import export
 
     chosen = None if dtype is None else getattr(torch, dtype.value)
     made = export(run, out, chosen, max_shard_size)

@@ -17,8 +17,7 @@ from zerostart.cli.launch import run_local_ranks
 from zerostart.cli.options import SourceArgument, takes, values_of
 from zerostart.cli.worker import join_group, leave_group, worker_main
 from zerostart.errors import ConfigError, ZerostartError
-from zerostart.loading.argument_kinds import dtype_of
-from zerostart.loading.arguments import LoadArguments
+from zerostart.loading.arguments import LoadArguments, dtype_of
 
 
 @takes(LoadArguments)

@@ -9,8 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from zerostart.loading.argument_kinds import config_of, dtype_of
-from zerostart.loading.arguments import ForecastArguments, LoadArguments, Option, options
+from zerostart.loading.arguments import ForecastArguments, LoadArguments, Option, config_of, dtype_of, options
 
 Command = TypeVar("Command", bound=Callable[..., None])
 

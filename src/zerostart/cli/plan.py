@@ -11,7 +11,7 @@ import typer
 from zerostart.checkpoint.strict_json import dump_json
 from zerostart.cli.options import SourceArgument, takes, values_of
 from zerostart.loading.arguments import ForecastArguments, LoadArguments
-from zerostart.loading.collection import uncollected
+from zerostart.loading.preparation import uncollected
 
 
 @takes(LoadArguments, ForecastArguments)

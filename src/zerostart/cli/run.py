@@ -15,7 +15,7 @@ from zerostart.errors import ConfigError
 from zerostart.loading.arguments import EnabledArguments
 
 if TYPE_CHECKING:
-    from zerostart.integrations.notices import Notice
+    from zerostart.integrations.adoption import Notice
 
 #: What follows the script's name is the script's.
 CONTEXT = {"allow_interspersed_args": False}
@@ -57,7 +57,7 @@ def command(
 
 def _watch() -> None:
     """Say on rank 0 what is taken over, when it is, and at the end if nothing was."""
-    from zerostart.integrations.notices import listen
+    from zerostart.integrations.adoption import listen
 
     taken: list[Notice] = []
     left: list[Notice] = []

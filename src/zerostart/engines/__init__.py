@@ -5,15 +5,6 @@ from __future__ import annotations
 import contextlib
 
 from zerostart.engines.base import Engine, MasterReader, ShardMaker
-from zerostart.engines.live import (
-    check_own_memory,
-    first_rank_shard,
-    found_shards,
-    laid_out,
-    put_to_rest,
-    whole_shard,
-    with_whole,
-)
 from zerostart.engines.names import plain_name
 from zerostart.engines.placements import DEVICE, HOST, RANKS_OF_A_MACHINE, STORAGE, Placements
 from zerostart.engines.registry import (
@@ -26,7 +17,7 @@ from zerostart.engines.registry import (
     titled,
 )
 from zerostart.engines.residence import Residence
-from zerostart.engines.shard import Shard
+from zerostart.engines.shard import Shard, check_own_memory, first_rank_shard, laid_out, whole_shard
 
 __all__ = [
     "DEVICE",
@@ -46,15 +37,12 @@ __all__ = [
     "engine_names",
     "family_of",
     "first_rank_shard",
-    "found_shards",
     "laid_out",
     "plain_name",
-    "put_to_rest",
     "register_engine",
     "resolve_engine",
     "titled",
     "whole_shard",
-    "with_whole",
 ]
 
 

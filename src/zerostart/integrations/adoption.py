@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,21 +20,19 @@ from torch.distributed.fsdp import FSDPModule
 from zerostart import engines
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
-from zerostart.integrations import diffsynth_resuming, meeting, notices, saving, states, trainer, trainer_loss
-from zerostart.integrations.active import Active, find_active
-from zerostart.integrations.diffsynth import DiffSynthCall, keys_of_torch_file
-from zerostart.integrations.diffsynth_saving import save_trained
-from zerostart.integrations.diffusion import DiffusionCall
-from zerostart.integrations.notices import Notice
-from zerostart.integrations.preparing import note_whole, partitioned, sharded
-from zerostart.integrations.pretrained import Call
-from zerostart.integrations.serving import SAVE_PRETRAINED, serve_adapters, serve_resizing
-from zerostart.integrations.sharing import Sharing
-from zerostart.integrations.starts import Start
-from zerostart.loading.argument_kinds import config_of
-from zerostart.loading.arguments import EnabledArguments
-from zerostart.loading.record import loaded_models, record_of
-from zerostart.state.full_tensors import full_tensors
+from zerostart.integrations import barrier, saving
+from zerostart.integrations.accelerate import checkpoints
+from zerostart.integrations.accelerate.preparing import note_whole, partitioned, sharded
+from zerostart.integrations.diffsynth import trained_files
+from zerostart.integrations.diffsynth.loading import DiffSynthCall, keys_of_torch_file
+from zerostart.integrations.diffusers.loading import DiffusionCall
+from zerostart.integrations.engine_setup import Active, Sharing, find_active
+from zerostart.integrations.later_calls import SAVE_PRETRAINED, serve_adapters, serve_resizing
+from zerostart.integrations.transformers import trainer
+from zerostart.integrations.transformers.loading import Call, Start
+from zerostart.live.full_tensors import full_tensors
+from zerostart.live.record import loaded_models, record_of
+from zerostart.loading.arguments import EnabledArguments, config_of
 from zerostart.upstream.accelerate import preparing as accelerate_parts
 from zerostart.upstream.accelerate.plugins import join_ranks
 from zerostart.upstream.deepspeed.state.saving import Consolidation
@@ -49,6 +47,29 @@ from zerostart.upstream.transformers.distributed import Noting
 Chosen = TypeVar("Chosen", bound=Call)
 #: Settings that are in force, the innermost last.
 _stack: list[EnabledArguments] = []
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One model of a script: the name of its class, and ``how`` it was taken over, None where it was not."""
+
+    model: str
+    how: str | None
+
+
+_listeners: list[Callable[[Notice], None]] = []
+
+
+def listen(listener: Callable[[Notice], None]) -> Callable[[], None]:
+    """Have ``listener`` called from now on; returns what ends that."""
+    _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
+
+
+def _notify(notice: Notice) -> None:
+    """Tell everybody who listens."""
+    for listener in list(_listeners):
+        listener(notice)
 
 
 def enable(settings: EnabledArguments) -> None:
@@ -112,7 +133,7 @@ def _choose(served: type[Chosen], kind: type, arguments: dict[str, Any]) -> Chos
         return None
     active = replace(active, sharing=Sharing.of(active.engine).merged(settings.sequence_parallel))
     join_ranks(active.family.host_backend)
-    meeting.all_come(f"{kind.__name__}.{served.function}")
+    barrier.all_come(f"{kind.__name__}.{served.function}")
     call = served(settings, active, arguments)
     call.check()
     return call
@@ -141,7 +162,7 @@ def _hold(model: nn.Module, setup: str) -> None:
     how = f"loaded in shards: {setup} on {made.world_size} ranks, in {made.phases['total']:.1f} s"
     # FSDP2 gives modules a class of their own.
     kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-    notices.tell(Notice(kind.__name__, how))
+    _notify(Notice(kind.__name__, how))
 
 
 def _note(model: nn.Module, setup: str) -> None:
@@ -225,7 +246,7 @@ def _whole_of_flat(model: nn.Module) -> Any:
 
 def _left(model: nn.Module) -> None:
     """Note a model that transformers loaded by itself while ranks were there to share it."""
-    notices.tell(Notice(type(model).__name__, None))
+    _notify(Notice(type(model).__name__, None))
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         note_whole(model)
         _accelerate.hold(model)
@@ -238,7 +259,7 @@ def _keys_of(path: str) -> dict[str, Any] | None:
 
 def _wait_for_everyone(original: Any, **call: Any) -> Any:
     """``wait_for_everyone`` of accelerate, which ranks that wait for others at another place look at."""
-    meeting.waiting()
+    barrier.waiting()
     return original()
 
 
@@ -253,25 +274,25 @@ _saving = SavingCalls(
     {
         **SAVE_PRETRAINED,
         "Accelerator.save_model": saving.save_model,
-        "DeepSpeedEngine.save_checkpoint": states.save_checkpoint,
-        "DeepSpeedEngine.load_checkpoint": states.load_checkpoint,
+        "DeepSpeedEngine.save_checkpoint": checkpoints.save_checkpoint,
+        "DeepSpeedEngine.load_checkpoint": checkpoints.load_checkpoint,
         **{
-            f"{module}.{name}": getattr(states, name)
+            f"{module}.{name}": getattr(checkpoints, name)
             for module in ("accelerate.accelerator", "transformers.trainer")
             for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
         },
-        "accelerate.accelerator.load_accelerator_state": states.load_accelerator_state,
-        "accelerate.accelerator.load_fsdp_model": states.begin_fsdp_load,
+        "accelerate.accelerator.load_accelerator_state": checkpoints.load_accelerator_state,
+        "accelerate.accelerator.load_fsdp_model": checkpoints.begin_fsdp_load,
         "transformers.trainer.deepspeed_load_checkpoint": trainer.load_deepspeed,
         "transformers.trainer.get_last_checkpoint": trainer.last_checkpoint,
-        "transformers.trainer.deepspeed_sp_compute_loss": trainer_loss.shared_loss,
+        "transformers.trainer.deepspeed_sp_compute_loss": trainer.shared_loss,
         "Trainer.save_model": trainer.save_model,
         "Trainer._load_from_checkpoint": trainer.load_from_checkpoint,
         "Trainer._load_optimizer_and_scheduler": trainer.load_optimizer_and_scheduler,
         "PartialState.wait_for_everyone": _wait_for_everyone,
-        "ModelLogger.save_model": save_trained,
-        "DiffusionTrainingModule.resume_from_checkpoint": diffsynth_resuming.resume,
-        "BasePipeline.load_lora": diffsynth_resuming.load_lora,
+        "ModelLogger.save_model": trained_files.save_trained,
+        "DiffusionTrainingModule.resume_from_checkpoint": trained_files.resume,
+        "BasePipeline.load_lora": trained_files.load_lora,
     }
 )
 _overrides = (_transformers, Noting(), _diffusers, _diffsynth, _accelerate, _saving)

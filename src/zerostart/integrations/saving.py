@@ -11,13 +11,13 @@ from typing import Any
 from torch import nn
 
 from zerostart.distributed.world import current_world
-from zerostart.engines import found_shards
 from zerostart.errors import ConfigError
-from zerostart.integrations.meeting import given, together
-from zerostart.loading.record import bare_model, kept_record, loaded_models
-from zerostart.state.adapters import adapted_model, has_adapters
-from zerostart.state.own_names import save_own_names
-from zerostart.state.saving import SaveRequest, save
+from zerostart.integrations.barrier import given, together
+from zerostart.live.record import bare_model, kept_record, loaded_models
+from zerostart.live.shards import found_shards
+from zerostart.state.saving.adapters import adapted_model, has_adapters
+from zerostart.state.saving.own_names import save_own_names
+from zerostart.state.saving.save import SaveRequest, save
 from zerostart.upstream.diffusers.pipelines import name_classes
 
 Original = Callable[[], Any]

@@ -14,19 +14,17 @@ from torch.nn import functional as F
 
 from zerostart.distributed.world import joined_world
 from zerostart.errors import ConfigError, EngineError
-from zerostart.loading.absent import absent
+from zerostart.live.report import Clock
 from zerostart.loading.at_rest import AtRest, InFiles, InMemory
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.placement import Placement
-from zerostart.loading.preparation import prepare, undisturbed
-from zerostart.loading.prepared import Prepared
-from zerostart.loading.report import Clock
+from zerostart.loading.preparation import Prepared, prepare, undisturbed
 from zerostart.loading.request import Request
-from zerostart.loading.units import Division, divide
-from zerostart.loading.window import Unit, Window
+from zerostart.loading.window import Division, Unit, Window, divide
 from zerostart.models import Origins
 from zerostart.recipe import Recipe
 from zerostart.transfer.planning import PlanOptions, join
+from zerostart.upstream.torch.wrapper import make_wrapper
 
 #: Most bytes of staging while a layer is read, beside the window.
 STAGING = 32 << 20
@@ -254,3 +252,43 @@ class _Rows:
             found = torch.empty((len(wanted), self._shape[1]), dtype=self._dtype, device=self._device)
             self._source.rows(self._name, wanted, found)
         return F.embedding(places.to(self._device), found)
+
+
+class _Absent(torch.Tensor):
+    """Shape, dtype and device of a parameter, and nothing in it; what would compute with it is told."""
+
+    _name: str
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without the class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        own = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, cls))
+        if func is torch.ops.aten.detach.default:
+            return _made(own, own._name, own.device)
+        raise own._asked_for_by(func)
+
+    def _asked_for_by(self, what: object) -> EngineError:
+        return EngineError(
+            f"{self._name} is offloaded and not there now: its values are there during the forward of its "
+            f"module alone, and {what} asked for them outside of that. Place the component "
+            "'replicate' or 'shard'"
+        )
+
+    def storage(self) -> Any:
+        """Where files are written from; there is none. Raises EngineError."""
+        raise self._asked_for_by("storage")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Absent({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def absent(parameter: torch.Tensor, name: str, device: torch.device) -> nn.Parameter:
+    """A parameter like ``parameter``, [any shape], that is on ``device`` as far as anybody asks."""
+    return nn.Parameter(_made(parameter, name, device), requires_grad=False)
+
+
+def _made(like: torch.Tensor, name: str, device: torch.device) -> _Absent:
+    made = make_wrapper(_Absent, like.shape, like.stride(), 0, like.dtype, device=device)
+    made._name = name
+    return made

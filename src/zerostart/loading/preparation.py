@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +16,22 @@ import torch
 
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.memory import memory_catalog
 from zerostart.checkpoint.source import check_configuration
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.checkpoint.strict_json import MAX_CONFIG_BYTES
 from zerostart.distributed.world import World
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError, ZerostartError
-from zerostart.loading.collection import uncollected
-from zerostart.loading.equality import equal_in
-from zerostart.loading.prepared import Prepared
-from zerostart.loading.report import Clock
+from zerostart.geometry.layout import Layout, Parallelism, flat_partition
+from zerostart.live.report import Clock
 from zerostart.loading.request import Request
 from zerostart.loading.source import check_model, described, source_or_none
-from zerostart.loading.starting import start
-from zerostart.models import Aliases, Built
-from zerostart.recipe import Recipes, Target, main_dtype, torch_dtype
+from zerostart.loading.values import Values
+from zerostart.models import Aliases, Built, Origins
+from zerostart.recipe import Coverage, Recipe, Recipes, Target, main_dtype, torch_dtype
+from zerostart.transfer import Progress, execute
+from zerostart.transfer.planning import Destination, join
 
 #: The axes of a load's mesh.
 _SHARED_BY = ("expert_parallel", "tensor_parallel", "sequence_parallel")
@@ -178,3 +181,162 @@ def _stored_wider(catalog: Catalog, dtype: torch.dtype) -> bool:
         stored = torch_dtype(entry.dtype, entry.name)
         count[stored.is_floating_point and stored.itemsize > dtype.itemsize] += entry.numel
     return count[True] > count[False]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is known of a load before anything is sharded; the same on every rank."""
+
+    engine: Engine
+    catalog: Catalog
+    built: Built
+    aliases: Aliases
+    parallelism: Parallelism
+    recipes: Recipes
+    coverage: Coverage
+    origins: Origins
+    #: Whether there is a checkpoint.
+    stored: bool = True
+    #: What a module has given up for its shards; None where no module with values is sharded.
+    values: Values | None = None
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, no garbage collection.
+
+    Planning, and importing torch and transformers, make many objects and no cycles; a full collection amid
+    them costs more than the plan.
+    """
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+#: Elements compared at a time.
+STEP = 1 << 20
+
+
+def equal_in(catalog: Catalog, world: World) -> Callable[[Recipe, Recipe], bool]:
+    """A comparison of two recipes' values; collective, each rank reads and compares its own share."""
+
+    def equal(a: Recipe, b: Recipe) -> bool:
+        if a.target.shape != b.target.shape or a.target.dtype != b.target.dtype:
+            return False
+        total = prod(a.target.shape)
+        steps = -(-total // STEP)
+        same = all(
+            _equal_part(catalog, a, b, flat_partition(a.target.shape, step, steps))
+            for step in _share(catalog, world, steps)
+        )
+        return all(world.all_gather_object(same, "comparing tied weights"))
+
+    return equal
+
+
+def _share(catalog: Catalog, world: World, steps: int) -> range:
+    """The steps of this rank: each has its part, of tensors in memory each rank that holds them."""
+    readers = catalog.storage.readers(world.size)
+    return range(readers.index(world.rank), steps, len(readers)) if world.rank in readers else range(0)
+
+
+def _equal_part(catalog: Catalog, a: Recipe, b: Recipe, layout: Layout) -> bool:
+    dtype = a.target.dtype
+    plan = join(
+        catalog,
+        [(r, layout, Destination(r.target.name, layout.numel, layout.owned, dtype, True)) for r in (a, b)],
+    )
+    left, right = (torch.empty(layout.numel, dtype=dtype, device="cpu") for _ in range(2))
+    execute(plan, [left, right], Progress(plan.read_bytes, shown=False))
+    return torch.equal(left, right)
+
+
+def start(
+    request: Request,
+    engine: Engine,
+    world: World,
+    clock: Clock,
+    importing: Callable[[], AbstractContextManager[None]],
+    taking: bool,
+) -> Prepared:
+    """What ``prepare`` gives where no rank has a source; collective.
+
+    A module with values is emptied if ``taking``. Raises ConfigError, and what building a model raises.
+    """
+    with clock.phase("build"), world.phase("arguments"):
+        _check(request)
+    if any(world.all_gather_object(models.has_values(request.model), "arguments")):
+        with clock.phase("plan"):
+            values = Values.of(request.model, world, taking)
+        try:
+            with clock.phase("plan"), world.phase("planning"):
+                return _existing(request, engine, values)
+        except BaseException:
+            values.give_back()
+            raise
+    with clock.phase("build"), world.phase("building the model"):
+        with importing():
+            models.import_model(request.model)
+        return _fresh(request, engine, world)
+
+
+def _check(request: Request) -> None:
+    """Raise ConfigError for arguments that say nothing without a checkpoint."""
+    if request.model is None:
+        raise ConfigError(
+            "source is None on every rank; pass a path, a hub id or a mapping of tensors, or model= to start "
+            "without a checkpoint"
+        )
+    if request.converter is not None:
+        raise ConfigError("converter is for the tensors of a checkpoint, and source is None; leave it out")
+
+
+def _fresh(request: Request, engine: Engine, world: World) -> Prepared:
+    dtype = engine.parameter_dtype if request.dtype is None else request.dtype
+    built = models.build_fresh(request.model, request.dtype, dtype)
+    aliases = Aliases.of(built.model, built.library.keeps_views)
+    parallelism = engine.parallelism(built.model)
+    origins = models.fresh_origins(built, aliases)
+    _set_dtypes(built, engine)
+    aliases.follow(built.model)
+    catalog = memory_catalog({}, tuple(range(world.size)))
+    recipes = Recipes({}, Coverage())
+    return Prepared(
+        engine, catalog, built, aliases, parallelism, recipes, recipes.coverage, origins, stored=False
+    )
+
+
+def _existing(request: Request, engine: Engine, values: Values) -> Prepared:
+    dtype = engine.parameter_dtype if request.dtype is None else request.dtype
+    model, aliases = values.model, values.aliases
+    built = Built(model, models.OperatorLog(), dtype, False, models.library_of(model))
+    _set_dtypes(built, engine)
+    parallelism = engine.parallelism(model)
+    recipes = models.existing_recipes(built, values.catalog)
+    origins = models.existing_origins(built, recipes)
+    aliases.follow(model)
+    return Prepared(
+        engine,
+        values.catalog,
+        built,
+        aliases,
+        parallelism,
+        recipes,
+        recipes.coverage,
+        origins,
+        stored=False,
+        values=values,
+    )
+
+
+def _set_dtypes(built: Built, engine: Engine) -> None:
+    """The dtypes of a load, of a model that has no checkpoint: its own where nobody asks for another."""
+    models.set_dtypes(built, {})
+    if engine.cast_dtype is not None:
+        models.cast_parameters(built.model, engine.cast_dtype)
+    if engine.computing_dtype is not None:
+        models.let_cast(built, engine.computing_dtype, False, engine.let_cast)

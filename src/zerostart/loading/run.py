@@ -17,12 +17,11 @@ from zerostart.checkpoint.states import check_unchanged
 from zerostart.distributed.world import World, joined_world
 from zerostart.engines import Engine, Placements, Residence, Shard, ShardMaker
 from zerostart.errors import ConfigError
+from zerostart.live.record import LoadRecord, keep
+from zerostart.live.report import Clock, Report
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.masters import masters_of
-from zerostart.loading.preparation import agree, prepare, undisturbed
-from zerostart.loading.prepared import Prepared
-from zerostart.loading.record import LoadRecord, keep
-from zerostart.loading.report import Clock, Report
+from zerostart.loading.preparation import Prepared, agree, prepare, undisturbed
 from zerostart.loading.request import Request
 from zerostart.loading.source import described
 from zerostart.models import Program

@@ -25,7 +25,7 @@ from zerostart.checkpoint.memory import memory_catalog
 from zerostart.checkpoint.storage.memory import MemoryStorage
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
-from zerostart.loading.record import loaded_models
+from zerostart.live.record import loaded_models
 from zerostart.models import Aliases
 from zerostart.transfer.planning import Plan, Read
 from zerostart.transfer.strategy import TransferStats

@@ -15,9 +15,9 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout, replicated
-from zerostart.loading.parts import live_shards, whole_of_parts
-from zerostart.state.background import settle_last
-from zerostart.state.full_tensors import MESSAGE, carried, whole_tensor
+from zerostart.live.full_tensors import MESSAGE, carried, whole_tensor
+from zerostart.live.parts import live_shards, whole_of_parts
+from zerostart.state.resuming.background import settle_last
 from zerostart.upstream.deepspeed.state.editing import (
     Master,
     check_editable,

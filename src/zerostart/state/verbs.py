@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zerostart.loading.argument_kinds import check_arguments, checked_arguments, dtype_of
+from zerostart.loading.arguments import check_arguments, checked_arguments, dtype_of
 
 if TYPE_CHECKING:
     import os
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zerostart.checkpoint.verifying import Verified
-    from zerostart.state.background import Saving
-    from zerostart.state.comparing import Difference
-    from zerostart.state.saving import SaveReport
+    from zerostart.state.comparing.difference import Difference
+    from zerostart.state.resuming.background import Saving
+    from zerostart.state.saving.save import SaveReport
 
     Comparable: TypeAlias = str | os.PathLike[str] | nn.Module
     #: Any JSON value with tensors in it.
@@ -80,7 +80,7 @@ def save_state(
         (True, {'step': 7})
     """
     check_arguments(save_state, locals())
-    from zerostart.state.checkpointing import save_state as save
+    from zerostart.state.resuming.save_state import save_state as save
 
     return save(path, model, optimizer, extra, wait, copy_later=copy_later)
 
@@ -112,7 +112,7 @@ def load_state(
         [1, 'two']
     """
     check_arguments(load_state, locals())
-    from zerostart.state.resuming import load_state as restore
+    from zerostart.state.resuming.load_state import load_state as restore
 
     found: Extra = restore(path, model, optimizer)
     return found
@@ -166,8 +166,8 @@ def save(
         ('bias', 'weight')
     """
     with checked_arguments(save, locals()):
-        from zerostart.state.saving import SaveRequest
-        from zerostart.state.saving import save as save_model
+        from zerostart.state.saving.save import SaveRequest
+        from zerostart.state.saving.save import save as save_model
 
         request = SaveRequest(
             max_shard_size, dtype_of(dtype), trainable_only, adapters_only, merge_adapters, memory_limit
@@ -195,7 +195,7 @@ def digest(model: nn.Module) -> dict[str, str]:
         (['bias', 'weight'], 32)
     """
     check_arguments(digest, locals())
-    from zerostart.state.digest import digest as digest_of
+    from zerostart.state.comparing.digest import digest as digest_of
 
     return digest_of(model)
 
@@ -252,6 +252,6 @@ def diff(a: Comparable, b: Comparable) -> Difference:
         >>> zerostart.diff(folder, model).same
         True
     """
-    from zerostart.state.diff import diff as compare
+    from zerostart.state.comparing.diff import diff as compare
 
     return compare(a, b)

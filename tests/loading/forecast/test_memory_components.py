@@ -15,10 +15,9 @@ from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.distributed.world import World
 from zerostart.engines.memory import Target
-from zerostart.loading.forecast.memory import held_alone, moments_of
-from zerostart.loading.forecast.optimizers import optimizer_of
+from zerostart.live.report import Clock
+from zerostart.loading.forecast.memory import held_alone, moments_of, optimizer_of
 from zerostart.loading.preparation import prepare
-from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
 
 BF16 = {"bf16": {"enabled": True}}

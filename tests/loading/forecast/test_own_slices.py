@@ -13,12 +13,11 @@ from torch.distributed.tensor import Shard
 from tests.drawn import examples
 from tests.tiny import TinyCheckpoints
 from zerostart.distributed.world import World
+from zerostart.live.report import Clock
 from zerostart.loading.forecast import Subject
-from zerostart.loading.forecast.exchange import Foreseen
-from zerostart.loading.forecast.reads import counts_of, owned_by
+from zerostart.loading.forecast.reading import Foreseen, counts_of, owned_by
 from zerostart.loading.forecast.result import RankForecast, WorldPlan
 from zerostart.loading.preparation import prepare
-from zerostart.loading.report import Clock
 from zerostart.loading.request import Request
 from zerostart.transfer import Tuning
 from zerostart.transfer.planning import Rates

@@ -16,7 +16,7 @@ import zerostart
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.cli import main
-from zerostart.state.comparing import Difference
+from zerostart.state.comparing.difference import Difference
 
 Tensors = dict[str, torch.Tensor]
 

@@ -19,7 +19,7 @@ from zerostart.checkpoint.digesting import file_digests
 from zerostart.checkpoint.source import open_catalog
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.recipe import spelling
-from zerostart.state.digest import add_share
+from zerostart.state.comparing.digest import add_share
 
 Options = dict[str, Any]
 DEEPSPEED3: Options = {"engine": "deepspeed", "zero_stage": 3}

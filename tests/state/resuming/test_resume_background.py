@@ -17,7 +17,8 @@ import zerostart
 from tests.parity import checkpoint
 from tests.ranks import run_ranks
 from tests.state.resuming.trainings import Case, Run, train
-from zerostart.state import background, checkpointing, host_copies
+from zerostart.state.resuming import background, host_copies
+from zerostart.state.resuming import save_state as checkpointing
 
 FIRST, MORE = 2, 3
 CASES = {"FSDP2": Case("fsdp2"), "ZeRO-2": Case("deepspeed", 2, bf16=True), "ZeRO-3": Case("deepspeed")}

@@ -18,9 +18,9 @@ import torch
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import replicated
 from zerostart.geometry.layout.flat import flat_run, narrowed
-from zerostart.state.keeping import complete, prune
-from zerostart.state.random_states import random_rows, set_random_rows
-from zerostart.state.values import decoded, encoded_whole
+from zerostart.state.resuming.random_states import random_rows, set_random_rows
+from zerostart.state.resuming.retention import complete, prune
+from zerostart.state.resuming.values import decoded, encoded_whole
 
 
 def alike(a: Any, b: Any) -> bool:

@@ -15,7 +15,7 @@ import zerostart
 from tests.parity import checkpoint
 from tests.ranks import run_ranks
 from tests.state.resuming.trainings import FSDP2, OFFLOADED, RATE, ZERO, Case, Run
-from zerostart.state.resuming import load_state
+from zerostart.state.resuming.load_state import load_state
 
 
 def window(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:

@@ -15,7 +15,7 @@ from torch import nn
 import zerostart
 from zerostart.checkpoint import strict_json
 from zerostart.errors import CheckpointError, ConfigError, VerifyError
-from zerostart.state import document
+from zerostart.state.resuming import document
 
 
 def saved(place: Path) -> dict[str, Any]:

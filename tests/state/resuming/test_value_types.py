@@ -19,7 +19,7 @@ import torch
 
 import zerostart
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.state.values import checksum, decoded, encoded_whole
+from zerostart.state.resuming.values import checksum, decoded, encoded_whole
 
 NOW = datetime.datetime(2026, 11, 23, 13, 20, 7, 123456)
 KEPT: list[Any] = [

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from tests.trained import write_dcp, write_deepspeed
 from zerostart.cli import main
-from zerostart.state.export import export
+from zerostart.state.saving.export import export
 
 
 def run(*arguments: str) -> int:

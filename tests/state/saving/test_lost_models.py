@@ -140,7 +140,7 @@ def test_a_model_in_shards_is_not_lost(path: Path, tmp_path: Path) -> None:
 
 def failing(path: Path) -> None:
     """What serves the model's later calls fails on one rank."""
-    from zerostart.integrations import serving
+    from zerostart.integrations import later_calls as serving
 
     if torch.distributed.get_rank() == 1:
         serving._pretrained.hold = lambda model: (_ for _ in ()).throw(ConfigError("not on this rank"))  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from zerostart.engines import Shard
 from zerostart.errors import CheckpointError, WriteError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target, spelling
-from zerostart.state.writing import Outgoing, plain, planned, write_tensors
+from zerostart.state.saving.writing import Outgoing, plain, planned, write_tensors
 from zerostart.transfer.planning.writes import GRAIN, own_part
 from zerostart.transfer.writing import write_out
 

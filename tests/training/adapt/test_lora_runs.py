@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.ranks import rank_outcomes, run_ranks
 from tests.training.loop.test_run import losses, run
 from zerostart.errors import ConfigError
-from zerostart.state.export import export
+from zerostart.state.saving.export import export
 
 __all__: list[str] = []
 
@@ -66,7 +66,7 @@ def examples(config):
     """The batches that are trained on and held out, padded."""
     from transformers import AutoTokenizer
 
-    from zerostart.training.config.configuring import parse_config
+    from zerostart.training.config.load import parse_config
     from zerostart.training.tasks.text import iter_documents, tokenize
 
     data = parse_config(config).data

@@ -24,7 +24,7 @@ from tests.training.data.encoded import PROMPTS, bytes_of, configured, make, wri
 from tests.training.loop.held_locks import lock_held
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointNotFoundError, ConfigError, ReadError, WriteError
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 from zerostart.training.data.cache import ensure_cache
 from zerostart.training.data.cache_files import publish_prompts
 from zerostart.training.data.cached import CachedItems

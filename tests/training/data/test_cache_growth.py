@@ -19,7 +19,7 @@ from tests.training.data.encoded import picture
 from tests.training.data.test_cache import SIZES, cached, made, media, one_thread, pipeline
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, WriteError, ZerostartError
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 from zerostart.training.data.cache import ensure_cache
 from zerostart.training.data.cached import CachedItems
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.ranks import run_ranks
 from tests.training.adapt.test_lora_runs import LORA, TARGETS, examples, given, losses, run
 from zerostart.errors import ConfigError
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 
 __all__ = ["given"]
 

@@ -14,7 +14,7 @@ import zerostart
 from tests.ranks import rank_outcomes, run_ranks
 from tests.tiny import minilm_path
 from zerostart.errors import ConfigError
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 
 
 @pytest.fixture

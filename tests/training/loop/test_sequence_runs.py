@@ -11,8 +11,8 @@ from tests.training.loop.test_run import values as running
 from tests.training.loop.test_weighing import EXACT, alone, first_step
 from tests.training.loop.test_weighing import values as weighing
 from zerostart.errors import ConfigError, EngineError
-from zerostart.training.config.configuring import parse_config
-from zerostart.training.config.launcher import with_launched
+from zerostart.training.config.engine_config import with_launched
+from zerostart.training.config.load import parse_config
 
 __all__ = ["running", "weighing"]
 

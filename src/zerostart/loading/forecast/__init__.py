@@ -1,9 +1,8 @@
 """What a load will read, hold and take, rank by rank, before it runs."""
 
 from zerostart.loading.forecast.job import Subject, foresee
-from zerostart.loading.forecast.limits import Fit
-from zerostart.loading.forecast.optimizers import OPTIMIZERS
-from zerostart.loading.forecast.result import PHASES, Memory, RankForecast, WorldPlan
+from zerostart.loading.forecast.memory import OPTIMIZERS
+from zerostart.loading.forecast.result import PHASES, Fit, Memory, RankForecast, WorldPlan
 
 __all__ = [
     "OPTIMIZERS",

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.engines import Engine
-from zerostart.engines.memory import Target
+from zerostart.distributed.world import World, default_device
+from zerostart.engines import RANKS_OF_A_MACHINE, Engine
+from zerostart.engines.memory import Optimizer, Target
+from zerostart.errors import ZerostartError
+from zerostart.live.report import Clock
 from zerostart.loading.arguments import ForecastArguments
-from zerostart.loading.forecast.advice import advice, fits_of
-from zerostart.loading.forecast.exchange import Foreseen
-from zerostart.loading.forecast.limits import Limits
-from zerostart.loading.forecast.memory import moments_of
-from zerostart.loading.forecast.moments import peaks
-from zerostart.loading.forecast.optimizers import optimizer_of
-from zerostart.loading.forecast.reads import counts_of, owned_by
-from zerostart.loading.forecast.result import Memory, RankForecast, WorldPlan
-from zerostart.loading.forecast.seconds import rates_of, timed
-from zerostart.loading.forecast.shares import held_of
+from zerostart.loading.forecast.memory import held_alone, held_of, moments_of, optimizer_of, peaks
+from zerostart.loading.forecast.reading import Foreseen, counts_of, owned_by, rates_of, timed
+from zerostart.loading.forecast.result import Fit, Limits, Memory, RankForecast, WorldPlan
+from zerostart.loading.preparation import prepare, undisturbed
+from zerostart.loading.request import Request
 from zerostart.models import Origins
 from zerostart.recipe import Coverage, Recipes
 from zerostart.transfer import Tuning
@@ -112,3 +110,94 @@ def _shown(rates: Rates) -> dict[str, float | None]:
     """The rates as plain data: what does not limit is None."""
     named = {"storage": rates.link, "copy": rates.copy, "interconnect": rates.interconnect}
     return {name: None if math.isinf(rate) else rate for name, rate in named.items()}
+
+
+def forecast(
+    request: Request, world_size: int, rank: int | None = None, asked: ForecastArguments | None = None
+) -> WorldPlan:
+    """The plan of every rank, or of one, without a process group; see ``zerostart.plan``."""
+    with undisturbed():
+        return _forecast(request, world_size, rank, asked or ForecastArguments())
+
+
+def _forecast(request: Request, world_size: int, rank: int | None, asked: ForecastArguments) -> WorldPlan:
+    clock = Clock()
+    engine = request.resolve(world_size, rank)
+    known = prepare(request, engine, World(0, 1, None), clock, strict=False)
+    here = min(world_size, RANKS_OF_A_MACHINE)
+    tuning = request.tuning(engine, known.catalog, default_device(), bool(known.recipes.computed), here)
+    subject = Subject(known.catalog, known.built.model, known.recipes, known.coverage, known.origins)
+    # In flat buffers an exchange that is asked for is the engine's: each rank wants a share alone.
+    forced = None if engine.whole and request.exchange else request.exchange
+    of = range(world_size) if rank is None else [rank]
+    made = foresee(subject, engine, of, tuning, asked, forced)
+    return replace(made, planning_seconds=clock.stop()["total"])
+
+
+#: Most ranks that are advised, as a multiple of those that are planned.
+MOST = 64
+#: Bytes of staging buffers with which reading is still fast.
+SMALL = 1 << 20
+
+
+def fits_of(memory: Sequence[Mapping[str, Memory]], limits: Limits, world_size: int) -> tuple[Fit, ...]:
+    """How the highest peaks of all ranks compare with the limits that are known."""
+    local = min(world_size, RANKS_OF_A_MACHINE)
+    found = []
+    for where, limit, ranks in (("device", limits.device, 1), ("host", limits.host, local)):
+        of_phase = {
+            phase: max(getattr(rank[phase], f"{where}_bytes") for rank in memory)
+            for phase in (memory[0] if memory else ())
+        }
+        if limit is None or not of_phase or (where == "device" and not limits.accelerator):
+            continue
+        phase = max(of_phase, key=lambda name: of_phase[name])
+        found.append(Fit(where, limit, of_phase[phase] * ranks, phase, ranks, limits.found))
+    return tuple(found)
+
+
+def advice(
+    model: nn.Module, engine: Engine, staged: int, optimizer: Optimizer, limits: Limits
+) -> tuple[str, ...]:
+    """The first change that makes the job fit, in words; or that none of those known here does.
+
+    ``staged`` are bytes on the host beside the shards while reading.
+    """
+    for words, changed in _changes(engine, limits):
+        target = Target(limits.accelerator, changed.mesh.world_size)
+        try:
+            changed.check()
+            changed.check_mesh()
+            parallelism = changed.parallelism(model)
+            placed = changed.placements(model, parallelism)
+            held = held_alone(model, placed, parallelism, [0])
+        except ZerostartError:  # a configuration that no load can serve is no advice
+            continue
+        for buffers in (staged, min(staged, SMALL)):
+            moments = moments_of(model, changed, placed, held, buffers, optimizer, target)
+            fits = fits_of(peaks(moments, 1, target), limits, target.world_size)
+            if all(fit.fits for fit in fits):
+                told = [*words, *([f"memory_limit={SMALL}"] if buffers < staged else [])]
+                room = ", ".join(f"{fit.needed / fit.limit:.0%} of the {fit.where} memory" for fit in fits)
+                return (f"{' and '.join(told)} (then {room})",)
+    return (
+        f"no change known here makes it fit, {MOST} times the ranks included: give each rank more memory",
+    )
+
+
+def _changes(engine: Engine, limits: Limits) -> Iterator[tuple[list[str], Engine]]:
+    """What differs, and the engine with it: at first nothing."""
+    told: list[str] = []
+    best = engine
+    yield told, engine
+    for told, best in engine.relaxations(limits.accelerator):
+        yield told, best
+    for start, words in ((engine, []), (best, told)):
+        for size in _sizes(start.mesh.world_size):
+            mesh = replace(start.mesh, world_size=size)
+            yield [f"{size} ranks", *words], replace(start, mesh=mesh)
+
+
+def _sizes(world_size: int) -> list[int]:
+    """Twice the ranks, and so on up to `MOST` times."""
+    return [world_size << power for power in range(1, MOST.bit_length())]

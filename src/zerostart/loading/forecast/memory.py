@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from math import prod
 
 import numpy as np
+import torch
 from torch import nn
 
 from zerostart.engines import Engine, Placements
 from zerostart.engines.flat_buffers import MESSAGE
-from zerostart.engines.memory import Array, Held, Moment, Optimizer, Target
+from zerostart.engines.memory import Array, Gathers, Held, Moment, Optimizer, Sizes, Target, pinned_by_torch
+from zerostart.engines.placements import DEVICE, HOST
+from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Parallelism
-from zerostart.loading.forecast.shares import held_of
+from zerostart.loading.forecast.result import PHASES, Memory
+from zerostart.transfer.page_locked import rounds_up
 
 
 def held_alone(model: nn.Module, placed: Placements, parallelism: Parallelism, ranks: Sequence[int]) -> Held:
@@ -47,3 +52,112 @@ def moments_of(
         # The all-gather of shares of flat buffers, message by message (engines/flat_buffers.py).
         loads.append(Moment("load", {}, {**resident, "staging": min(whole or 0, MESSAGE)}))
     return [*loads, *engine.moments(model, placed, held, optimizer, target)]
+
+
+def peaks(moments: Iterable[Moment], ranks: int, target: Target) -> list[dict[str, Memory]]:
+    """Of each rank the highest memory of each phase, by component."""
+    known = [moment.on(target) for moment in moments]
+    of_phase = {phase: [m for m in known if m.phase == phase] for phase in PHASES}
+    hosts = {phase: _highest([m.host for m in made], ranks) for phase, made in of_phase.items()}
+    devices = {phase: _highest([m.device for m in made], ranks) for phase, made in of_phase.items()}
+    # Ranks that hold the same share one object: a big job has few kinds of ranks.
+    shared: dict[tuple[int, ...], dict[str, Memory]] = {}
+    found = []
+    for rank in range(ranks):
+        rows = {phase: (hosts[phase][rank], devices[phase][rank]) for phase in PHASES if of_phase[phase]}
+        key = tuple(v for host, device in rows.values() for v in (*host.values(), -1, *device.values(), -2))
+        found.append(shared.setdefault(key, {phase: Memory(*row) for phase, row in rows.items()}))
+    return found
+
+
+def _highest(sizes: Sequence[Sizes], ranks: int) -> list[dict[str, int]]:
+    """Of each rank the components of its highest moment."""
+    tables = []
+    for one in sizes:
+        columns = {n: np.broadcast_to(np.asarray(v, np.int64), ranks).tolist() for n, v in one.items()}
+        total = sum((np.asarray(v, np.int64) for v in one.values()), np.zeros(ranks, np.int64))
+        tables.append((total.tolist(), columns))
+    result: list[dict[str, int]] = []
+    for rank in range(ranks):
+        best = max(tables, key=lambda table: table[0][rank], default=None)
+        columns = {} if best is None else best[1]
+        result.append({name: values[rank] for name, values in columns.items() if values[rank]})
+    return result
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    made.name: made
+    for made in (
+        Optimizer("adamw", 2, 2, 1),
+        Optimizer("adam", 2, 2, 1),
+        Optimizer("fused_adamw", 2),
+        Optimizer("momentum", 1),
+        Optimizer("sgd", 0),
+    )
+}
+
+
+def optimizer_of(name: str | None, configured: str | None) -> Optimizer:
+    """The optimizer of that name; None: the one that the engine is ``configured`` to make, else AdamW.
+
+    Raises ConfigError for an unknown name.
+    """
+    name = name or configured or "adamw"
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"optimizer={name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]
+
+
+def held_of(
+    model: nn.Module,
+    placed: Placements,
+    parallelism: Parallelism,
+    ranks: Sequence[int],
+    numels: Mapping[str, Array],
+) -> Held:
+    """Sum up the shares of ``ranks``; ``numels`` are the elements of each of them, by parameter name."""
+    zeros = np.zeros(len(ranks), np.int64)
+    homes = {DEVICE: zeros.copy(), HOST: zeros.copy()}
+    storage, frozen, trained, largest = zeros.copy(), zeros.copy(), zeros.copy(), zeros.copy()
+    elements: dict[torch.dtype, int] = {}
+    whole: dict[str, int] = {}
+    shared: dict[int, int] = {}
+    for name, parameter in model.named_parameters():
+        numel = numels[name]
+        nbytes = numel * parameter.dtype.itemsize
+        home = homes.get(placed.homes[name], storage)
+        home += nbytes
+        np.maximum(largest, numel, out=largest)
+        whole[name] = prod(parallelism.section(name, tuple(parameter.shape), 0).shape)
+        if parameter.requires_grad:
+            trained += numel
+            elements[parameter.dtype] = elements.get(parameter.dtype, 0) + whole[name]
+            sharers = parallelism.owners(name, 0)[1]
+            shared[sharers] = shared.get(sharers, 0) + whole[name] * parameter.dtype.itemsize
+        else:
+            frozen += nbytes
+    if placed.pinned and rounds_up():  # in one piece, see ``Arena``; elsewhere it is whole pages
+        homes[HOST] = pinned_by_torch(homes[HOST])
+    sizes = {name: whole[name] * p.dtype.itemsize for name, p in model.named_parameters()}
+    modules: dict[str, int] = {}
+    for name, size in sizes.items():
+        owner = name.rpartition(".")[0]
+        modules[owner] = modules.get(owner, 0) + size
+    return Held(
+        ranks=tuple(ranks),
+        trained=trained,
+        device=homes[DEVICE],
+        host=homes[HOST],
+        storage=storage,
+        frozen=frozen,
+        largest=largest,
+        buffers=sum(b.numel() * b.dtype.itemsize for b in model.buffers()),
+        dtype=max(elements, key=lambda d: elements[d]) if elements else torch.float32,
+        gathers=Gathers(
+            max(sizes.values(), default=0),
+            max(modules.values(), default=0),
+            sum(shared.values()),
+            whole,
+            shared,
+        ),
+    )

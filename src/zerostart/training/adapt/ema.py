@@ -17,11 +17,11 @@ from torch import nn
 
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
-from zerostart.state.optimizing import Kept, like
-from zerostart.state.places import Places, places_of
-from zerostart.state.precise import Instead
-from zerostart.state.training_state import training_of
-from zerostart.training.config.trained_sections import EmaConfig
+from zerostart.live.places import Places, places_of
+from zerostart.state.resuming.optimizer import Kept, like
+from zerostart.state.resuming.training_state import training_of
+from zerostart.state.saving.overrides import Instead
+from zerostart.training.config.configuration import EmaConfig
 from zerostart.upstream.deepspeed.state import engine as deepspeed
 from zerostart.upstream.torch.stepped import Member, Stepped
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from zerostart.distributed.world import current_world
-from zerostart.state.saving import SaveReport, save
+from zerostart.state.saving.save import SaveReport, save
 from zerostart.training.adapt.ema import Ema
 from zerostart.training.adapt.exporting import save_request, step_folder
 from zerostart.training.loop.task import Task

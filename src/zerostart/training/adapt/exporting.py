@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.loading.record import bare_model
+from zerostart.live.record import bare_model
 from zerostart.models import library_of
-from zerostart.state.adapters import PEFT_FORMAT, AdapterFormat
-from zerostart.state.precise import Instead
-from zerostart.state.saving import SaveRequest
+from zerostart.state.saving.adapters import PEFT_FORMAT, AdapterFormat
+from zerostart.state.saving.overrides import Instead
+from zerostart.state.saving.save import SaveRequest
 from zerostart.training.adapt.diffsynth_names import PREFIX, names_for
 
 if TYPE_CHECKING:
-    from zerostart.training.config.train import TrainConfig
+    from zerostart.training.config.configuration import TrainConfig
 
 #: In the output directory: what is saved before the end, a folder for each step.
 EXPORTS = "exports"

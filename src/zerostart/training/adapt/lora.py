@@ -18,7 +18,7 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.training.adapt.diffsynth_names import names_for
 from zerostart.training.adapt.lora_presets import PRESETS
-from zerostart.training.config.trained_sections import LoraConfig
+from zerostart.training.config.configuration import LoraConfig
 
 #: PEFT's name for the one adapter.
 ADAPTER = "default"

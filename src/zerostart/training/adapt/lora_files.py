@@ -23,11 +23,11 @@ from zerostart.checkpoint.source import open_saved_state
 from zerostart.checkpoint.strict_json import load_json, read_json
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from zerostart.state.training_state import MARKER, MODEL
-from zerostart.state.values import decoded
+from zerostart.state.resuming.training_state import MARKER, MODEL
+from zerostart.state.resuming.values import decoded
 from zerostart.training.adapt.diffsynth_names import PREFIX, names_for
 from zerostart.training.adapt.lora import ADAPTER
-from zerostart.training.config.trained_sections import LoraConfig
+from zerostart.training.config.configuration import LoraConfig
 
 logger = logging.getLogger("zerostart")
 

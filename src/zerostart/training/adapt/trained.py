@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.loading.record import record_of
+from zerostart.live.record import record_of
 from zerostart.training.adapt.freezing import train_only
 from zerostart.training.adapt.lora import add_lora, highest_rank
 from zerostart.training.adapt.lora_files import start_from
 
 if TYPE_CHECKING:
-    from zerostart.training.config.train import TrainConfig
+    from zerostart.training.config.configuration import TrainConfig
 
 
 def choose_trained(model: nn.Module, config: TrainConfig, world: World) -> str | None:

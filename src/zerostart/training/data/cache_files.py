@@ -28,7 +28,7 @@ from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError, ZerostartError
-from zerostart.state.publishing import Publication, publishing
+from zerostart.state.saving.publishing import Publication, publishing
 from zerostart.training.data.cached import (
     INDEX_FILE,
     PROMPTS_FILE,

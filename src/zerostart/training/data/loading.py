@@ -16,11 +16,12 @@ from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World, default_device
 from zerostart.errors import ConfigError
-from zerostart.integrations.pipelines import PipelineRequest, drop_components, load_pipeline
+from zerostart.integrations.diffusers.pipelines import PipelineRequest, drop_components, load_pipeline
 from zerostart.loading.placement import Placement
-from zerostart.training.config.cache_config import CacheConfig
+from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.data.encoder_files import TRAINED
-from zerostart.training.diffusion.encoder import Encoder, encoder_class
+from zerostart.training.diffusion.encoder import Encoder
+from zerostart.training.diffusion.families import encoder_class
 from zerostart.transfer.memory import release_cached
 
 _VAE = "vae"

@@ -29,12 +29,12 @@ from zerostart.errors import (
     WriteError,
     ZerostartError,
 )
-from zerostart.state.keeping import complete
-from zerostart.state.training_state import MARKER
-from zerostart.state.values import decoded
+from zerostart.state.resuming.retention import complete
+from zerostart.state.resuming.training_state import MARKER
+from zerostart.state.resuming.values import decoded
 from zerostart.training.adapt.export import AVERAGE
 from zerostart.training.adapt.exporting import EXPORTS
-from zerostart.training.config.train import TrainConfig
+from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.data.cached import is_of_cache
 from zerostart.training.loop.locks import hold
 from zerostart.training.samples.files import clear_drawn

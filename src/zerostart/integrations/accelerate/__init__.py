@@ -1,0 +1,1 @@
+"""What accelerate prepares, saves and resumes."""

@@ -1,0 +1,136 @@
+"""Weights that DiffSynth's training scripts put into a pipeline after it was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.distributed.world import World, current_world
+from zerostart.engines import Shard, first_rank_shard
+from zerostart.errors import ConfigError, CoverageError
+from zerostart.integrations.saving import in_shards
+from zerostart.live.parts import live_shards, loaded_parts
+from zerostart.live.shards import with_whole
+from zerostart.loading.source import open_source
+from zerostart.recipe import spelling
+from zerostart.state.resuming.load_state import planned_reads
+from zerostart.state.saving.publishing import agreed_place, publishing
+from zerostart.state.saving.writing import plain, write_tensors
+from zerostart.transfer import Progress
+from zerostart.transfer.strategy import execute_together
+from zerostart.upstream.deepspeed.state.engine import drop_gathered
+
+Original = Callable[[], Any]
+
+
+def resume(original: Original, **call: Any) -> Any:
+    """``DiffusionTrainingModule.resume_from_checkpoint``: each rank reads its own bytes of the file.
+
+    Raises CoverageError for tensors that the pipeline does not have, and what ``zerostart.load`` raises for
+    a file that cannot be read.
+    """
+    module, path, prefix = call["self"], call["path"], call["remove_prefix_in_ckpt"] or ""
+    if path is None or not _shared_out(module):
+        return original()
+    world = current_world()
+    with world.phase("resuming from a file of weights"):
+        catalog = open_source(path, world)
+        with world.phase("looking at what is resumed"):
+            shards = with_whole(module, live_shards(module, world), world)
+            unexpected = sorted(name for name in catalog.weights if prefix + name not in shards)
+            if unexpected:
+                raise CoverageError(
+                    f"{path} has {len(unexpected)} tensors that the pipeline does not have, among them "
+                    f"{unexpected[0]}; name the prefix that they were saved without "
+                    f"(--remove_prefix_in_ckpt, {prefix!r} here)",
+                    (),
+                    unexpected,
+                    {},
+                )
+            given = [(name, shards[prefix + name]) for name in catalog.weights]
+            wanted = [(name, shard.layout, shard.storage) for name, shard in given]
+            plan, storages, tuning = planned_reads(catalog, wanted)
+        with torch.no_grad():
+            execute_together(plan, storages, Progress(plan.read_bytes, False), tuning, world)
+        drop_gathered(module.parameters())
+    return None
+
+
+def load_lora(original: Original, **call: Any) -> Any:
+    """``BasePipeline.load_lora``, which adds a LoRA to whole weights.
+
+    Raises ConfigError for a model of which each rank has a part.
+    """
+    model = call["module"]
+    if in_shards(model):
+        raise ConfigError(
+            f"load_lora (--preset_lora_path) adds a LoRA to the weights of {type(model).__name__}, of which "
+            "each rank has a part: train on from it with --lora_checkpoint, or fuse it in one process and "
+            "load the file of that"
+        )
+    return original()
+
+
+def _shared_out(module: nn.Module) -> bool:
+    return any(in_shards(part) for _, part, _ in loaded_parts(module))
+
+
+_SUFFIX = ".safetensors"
+#: Bytes: whatever its size, what is trained is one file.
+_ONE_FILE = 1 << 62
+
+
+def save_trained(original: Callable[[], Any], **call: Any) -> Any:
+    """``ModelLogger.save_model``, which every rank calls: each writes its own bytes of the one file.
+
+    DiffSynth gathers the whole pipeline and keeps what is trained. Its names, its prefix and the script's
+    converter are asked with tensors that hold nothing. Raises ConfigError for a converter that calculates
+    with the weights, and WriteError as ``save`` does.
+    """
+    logger, module = call["self"], call["accelerator"].unwrap_model(call["model"])
+    if not loaded_parts(module):
+        return original()
+    world = current_world()
+    with world.phase("saving what is trained"):
+        place = agreed_place(Path(logger.output_path) / call["file_name"], world)
+        with world.phase("looking at what is trained"):
+            shards = _stored(logger, module, world)
+            entries = [(n, spelling(s.storage.dtype, n), s.layout.shape) for n, s in shards.items()]
+        with publishing(place.parent, world, marker="") as publication:
+            write_tensors(
+                publication.directory,
+                entries,
+                [plain(name, shard) for name, shard in shards.items()],
+                world,
+                stem=place.name.removesuffix(_SUFFIX),
+                max_shard_size=_ONE_FILE,
+            )
+    return None
+
+
+def _stored(logger: Any, module: nn.Module, world: World) -> Mapping[str, Shard]:
+    """What the file has, by the names that it has there."""
+    shards = with_whole(module, live_shards(module, world), world)
+    twins: dict[str, torch.Tensor] = {}
+    by_twin: dict[int, Shard] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            own = shards[name]
+            twins[name] = torch.empty(own.layout.shape, dtype=own.storage.dtype, device="meta")
+            by_twin[id(twins[name])] = own
+    exported: Any = module.export_trainable_state_dict
+    made = logger.state_dict_converter(exported(dict(twins), remove_prefix=logger.remove_prefix_in_ckpt))
+    found: dict[str, Shard] = {}
+    for name, tensor in made.items():
+        held = by_twin.get(id(tensor))
+        if held is None and tensor.is_meta:
+            raise ConfigError(
+                f"the script's state_dict_converter calculates {name} from the weights, of which each rank "
+                "has a part; have it rename alone, and convert the file that is saved"
+            )
+        found[name] = first_rank_shard(name, tensor, world) if held is None else held
+    return found

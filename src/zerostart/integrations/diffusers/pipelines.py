@@ -1,0 +1,186 @@
+"""Whole pipelines of diffusers, each component where its placement says."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.checkpoint.formats.pipeline import PIPELINE_INDEX, Component, components
+from zerostart.checkpoint.source import resolve_source
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.distributed.world import default_device, joined_world
+from zerostart.errors import CheckpointError, ConfigError
+from zerostart.integrations.diffusers.synced import explain_waiting
+from zerostart.integrations.later_calls import serve_saving
+from zerostart.live.record import record_of
+from zerostart.loading.offload import load_offloaded, release
+from zerostart.loading.placement import Placement
+from zerostart.loading.request import Request
+from zerostart.loading.run import run
+from zerostart.loading.window import Window
+from zerostart.transfer.memory import allocated_bytes
+from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
+
+#: A model whole on every rank is the load of this engine at this stage.
+WHOLE = {"engine": "fsdp2", "zero_stage": 0}
+#: Names of the components of each pipeline that were placed to be dropped.
+_to_drop: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRequest:
+    """The arguments of ``zerostart.load_pipeline``, as documented there."""
+
+    source: Any
+    placement: Mapping[str, Any] | None = None
+    engine: str = "deepspeed"
+    zero_stage: int = 3
+    device_memory_limit: int | None = None
+    engine_config: Mapping[str, object] | None = None
+    dtype: torch.dtype | None = None
+    trainable: Sequence[str] = ()
+    memory_limit: int | None = None
+    progress: bool = True
+    parallel_config: object = None
+    without: Sequence[str] = ()
+
+
+def load_pipeline(request: PipelineRequest) -> Any:
+    """See ``zerostart.load_pipeline``. Raises ZerostartError, the same on every rank."""
+    world = joined_world()
+    with world.phase("loading the pipeline"):
+        root, found, placements = world.broadcast_object(lambda: _looked_at(request), "the pipeline's index")
+        kind = pipeline_class(read_json(root / PIPELINE_INDEX, "pipeline index").get("_class_name"), root)
+        found = tuple(component for component in found if component.name not in request.without)
+        kinds = {c.name: component_class(c.library, c.kind, f"{root / c.name}") for c in found}
+        device = default_device()
+        before = allocated_bytes(device)
+        models: dict[str, nn.Module] = {}
+        for component in found:
+            placement = placements[component.name]
+            if not placement.brought_in:
+                models[component.name] = _placed(request, component, kinds, placement)
+        window = _window(request, device, allocated_bytes(device) - before)
+        brought_in = [component for component in found if placements[component.name].brought_in]
+        # What rests on the device first: the others are divided for what it leaves.
+        for component in sorted(brought_in, key=lambda one: placements[one.name].kind == "offload"):
+            placement = placements[component.name]
+            own = _own_request(request, component, kinds, placement, WHOLE)
+            grows = request.device_memory_limit is None
+            models[component.name] = load_offloaded(own, placement, window, grows)
+        with world.phase("assembling the pipeline"):
+            pipe = assembled(kind, root, {**models, **dict.fromkeys(request.without)})
+    _to_drop[pipe] = tuple(name for name, placement in placements.items() if placement.kind == "drop")
+    return pipe
+
+
+def drop_components(pipe: Any, *names: str) -> tuple[str, ...]:
+    """See ``zerostart.drop_components``. Raises ConfigError for a name that the pipeline does not have."""
+    chosen = names or _to_drop.get(pipe, ())
+    for name in chosen:
+        if name not in pipe.components:
+            raise ConfigError(f"the pipeline has no component {name!r}; it has {', '.join(pipe.components)}")
+    dropped = tuple(name for name in chosen if pipe.components[name] is not None)
+    for name in dropped:
+        release(pipe.components[name])
+        pipe.register_modules(**{name: None})
+    return dropped
+
+
+def _looked_at(request: PipelineRequest) -> tuple[Path, tuple[Component, ...], dict[str, Placement]]:
+    """The pipeline's directory, its models, and the placement of each; raises what is wrong with any."""
+    if request.parallel_config is not None:
+        raise ConfigError(
+            "parallel_config (diffusers' context parallel), like xDiT's wrappers, shares a sequence out over "
+            "ranks that hold whole models, and its mesh is not the engine's: it is not served. Each rank of "
+            "load_pipeline has a batch of its own"
+        )
+    limit = request.device_memory_limit
+    if limit is not None and limit < 1:
+        raise ConfigError(f"device_memory_limit={limit} must be a number of bytes")
+    root = resolve_source(request.source)
+    found = components(root)
+    if found is None:
+        raise CheckpointError(
+            f"{root} has no {PIPELINE_INDEX}, so it is not a pipeline; zerostart.load takes a single model"
+        )
+    given = {} if request.placement is None else request.placement
+    names = [component.name for component in found]
+    _check_names("placement", given, names, root)
+    _check_names("trainable", request.trainable, names, root)
+    _check_names("without", request.without, names, root)
+    for name in (*given, *request.trainable):
+        if name in request.without:
+            raise ConfigError(f"{name} is left out (without), so that it is neither placed nor trained")
+    placements = {name: Placement.of(given.get(name, "shard"), name) for name in names}
+    for name in request.trainable:
+        if placements[name].kind not in ("shard", "replicate") or placements[name].brought_in:
+            raise ConfigError(
+                f"{name} is to be trained, and placed {placements[name].kind!r}"
+                f"{' with a storage dtype' if placements[name].storage_dtype else ''}: what is trained is "
+                "placed 'shard' or 'replicate', in the dtype that it computes in"
+            )
+    return root, found, placements
+
+
+def _check_names(argument: str, given: Collection[str], names: Sequence[str], root: Path) -> None:
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise ConfigError(f"{argument} names {unknown[0]!r}; the models of {root} are {', '.join(names)}")
+
+
+def _own_request(
+    request: PipelineRequest,
+    component: Component,
+    kinds: Mapping[str, type[nn.Module]],
+    placement: Placement,
+    engine: Mapping[str, Any],
+) -> Request:
+    return Request(
+        source=str(component.path),
+        model=kinds[component.name],
+        dtype=placement.compute_dtype or request.dtype,
+        memory_limit=request.memory_limit,
+        progress=request.progress,
+        **engine,
+    )
+
+
+def _placed(
+    request: PipelineRequest,
+    component: Component,
+    kinds: Mapping[str, type[nn.Module]],
+    placement: Placement,
+) -> nn.Module:
+    """A component that stays where it is: in shards, or whole."""
+    shared = {
+        "engine": request.engine,
+        "zero_stage": request.zero_stage,
+        "engine_config": request.engine_config,
+    }
+    how = shared if placement.kind == "shard" else WHOLE
+    model = run(_own_request(request, component, kinds, placement, how), serve_saving)
+    if component.name not in request.trainable:
+        model.requires_grad_(False)
+        engine = record_of(model).engine
+        engine.make_callable(model)
+        if not engine.whole:
+            explain_waiting(component.name, model)
+    return model
+
+
+def _window(request: PipelineRequest, device: torch.device, taken: int) -> Window:
+    """What the limit leaves beside shards and replicas on a device; without a device, all of it."""
+    limit = request.device_memory_limit
+    if limit is not None and taken >= limit:
+        raise ConfigError(
+            f"the components that stay on {device} take {taken} bytes of device_memory_limit={limit}; raise "
+            "it, shard more of them, or place more of them 'offload'"
+        )
+    return Window(0 if limit is None else limit - taken, device)

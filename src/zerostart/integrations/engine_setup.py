@@ -1,0 +1,258 @@
+"""The engine that a script is set up for, and the ranks that share its sequences.
+
+Both are read where transformers, accelerate and DeepSpeed keep them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from zerostart.engines import Engine, check_choice, family_of, titled
+from zerostart.errors import ConfigError
+from zerostart.geometry.layout import Mesh
+from zerostart.live.record import record_of
+from zerostart.models import library_of
+from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin, parallelism
+from zerostart.upstream.deepspeed.active import active_config, config_stage, open_init_dtype
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How many ranks share each sequence, and the attention implementation that accelerate is told of.
+
+    ``asked``: of this very model, and not by what is set up for the script.
+    """
+
+    size: int = 1
+    attention: str | None = None
+    asked: bool = False
+
+    @classmethod
+    def of(cls, engine: str) -> Sharing:
+        """What is active for ``engine``. Raises ConfigError for what Ulysses would refuse, or do wrong."""
+        found = parallelism()
+        if found is None:
+            return cls()
+        if not family_of(engine).wraps:
+            return cls(found.cp_size, "sdpa" if found.cp_size > 1 else None)
+        size, handler = found.sp_size, found.sp_handler
+        if size == 1:
+            return cls()
+        if handler.sp_attn_implementation is None:
+            raise ConfigError(
+                f"ParallelismConfig(sp_size={size}) names no attention implementation; pass "
+                "sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation='sdpa')"
+            )
+        length = None if handler.sp_seq_length_is_variable else handler.sp_seq_length
+        if length is not None and length % size:
+            raise ConfigError(
+                f"ParallelismConfig(sp_size={size}) does not divide sp_seq_length={length}; pad the "
+                "sequences, or use another sp_size"
+            )
+        return cls(size, handler.sp_attn_implementation)
+
+    def merged(self, asked: int) -> Sharing:
+        """With what ``enabled`` asks for. Raises ConfigError where both do, and differ."""
+        if self.size > 1 and asked not in (1, self.size):
+            raise ConfigError(
+                f"sequence_parallel={asked} is asked for, and accelerate's ParallelismConfig has {self.size} "
+                "ranks share sequences; leave sequence_parallel out"
+            )
+        return self if asked == 1 else replace(self, size=asked, asked=True)
+
+    def unless(self, obstacle: str) -> Sharing:
+        """What holds for a model with that ``obstacle``, in words, to sharing sequences; "" for none.
+
+        A script whose ranks share sequences may load other models, such as an encoder, which each rank calls
+        with sequences of its own. It is refused when it is prepared for training.
+        """
+        return ALONE if obstacle and not self.asked else self
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ConfigError for a model whose attention Ulysses is told otherwise of."""
+        known = library_of(model).attention(model)
+        if self.attention not in (None, known.implementation) and not known.obstacle:
+            raise ConfigError(
+                f"sp_attn_implementation={self.attention!r} of ParallelismConfig, and {type(model).__name__} "
+                f"has attn_implementation={known.implementation!r}; give both the same"
+            )
+
+
+#: Every rank has sequences of its own.
+ALONE = Sharing()
+
+
+@dataclass(frozen=True)
+class Active:
+    """An engine, its configuration, and the dtype that it wants parameters in (None: the call's own).
+
+    ``building`` is the dtype in which models compute their buffers (None: the call's own), ``sharing`` tells
+    of sequences that ranks share.
+    """
+
+    engine: str
+    zero_stage: int = 3
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
+    building: torch.dtype | None = None
+    sharing: Sharing = ALONE
+
+    @classmethod
+    def of(
+        cls, engine: str, stage: int, config: Mapping[str, Any], dtype: torch.dtype | None = None
+    ) -> Active:
+        """With the dtypes that the engine's configuration asks for, or ``dtype`` in their place."""
+        kind = check_choice(engine, stage).of(stage, config, Mesh(1), None)
+        building = kind.building_dtype
+        return cls(engine, stage, config, dtype or kind.adopted_dtype, building and (dtype or building))
+
+    @classmethod
+    def asked(cls, engine: str, stage: int, config: Mapping[str, Any]) -> Active:
+        """An engine that the script itself is not set up for: with a dtype where ``config`` names one."""
+        kind = check_choice(engine, stage).of(stage, config, Mesh(1), None)
+        return cls(engine, stage, config, kind.parameter_dtype).at(stage)
+
+    def at(self, stage: int) -> Active:
+        """The same at another stage."""
+        builds = check_choice(self.engine, stage).of(stage, self.config, Mesh(1), None).building_dtype
+        return replace(self, zero_stage=stage, building=self.dtype if builds is not None else None)
+
+    @property
+    def family(self) -> type[Engine]:
+        """The engine's class, at any stage."""
+        return check_choice(self.engine, self.zero_stage)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank holds all parameters."""
+        return self.family.of(self.zero_stage, self.config, Mesh(1), None).whole
+
+    @property
+    def title(self) -> str:
+        """What is active, in words."""
+        return titled(self.engine, self.zero_stage)
+
+
+def find_active(model: type) -> Active | None:
+    """What a model of the class ``model`` is to be loaded for, None where no sharding is set up.
+
+    Raises ConfigError for settings that a load cannot honour.
+    """
+    opened = open_init_dtype()
+    config = active_config()
+    stage = config_stage(config)
+    if config is not None and family_of("deepspeed").shares_at(stage):
+        return Active.of("deepspeed", stage, _with_tensors(config), opened)
+    if opened is not None:
+        return Active.of("deepspeed", 3, {}, opened)
+    plugin = None if config is not None else fsdp2_plugin()
+    if plugin is None:
+        return None
+    # accelerate trains fp32 copies wherever the precision is mixed.
+    dtype = None if plugin.mixed_precision == "no" else torch.float32
+    return Active.of("fsdp2", 3, _with_tensors(_with_replicas(fsdp2_config(plugin, model))), dtype)
+
+
+def _with_tensors(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An engine's configuration, with the ranks that accelerate has share tensors."""
+    shared = parallelism()
+    size, section = 1 if shared is None else shared.tp_size, config.get("tensor_parallel") or {}
+    if size == 1:
+        return config
+    if section.get("autotp_size", size) not in (0, size):
+        raise ConfigError(
+            f"accelerate's ParallelismConfig has tp_size={size}, and the engine's configuration "
+            f"autotp_size={section['autotp_size']}; use one number for both, or leave one out"
+        )
+    return {**config, "tensor_parallel": {**section, "autotp_size": size}}
+
+
+def _with_replicas(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """FSDP2's configuration, with as many copies of the model as accelerate has."""
+    shared = parallelism()
+    replicas = 1 if shared is None else shared.dp_replicate_size
+    return config if replicas == 1 else {**config, "replicate": replicas}
+
+
+def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, Any]:
+    """accelerate's FSDP2 settings as ``engine_config``. Raises ConfigError, by the setting."""
+    plugin = found.plugin
+    if plugin.ignored_modules is not None:
+        raise ConfigError(
+            "fsdp_ignored_modules is not available under zerostart.enabled(); remove it, or load without "
+            "zerostart"
+        )
+    if plugin.activation_checkpointing:
+        raise ConfigError(
+            "fsdp_activation_checkpointing is not available under zerostart.enabled(), since accelerate "
+            "wraps layers before they are sharded; use gradient_checkpointing=True of TrainingArguments, or "
+            "model.gradient_checkpointing_enable()"
+        )
+    if found.units == "size":
+        raise ConfigError(
+            "fsdp_auto_wrap_policy SIZE_BASED_WRAP is not available under zerostart.enabled(); use "
+            "TRANSFORMER_BASED_WRAP, with fsdp_transformer_layer_cls_to_wrap where the model needs it"
+        )
+    config: dict[str, Any] = {"reshard_after_forward": plugin.reshard_after_forward}
+    if found.policy is not None:
+        config["mp_policy"] = found.policy
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        # Without an accelerator there is nothing to pin memory for.
+        pinned = plugin.cpu_offload.pin_memory and torch.accelerator.is_available()
+        config["offload_policy"] = replace(plugin.cpu_offload, pin_memory=pinned)
+    if found.units == "none":
+        config["wrap"] = [model.__name__]  # The root alone.
+    elif found.wrapped:
+        config["wrap"] = found.wrapped
+    return config
+
+
+def check_sharing(model: nn.Module) -> None:
+    """Raise ConfigError where other ranks share sequences now than the loaded ``model`` was loaded for."""
+    engine = record_of(model).engine
+    loaded, now = engine.mesh.sequence_parallel, Sharing.of(engine.name).size
+    if loaded == now:
+        return
+    key = "sp_size" if engine.wraps else "cp_size"
+    if loaded == 1 and (obstacle := library_of(model).attention(model).obstacle):
+        raise ConfigError(
+            f"{type(model).__name__} has {obstacle}, so that no ranks can share its sequences, and "
+            f"accelerate has {now} of them do so; prepare it without a ParallelismConfig, or with {key}=1"
+        )
+    raise ConfigError(
+        f"{type(model).__name__} was loaded with sequence_parallel={loaded}, and accelerate has {now} "
+        "ranks share a sequence; give the Accelerator or TrainingArguments, made before the model, "
+        f"ParallelismConfig({key}={max(loaded, now)})"
+    )
+
+
+def check_tensors(model: nn.Module, config: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError where ranks that share tensors of the loaded ``model`` would see different batches.
+
+    ``config`` is accelerate's of DeepSpeed. DeepSpeed itself compares the first forward's inputs alone.
+    """
+    loaded, shared = record_of(model).engine.mesh.tensor_parallel, parallelism()
+    now = 1 if shared is None else shared.tp_size
+    configured = ((config or {}).get("tensor_parallel") or {}).get("autotp_size", 0)
+    if loaded > 1 and loaded not in (now, configured):
+        there = (
+            ""
+            if config is None
+            else (f', or DeepSpeed\'s configuration "tensor_parallel": {{"autotp_size": {loaded}}}')
+        )
+        raise ConfigError(
+            f"{type(model).__name__} was loaded with tensor_parallel={loaded}, whose ranks must see one "
+            "batch, and accelerate gives each rank a batch of its own; give the Accelerator or "
+            f"TrainingArguments, made before the model, ParallelismConfig(tp_size={loaded}){there}"
+        )
+    if config is None and loaded != now:
+        raise ConfigError(
+            f"{type(model).__name__} was loaded with tensor_parallel={loaded}, and accelerate has {now} "
+            "ranks share tensors; make the Accelerator or TrainingArguments before the model"
+        )

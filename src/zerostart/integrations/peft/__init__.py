@@ -1,0 +1,1 @@
+"""PEFT's adapters of models in shards."""

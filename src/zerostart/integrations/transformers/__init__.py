@@ -1,0 +1,1 @@
+"""Scripts of transformers: ``from_pretrained``, ``from_config``, the Trainer."""

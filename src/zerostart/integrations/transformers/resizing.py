@@ -1,0 +1,111 @@
+"""``resize_token_embeddings`` of a model that FSDP2 has sharded already, or that ZeRO-3 partitions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zerostart.distributed.world import current_world
+from zerostart.errors import EngineError
+from zerostart.live.record import record_of
+from zerostart.upstream.deepspeed.state.editing import optimizer_of
+from zerostart.upstream.torch.fsdp2 import has_run, whole_for_a_while
+from zerostart.upstream.transformers.loading import knowing_partitions
+
+#: What a model, its configuration and its layers say of their size.
+_SIZES = ("vocab_size", "num_embeddings", "in_features", "out_features")
+
+
+def resize_token_embeddings(
+    model: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> Any:
+    """The method of transformers, of whose arguments these are, for a model in shards; collective.
+
+    The rows of new tokens are those that rank 0 draws. Raises EngineError once the model has run or has its
+    optimizer, and where tensor parallel has cut the embeddings.
+    """
+    arguments = (new_num_tokens, pad_to_multiple_of, mean_resizing)
+    have = _rows(model.get_input_embeddings().weight)
+    if new_num_tokens in (None, have) and pad_to_multiple_of is None:
+        return model.get_input_embeddings()
+    _check(model, have, new_num_tokens)
+    resize = _resize_units if record_of(model).engine.units else _resize_partitions
+    return resize(model, arguments)
+
+
+def _rows(weight: Any) -> int:
+    return int(getattr(weight, "ds_shape", weight.shape)[0])
+
+
+def _resize_partitions(model: Any, arguments: tuple[Any, ...]) -> Any:
+    """By transformers, which gathers the rows that it copies if it is told of partitions.
+
+    What it leaves is whole on every rank until the engine starts.
+    """
+    with current_world().phase("resizing the embeddings"), knowing_partitions():
+        type(model).resize_token_embeddings(model, *arguments)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for parameter in () if layer is None else layer.parameters():
+            if dist.is_initialized():
+                dist.broadcast(parameter.data, 0)
+    return model.get_input_embeddings()
+
+
+def _resize_units(model: Any, arguments: tuple[Any, ...]) -> Any:
+    """Of FSDP2's units, by transformers, which copies rows from the old weight to the new one.
+
+    So the embeddings, and the head, are whole on every rank while it does; then they are shards again.
+    Whatever fails does so on every rank, and leaves the old rows.
+    """
+    original, embeddings = type(model).resize_token_embeddings, model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    layers = [layer for layer in (embeddings, head) if layer is not None]
+    told = [model, model.config.get_text_config(), *layers]
+    sizes = [(one, name, getattr(one, name)) for one in told for name in _SIZES if hasattr(one, name)]
+    with whole_for_a_while(model, layers):
+        try:
+            with current_world().phase("resizing the embeddings"):
+                original(model, *arguments)
+            _take_over(embeddings, model.get_input_embeddings())
+            if head is not None:
+                _take_over(head, model.get_output_embeddings())
+        except BaseException:
+            for one, name, size in sizes:
+                setattr(one, name, size)
+            raise
+        finally:
+            # The layers themselves stay: the engine's hooks are on them.
+            model.set_input_embeddings(embeddings)
+            if head is not None:
+                model.set_output_embeddings(head)
+    return embeddings
+
+
+def _check(model: Any, have: int, wanted: int | None) -> None:
+    what = f"the embeddings of {type(model).__name__} cannot be resized from {have} to {wanted}"
+    weight = model.get_input_embeddings().weight
+    if has_run(model):
+        raise EngineError(f"{what} once FSDP2 has run a forward; resize them right after from_pretrained")
+    if optimizer_of(weight) is not None:
+        raise EngineError(f"{what} once DeepSpeed has an optimizer of them; resize them before initialize")
+    record = record_of(model)
+    whole = record.engine.units and not isinstance(weight, DTensor)
+    if whole or record.parallelism.mesh.tensor_parallel > 1:
+        raise EngineError(
+            f"{what}, since tensor parallel has cut them; use tensor_parallel=1, or resize them in the "
+            "checkpoint first (load it outside zerostart.enabled(), resize, save_pretrained)"
+        )
+
+
+def _take_over(layer: nn.Module, new: nn.Module) -> None:
+    """Give ``layer`` the parameters and sizes of ``new``."""
+    layer._parameters.update(new._parameters)
+    for name in _SIZES:
+        if hasattr(new, name):
+            setattr(layer, name, getattr(new, name))

@@ -1,0 +1,161 @@
+"""The HF Trainer's ``save_model``, and what it resumes from, on DeepSpeed and FSDP2.
+
+Its checkpoints have an ordinary model, as ``save_pretrained`` leaves it, the Trainer's own files, and a
+directory of ``save_state`` where DeepSpeed's or accelerate's would be.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerostart.checkpoint.finding import state_in
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.distributed.world import current_world
+from zerostart.errors import CheckpointError, ReadError
+from zerostart.integrations.saving import already_saved, in_shards, save_weights
+from zerostart.live.record import loaded_models, record_of
+from zerostart.state.resuming.load_state import load_state
+from zerostart.upstream.deepspeed.parallel.ulysses import sequence_group
+
+Original = Callable[[], Any]
+#: The Trainer's file of its schedule.
+_SCHEDULE = "scheduler.pt"
+#: The directories of its checkpoints, and the file that it writes last there.
+_CHECKPOINT, _STATE = re.compile(r"checkpoint-(\d+)"), "trainer_state.json"
+logger = logging.getLogger("zerostart")
+
+
+def save_model(original: Original, **call: Any) -> Any:
+    """``Trainer.save_model``, which every rank calls."""
+    trainer = call["self"]
+    directory = call["output_dir"] if call["output_dir"] is not None else trainer.args.output_dir
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if not _served(trainer, model):
+        return original()
+    save_weights(model, directory)
+    # What belongs beside the weights is written as ever: by the Trainer, or by a class of one's own.
+    with (
+        current_world().phase("saving beside the model"),
+        already_saved(model, directory),
+        already_saved(trainer.model, directory),
+    ):
+        trainer._save(directory, state_dict={})
+    if trainer.args.push_to_hub and not call["_internal_call"]:
+        trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+    return None
+
+
+def _served(trainer: Any, model: Any) -> bool:
+    sharding = trainer.is_deepspeed_enabled or _is_fsdp2(trainer)
+    if not sharding or trainer.args.save_on_each_node or not hasattr(model, "save_pretrained"):
+        return False
+    return next(loaded_models(model), None) is not None or in_shards(model)
+
+
+def _is_fsdp2(trainer: Any) -> bool:
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return plugin is not None and plugin.fsdp_version == 2
+
+
+def load_deepspeed(original: Original, **call: Any) -> Any:
+    """``deepspeed_load_checkpoint``, which knows DeepSpeed's checkpoints by their names."""
+    if state_in(call["checkpoint_path"]) is None:
+        return original()
+    call["deepspeed_engine"].load_checkpoint(call["checkpoint_path"])
+    return None
+
+
+def last_checkpoint(original: Original, **call: Any) -> Any:
+    """``get_last_checkpoint``, as the Trainer calls it: of those that are complete; None without any.
+
+    The Trainer writes its own state into a checkpoint when all else is there.
+    """
+    folder = Path(call["folder"])
+    numbered = {int(m[1]): path for path in folder.iterdir() if (m := _CHECKPOINT.fullmatch(path.name))}
+    for number in sorted(numbered, reverse=True):
+        try:
+            read_json(numbered[number] / _STATE, "Trainer's state")
+        except (CheckpointError, ReadError) as error:
+            logger.warning("%s is not complete, and is passed over: %s", numbered[number], error)
+        else:
+            return os.fspath(numbered[number])
+    return None
+
+
+def load_from_checkpoint(original: Original, **call: Any) -> Any:
+    """``Trainer._load_from_checkpoint``: on FSDP2 the model, with its optimizer."""
+    trainer, checkpoint = call["self"], call["resume_from_checkpoint"]
+    path = state_in(checkpoint) if _is_fsdp2(trainer) else None
+    if path is None:
+        return original()
+    load_state(path, call["model"] if call["model"] is not None else trainer.model, trainer.optimizer)
+    return None
+
+
+def load_optimizer_and_scheduler(original: Original, **call: Any) -> Any:
+    """``Trainer._load_optimizer_and_scheduler``: after the above the schedule is left."""
+    trainer, checkpoint = call["self"], call["checkpoint"]
+    if checkpoint is None or not _is_fsdp2(trainer) or state_in(checkpoint) is None:
+        return original()
+    schedule = Path(os.fspath(checkpoint)) / _SCHEDULE
+    if schedule.is_file():
+        trainer.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+    return None
+
+
+logger = logging.getLogger("zerostart")
+_IGNORED = -100
+_told: set[str] = set()
+#: Of this process, how many tokens each of the first micro-batches has had that are predicted.
+_counts: list[int] = []
+#: So many are looked at, by one small collective each, and no more: rows that differ do so soon.
+_LOOKED = 16
+
+
+def shared_loss(original: Callable[[], Any], **call: Any) -> Any:
+    """``deepspeed_sp_compute_loss``, after a warning on rank 0, once each, of what it does otherwise."""
+    part = next(loaded_models(call["model"]), None)
+    if part is not None:
+        _tell(part, call["accelerator"], call["inputs"])
+    return original()
+
+
+def _tell(part: torch.nn.Module, accelerator: Any, inputs: Any) -> None:
+    engine = record_of(part).engine
+    size = engine.mesh.sequence_parallel
+    if size > 1 and engine.whole:
+        _once(
+            f"transformers' Trainer sums the gradients of the {size} ranks that share a sequence, and "
+            f"{engine.title} does not divide them by these: gradients and the logged norm are {size} times "
+            f"those of one process. Set max_grad_norm to {size} times what is meant, or use ZeRO stage 3"
+        )
+    batches = engine.mesh.world_size // max(size, 1) * accelerator.gradient_accumulation_steps
+    labels = inputs.get("shift_labels")
+    if size > 1 and batches > 1 and isinstance(labels, torch.Tensor) and _looks():
+        count = (labels != _IGNORED).sum()
+        dist.all_reduce(count, group=sequence_group())
+        _counts.append(int(count))
+        if len(set(_counts)) > 1:
+            _once(
+                "rows differ in how many tokens are predicted, and transformers' Trainer takes the mean of "
+                f"the means of {batches} micro-batches where ranks share sequences: tokens of short rows "
+                "count more than in one process. Use rows of one length (packing), or zerostart train"
+            )
+
+
+def _looks() -> bool:
+    return len(_counts) < _LOOKED and len(set(_counts)) < 2
+
+
+def _once(text: str) -> None:
+    if text not in _told and dist.get_rank() == 0:
+        logger.warning("%s", text)
+    _told.add(text)

@@ -1,0 +1,244 @@
+"""What each rank of a load will read: bytes, operations, and what is staged on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+
+import numpy as np
+from torch import nn
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.engines.memory import Array
+from zerostart.engines.placements import DEVICE, RANKS_OF_A_MACHINE, Placements
+from zerostart.errors import ConfigError
+from zerostart.geometry.layout import Layout, replicated
+from zerostart.loading.forecast.result import Memory, RankForecast, WorldPlan
+from zerostart.models import Origins
+from zerostart.recipe import Recipe
+from zerostart.transfer import Tuning
+from zerostart.transfer.planning import (
+    MARGIN,
+    Count,
+    Destination,
+    ExchangeStep,
+    Plan,
+    PlanOptions,
+    Rates,
+    ReadStrategy,
+    Share,
+    count_reads,
+    exchange_schedule,
+    join,
+    spans_within,
+    table_of,
+)
+from zerostart.transfer.strategy import MOST_REQUESTS, ReadDemand, chosen
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter's share on every rank in question: the layouts of those that hold some of it, with the
+    ranks, and the elements of the local storage of all.
+
+    Parameters that lie alike have the very same ``layouts``.
+    """
+
+    layouts: Sequence[tuple[int, Layout]]
+    numels: Array
+
+
+def owned_by(model: nn.Module, placed: Placements, ranks: Sequence[int]) -> dict[str, Owned]:
+    """The shares of ``ranks``, by parameter name.
+
+    Layers repeat: parameters that are cut alike and have one shape lie alike, and are laid out once.
+    """
+    known: dict[Hashable, Owned] = {}
+    by_name: dict[str, Owned] = {}
+    for name, parameter in model.named_parameters():
+        alike = (tuple(parameter.shape), placed.alike(name))
+        if alike not in known:
+            layouts = [(rank, placed.layout(name, rank)) for rank in ranks]
+            numels = np.array([layout.numel for _, layout in layouts], np.int64)
+            known[alike] = Owned([(rank, layout) for rank, layout in layouts if layout.boxes], numels)
+        by_name[name] = known[alike]
+    return by_name
+
+
+def counts_of(
+    catalog: Catalog,
+    origins: Origins,
+    placed: Placements,
+    owned: Mapping[str, Owned],
+    ranks: Sequence[int],
+    tuning: Tuning,
+    on_host: bool,
+) -> list[Count]:
+    """What each of ``ranks`` reads; ``on_host``: what the device has is host memory."""
+    whole: dict[tuple[int, ...], list[tuple[int, Layout]]] = {}
+    shares = []
+    for recipe in origins.buffers.values():
+        shape = recipe.target.shape
+        layouts = whole.setdefault(shape, [*zip(ranks, repeat(replicated(shape)))])
+        shares.append(Share(recipe, layouts, on_host))
+    for name, own in owned.items():
+        origin = origins.parameters[name]
+        if isinstance(origin, Recipe):
+            shares.append(Share(origin, own.layouts, on_host or placed.homes[name] != DEVICE))
+    return count_reads(catalog, shares, ranks, PlanOptions(tuning.chunk_size), tuning.threads)
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What decides it: the checkpoint, what is read of it, where it goes, how it is read and at what rates.
+
+    ``on_host``: what the device has is host memory.
+    """
+
+    catalog: Catalog
+    origins: Origins
+    placed: Placements
+    tuning: Tuning
+    rates: Rates
+    on_host: bool
+
+    def exchanged(self, made: WorldPlan, forced: bool | None) -> WorldPlan:
+        """The plan ``made`` for own slices, as it is or as it becomes if bytes are read once.
+
+        Raises ConfigError as ``serving.agree_on_strategy`` does.
+        """
+        if self.placed.gathered:
+            made = replace(made, exchanged_bytes=(self.placed.gathered,) * len(made.ranks))
+        if made.world_size == 1 or not self.catalog.storage.worth_exchanging or forced is False:
+            return made
+        if forced is None and not (self.tuning.cold and made.world_size > RANKS_OF_A_MACHINE):
+            return made  # one machine's page cache serves all its ranks
+        if forced is None and self._plainly_own(made):
+            return made
+        plans = [self._plan(rank, self.tuning.chunk_size) for rank in range(made.world_size)]
+        sharing = chosen(
+            [self._wants(r, plan, forced) for r, plan in enumerate(plans)], sum(self.catalog.sizes)
+        )
+        if sharing is None or not sharing.once:
+            return replace(made, sharing=sharing)
+        return self._once(made, sharing, plans)
+
+    def _plainly_own(self, made: WorldPlan) -> bool:
+        """Whether own slices are sure to be chosen, found without planning every rank's reads."""
+        of_all = made.world_size / len(made.ranks)
+        if of_all * sum(rank.read_ops for rank in made.ranks) > MOST_REQUESTS:
+            return True
+        # Reading once cannot be faster by the margin where hardly a byte is wanted twice, and whole rows are.
+        wanted = of_all * sum(rank.read_bytes for rank in made.ranks)
+        if wanted * MARGIN > min(wanted, sum(self.catalog.sizes)):
+            return False
+        return all(read.rows == 1 for read in self._plan(0, self.tuning.chunk_size).all_reads())
+
+    def _wants(self, rank: int, plan: Plan, forced: bool | None) -> ReadDemand:
+        told = ReadDemand.of(plan, self.tuning, forced, str(rank // RANKS_OF_A_MACHINE))
+        return replace(told, rates=self.rates)
+
+    def _once(self, made: WorldPlan, sharing: ReadStrategy, own: Sequence[Plan]) -> WorldPlan:
+        chunk = sharing.chunk_size
+        plans = [spans_within(self._plan(rank, chunk), chunk) for rank in range(made.world_size)]
+        exchange = exchange_schedule([table_of(plan.reads) for plan in plans], chunk)
+        served = [0] * made.world_size
+        for step in exchange.steps:
+            if isinstance(step, ExchangeStep):
+                served[step.server] += 1
+
+        def becomes(rank: RankForecast) -> RankForecast:
+            number, plan = rank.rank, plans[rank.rank]
+            alone = [plan.reads[n] for n in exchange.alone[number]]
+            computed = [read for computation in plan.computations for read in computation.reads]
+            staged = self.tuning.ring_bytes if own[number].staged else 0
+            more = self.tuning.exchange_bytes(chunk) - staged
+            return replace(
+                rank,
+                read_bytes=sum(r.nbytes for r in [*alone, *computed]) + exchange.served[number],
+                read_ops=len(alone) + len(computed) + served[number],
+                peak_host_bytes=rank.peak_host_bytes + more,
+                memory=_staging(rank.memory, more),
+            )
+
+        return replace(
+            made,
+            ranks=tuple(map(becomes, made.ranks)),
+            sharing=sharing,
+            exchanged_bytes=tuple(exchange.received[rank.rank] for rank in made.ranks),
+        )
+
+    def _plan(self, rank: int, chunk_size: int) -> Plan:
+        wanted: list[tuple[Recipe, Layout, Destination]] = []
+
+        def want(recipe: Recipe, layout: Layout, direct: bool) -> None:
+            target = recipe.target
+            destination = Destination(target.name, layout.numel, layout.owned, target.dtype, direct)
+            wanted.append((recipe, layout, destination))
+
+        for name, recipe in self.origins.parameters.items():
+            if isinstance(recipe, Recipe):
+                want(
+                    recipe, self.placed.layout(name, rank), self.on_host or self.placed.homes[name] != DEVICE
+                )
+        for recipe in self.origins.buffers.values():
+            want(recipe, replicated(recipe.target.shape), self.on_host)
+        return join(self.catalog, wanted, PlanOptions(chunk_size))
+
+
+def _staging(memory: Mapping[str, Memory], more: int) -> dict[str, Memory]:
+    """``memory`` with so many bytes ``more`` of staging buffers in the load."""
+    load = memory["load"]
+    host = {**load.host, "staging": load.host.get("staging", 0) + more}
+    return {**memory, "load": replace(load, host=host)}
+
+
+def rates_of(assumed: Rates, storage: float | None, interconnect: float | None) -> Rates:
+    """``assumed`` rates, with those that are given, in bytes a second, in their place.
+
+    ``storage`` is what one machine gets, of its disk or over its link. Raises ConfigError for what is no
+    rate.
+    """
+    for name, value in (("storage_rate", storage), ("interconnect_rate", interconnect)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value!r} must be a number of bytes a second")
+    if storage is not None:
+        assumed = replace(assumed, link=float(storage))
+    if interconnect is not None:
+        assumed = replace(assumed, interconnect=float(interconnect))
+    return assumed
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What its ranks share: seconds for each byte that one of them reads."""
+
+    rates: Rates
+    ranks: int
+    #: Bytes that come from storage for each byte that is read: fewer where ranks read the same.
+    differ: float
+
+    def seconds(self, read: int, received: int) -> float:
+        storage = read * self.ranks * self.differ / self.rates.link
+        copied = read * self.ranks / self.rates.copy
+        return max(storage, copied, 2 * received / self.rates.interconnect)
+
+
+def timed(
+    ranks: Sequence[RankForecast],
+    received: Sequence[int],
+    world_size: int,
+    stored: int,
+    rates: Rates,
+) -> tuple[RankForecast, ...]:
+    """``ranks`` with the seconds that each reads; ``stored``: bytes of the files."""
+    local = min(world_size, RANKS_OF_A_MACHINE)
+    wanted = sum(rank.read_bytes for rank in ranks) * local / max(1, len(ranks))
+    machine = _Machine(rates, local, min(1.0, stored / wanted) if wanted else 1.0)
+    got = received or [0] * len(ranks)
+    return tuple(
+        replace(rank, read_seconds=machine.seconds(rank.read_bytes, more))
+        for rank, more in zip(ranks, got, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Whether two places hold the same tensors: digests and differences."""

@@ -1,0 +1,1 @@
+"""Training states: saved while training goes on, and restored on any layout."""

@@ -1,0 +1,82 @@
+"""The document of a training state: what it has to say, its digest, and the limits that it has to keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerostart.checkpoint.manifest import check_seal
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, is_too_much, read_json
+from zerostart.errors import CheckpointError, ConfigError
+from zerostart.state.resuming.training_state import FORMAT, MARKER
+from zerostart.state.saving.writing import Entry
+
+#: What every document has, and of which kind. What came later may be missing, in older ones.
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "world_size": (int,),
+    "ties": (dict,),
+    "left_out": (list,),
+    "optimizer": (dict,),
+    "engine": (dict,),
+    "extra": (object,),
+}
+_OPTIMIZER: dict[str, tuple[type, ...]] = {"class": (str,), "numbers": (dict,), "groups": (list,)}
+_LATER: dict[str, tuple[type, ...]] = {"modules": (dict,), "beside": (list,), "around": (dict,)}
+#: Bytes of the document for each tensor beside its name: its digest, quotes, indentation; and for each file.
+_PER_TENSOR, _PER_FILE = 48, 4096
+
+
+def check_size(document: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+    """Raise ConfigError, before anything is written, for a document that could not be read again.
+
+    ``entries`` are the tensors whose digests come to it.
+    """
+    text, names = json.dumps(document, indent=1), [json.dumps(name) for name, _, _ in entries]
+    size = len(text) + _PER_FILE + sum(len(name) + _PER_TENSOR for name in names)
+    objects, members = (sum(part.count(mark) for part in (text, *names)) for mark in "{,")
+    if size > MAX_DOCUMENT_BYTES or is_too_much(objects + _PER_FILE, members + len(names) + _PER_FILE):
+        raise ConfigError(
+            f"the document of the state would have {size} bytes and {objects} objects for {len(entries)} "
+            f"tensors, and {MAX_DOCUMENT_BYTES} bytes at most are read again: train fewer parameters, join "
+            "small ones, or pass less beside them"
+        )
+
+
+def read_document(state: Path) -> dict[str, Any]:
+    """The document of the training state in a directory.
+
+    Raises ReadError, and CheckpointError for a damaged one.
+    """
+    path = state / MARKER
+    document = read_json(path, "training state", MAX_DOCUMENT_BYTES)
+    version = document.get("format")
+    if type(version) is not int or version > FORMAT:
+        raise CheckpointError(
+            f"{path} has the format {version!r}, and this zerostart knows formats up to {FORMAT}; update "
+            "zerostart"
+        )
+    check_seal(document, path)
+    _check_fields(path, document, _FIELDS, _LATER, "")
+    if document["optimizer"]:
+        _check_fields(path, document["optimizer"], _OPTIMIZER, {}, "optimizer.")
+    return document
+
+
+def _check_fields(
+    path: Path,
+    document: Mapping[str, Any],
+    needed: Mapping[str, tuple[type, ...]],
+    later: Mapping[str, tuple[type, ...]],
+    where: str,
+) -> None:
+    for name, kinds in {**needed, **later}.items():
+        if name not in document and name in later:
+            continue
+        if name not in document or not isinstance(document[name], kinds):
+            what = "no" if name not in document else "another kind of"
+            raise CheckpointError(
+                f"{path} has {what} entry {where}{name}: it is damaged, or is not the document of a "
+                "training state; take another checkpoint"
+            )

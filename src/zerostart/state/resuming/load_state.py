@@ -1,0 +1,456 @@
+"""``zerostart.load_state``: a load of a training checkpoint into the layouts that the engine has now."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.finding import state_in, tell_of_newer
+from zerostart.checkpoint.manifest import SAVED_AT
+from zerostart.checkpoint.source import open_saved_state
+from zerostart.distributed.world import World, current_world
+from zerostart.engines import Shard, plain_name, whole_shard
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError
+from zerostart.geometry.layout import Layout, dimension_shard, replicated
+from zerostart.loading.source import open_source
+from zerostart.recipe import Recipe, Target
+from zerostart.state.resuming.background import finish_last
+from zerostart.state.resuming.document import read_document
+from zerostart.state.resuming.foreign import OTHERS, foreign_state
+from zerostart.state.resuming.linking import check_unchanged
+from zerostart.state.resuming.local_states import LOCAL, check_local, restored_local
+from zerostart.state.resuming.optimizer import Kept, gradient_of, masters_of, restore_groups, restored_moments
+from zerostart.state.resuming.optimizer_own import check_own, restore_own
+from zerostart.state.resuming.random_states import random_rows, set_random_rows
+from zerostart.state.resuming.rules import check_rule
+from zerostart.state.resuming.training_state import (
+    MARKER,
+    MODEL,
+    STATE,
+    Training,
+    check_restorable,
+    placed_gradients,
+    training_of,
+)
+from zerostart.state.resuming.values import decoded, dtype_of
+from zerostart.state.saving.publishing import agreed_place
+from zerostart.transfer import Progress, Tuning
+from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
+from zerostart.transfer.strategy import execute_together
+from zerostart.transfer.tuning import tune
+from zerostart.upstream.deepspeed.state import engine as deepspeed
+from zerostart.upstream.deepspeed.state import steps as deepspeed_steps
+
+logger = logging.getLogger("zerostart")
+
+#: A tensor of the checkpoint, and where this rank's share of it goes: the name, the layout, 1-D storage.
+_Wanted = tuple[str, Layout, torch.Tensor]
+#: What tensors of the state are kept for, in the first part of their names; other ones are whole.
+_OF_PARAMETERS = frozenset({"master", "optimizer", "gradient", "random", LOCAL})
+#: accelerate's and the Trainer's files of an optimizer that one rank has gathered.
+_WHOLE_OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint: its document, and the catalogs of its two folders."""
+
+    path: Path
+    document: dict[str, Any]
+    model: Catalog
+    state: Catalog
+
+    @property
+    def stored(self) -> dict[str, str]:
+        """The dtype of each tensor, those of the model as ``model/NAME``."""
+        found = {name: entry.dtype for name, entry in self.state.weights.items()}
+        return found | {f"{MODEL}/{name}": entry.dtype for name, entry in self.model.weights.items()}
+
+
+def opened(path: Path, world: World) -> Saved:
+    """The training state at ``path``, which rank 0 finds, on every rank; collective.
+
+    Raises CheckpointNotFoundError where there is none, and CheckpointError for a damaged one.
+    """
+    found = world.broadcast_object(lambda: _described(path), "reading the checkpoint's document")
+    return replace(found, model=open_source(found.model, world), state=open_source(found.state, world))
+
+
+def _described(path: Path) -> Saved:
+    """The training state at ``path``, or in what accelerate or the Trainer has made there."""
+    own = state_in(path)
+    if own is None:
+        foreign = foreign_state(path)
+        if foreign is not None:
+            return Saved(path, *foreign)
+        for name in _WHOLE_OPTIMIZERS:
+            if (path / name).is_file():
+                raise CheckpointNotFoundError(
+                    f"{path / name} has the optimizer of all ranks in one pickle, which is not read in "
+                    "parts: resume once by what has saved it, and save by zerostart.save_state, or by "
+                    "accelerate with fsdp_state_dict_type: SHARDED_STATE_DICT; the weights alone can be "
+                    "loaded (zerostart.load)"
+                )
+        raise CheckpointNotFoundError(
+            f"{path} is not a complete training checkpoint: {MARKER} is not there, which "
+            "zerostart.save_state writes last"
+        )
+    tell_of_newer(path, own)
+    path = own
+    document, (weights, state) = open_saved_state(path, (MODEL, STATE), read_document)
+    check_unchanged(path, MODEL, document.get(SAVED_AT))
+    return Saved(path, document, weights, state)
+
+
+def load_state(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any,
+    beside: Sequence[Kept] = (),
+    stepped: bool = True,
+    counters: bool = True,
+) -> Any:
+    """See ``zerostart.load_state``, which raises what this raises.
+
+    ``beside`` are tensors that were kept for parameters, to be filled; raises CheckpointError where one was
+    not saved. Without ``stepped`` an engine's masters come with the weights, and what the optimizer keeps for
+    them, gradients and random states stay as they are; without ``counters`` what the engine counts does.
+    """
+    world = current_world()
+    with world.phase("restoring the training state"):
+        place = agreed_place(path, world, "restoring from")
+        finish_last(world, place)
+        saved = opened(place, world)
+        with world.phase("looking at what is restored"):
+            training = training_of(model, optimizer, world)
+            training.watch()
+            check_restorable(training.places)
+            _check_names(training, saved)
+            if stepped:
+                _check_optimizers(training, saved, world)
+            wanted = [*_parameters(training, saved, world), *_beside(beside, saved)]
+            if stepped and world.rank == 0:
+                _tell_of_dtypes(training, saved)
+        extra, rows = _extra(saved), _random_rows(saved) if stepped else {}
+        with torch.no_grad(), world.phase("planning what is restored"):
+            wanted += _masters(training, saved)
+            if stepped:
+                wanted += _moments(training, saved, world)
+            wanted += [(name, replicated(tensor.shape), tensor.view(-1)) for name, tensor in extra.items()]
+            wanted += [(name, _row(saved, name, world), row) for name, row in rows.items()]
+            plans = [
+                planned_reads(saved.model, _of(MODEL, wanted)),
+                planned_reads(saved.state, _of("", wanted)),
+            ]
+        with torch.no_grad():
+            for plan, storages, tuning in plans:
+                execute_together(plan, storages, Progress(plan.read_bytes, False), tuning, world)
+            deepspeed.drop_gathered(training.places.parameters.values())
+        with world.phase("restoring counters and random states"):
+            if counters:
+                _restore_engine(training, saved, extra, stepped)
+            if stepped:
+                restore_own(training.steps, saved.document["optimizer"], extra)
+            _restore_around(training, saved, extra)
+            _restore_modules(training, saved, extra)
+            _restore_random(saved, rows, world)
+        return decoded(saved.document["extra"], extra)
+
+
+def _check_names(training: Training, saved: Saved) -> None:
+    """Raise CoverageError unless the checkpoint has the model's tensors, with their shapes."""
+    places = training.places
+    shapes = {name: shard.layout.shape for name, shard in places.shards.items()}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in places.buffers.items()}
+    ties = saved.document["ties"]
+    known = {_name(name, saved) for name in shapes}
+    if saved.document["world_size"] == OTHERS:  # who write a tied tensor under each of its names
+        known |= set(places.ties) | {ties.get(name, name) for name in places.ties}
+    left_out = set(saved.document["left_out"])
+    missing = sorted(n for n in shapes.keys() - left_out if _name(n, saved) not in saved.model.weights)
+    unexpected = sorted((saved.model.weights.keys() - known) | (left_out - shapes.keys()))
+    mismatched = {
+        name: (saved.model.weights[_name(name, saved)].shape, shape)
+        for name, shape in shapes.items()
+        if name not in missing
+        and name not in left_out
+        and saved.model.weights[_name(name, saved)].shape != shape
+    }
+    if missing or unexpected or mismatched:
+        first = (missing or unexpected or sorted(mismatched))[0]
+        raise CoverageError(
+            f"{saved.path} belongs to another model: {len(missing)} tensors are missing, {len(unexpected)} "
+            f"unexpected, {len(mismatched)} of another shape, among them {first}; build the model as it was "
+            "when the state was saved, with the same adapters",
+            missing,
+            unexpected,
+            mismatched,
+        )
+
+
+def _check_optimizers(training: Training, saved: Saved, world: World) -> None:
+    """Raise unless what steps now can go on with what was saved, before anything is changed."""
+    document = saved.document["optimizer"]
+    if training.steps and not document:
+        raise ConfigError(f"{saved.path} was saved without an optimizer; leave optimizer out")
+    for optimizer in {id(step.optimizer): step.optimizer for step in training.steps}.values():
+        check_rule(optimizer, document)
+    if training.engine is not None and "window" in saved.document["engine"]:
+        deepspeed.check_window(training.engine, saved.document["engine"]["window"])
+    before, now = saved.document["engine"].get("accumulation"), training.accumulation
+    if None not in (before, now) and before != now and _with_gradients(saved):
+        raise ConfigError(
+            f"{saved.path} was saved in the middle of a window of gradient_accumulation_steps={before}, and "
+            f"accelerate has {now}: resume with {before}, or save after a step of the optimizer"
+        )
+    check_own(training.steps, document)
+    check_local(training.steps, training.places, training.engine is None, document, world)
+
+
+def _name(name: str, saved: Saved) -> str:
+    """The name under which the checkpoint has a tensor, which may be tied there."""
+    found: str = name if name in saved.model.weights else saved.document["ties"].get(name, name)
+    return found
+
+
+def _parameters(training: Training, saved: Saved, world: World) -> list[_Wanted]:
+    """Parameters, those of more bits than were saved from their masters, and buffers."""
+    wanted: list[_Wanted] = []
+    for name, shard in training.places.shards.items():
+        if name in saved.document["left_out"]:
+            continue  # frozen, and as the model was loaded
+        wanted.append((_source(name, shard.storage.dtype, saved), shard.layout, shard.storage))
+    for name, buffer in training.places.buffers.items():
+        shard = whole_shard(name, buffer, world)
+        wanted.append((f"{MODEL}/{name}", shard.layout, shard.storage))
+    return wanted
+
+
+def _tell_of_dtypes(training: Training, saved: Saved) -> None:
+    """Say so where what is stepped has another dtype than it was saved in, and is rounded at other steps."""
+    shards, left_out, stored = training.places.shards, saved.document["left_out"], saved.stored
+    other = {
+        name: (before, now)
+        for name in training.parameters.keys() - left_out
+        for now in [shards[name].storage.dtype]
+        for before in [dtype_of(stored[_source(name, now, saved)])]
+        if before != now
+    }
+    if other:
+        name = min(other)
+        before, now = other[name]
+        logger.warning(
+            "%s was trained in %s, and is in %s now (%s, with %d more): it goes on in that, and otherwise "
+            "than the run that saved it would have",
+            saved.path,
+            before,
+            now,
+            name,
+            len(other) - 1,
+        )
+
+
+def _beside(beside: Sequence[Kept], saved: Saved) -> list[_Wanted]:
+    for kept in beside:
+        if f"{kept.key}/{kept.name}" not in saved.state.weights:
+            raise CheckpointError(
+                f"{saved.path} has no {kept.key} of {kept.name}: it was saved without it; leave "
+                f"{kept.key} out, or start anew"
+            )
+    return [(f"{kept.key}/{kept.name}", kept.shard.layout, kept.shard.storage) for kept in beside]
+
+
+def _source(name: str, dtype: torch.dtype, saved: Saved) -> str:
+    """What a parameter or a master is restored from: what was saved in its dtype, else the master."""
+    name = _name(name, saved)
+    master = f"master/{name}"
+    if master in saved.state.weights and dtype_of(saved.model.weights[name].dtype) != dtype:
+        return master
+    return f"{MODEL}/{name}"
+
+
+def _of(folder: str, wanted: Sequence[_Wanted]) -> list[_Wanted]:
+    """What is ``wanted`` of the folder with the model, or of the other one, by its names there."""
+    prefix = f"{MODEL}/"
+    if not folder:
+        return [item for item in wanted if not item[0].startswith(prefix)]
+    return [(n.removeprefix(prefix), layout, room) for n, layout, room in wanted if n.startswith(prefix)]
+
+
+def planned_reads(catalog: Catalog, wanted: Iterable[_Wanted]) -> tuple[Plan, list[torch.Tensor], Tuning]:
+    """What this rank reads to fill storages, those that have elements, and how.
+
+    Raises CheckpointError for a tensor that has another shape in the checkpoint.
+    """
+    parts = []
+    storages: list[torch.Tensor] = []
+    staged = False
+    for name, layout, storage in wanted:
+        if not storage.numel():
+            continue
+        entry, direct = catalog.weights[name], storage.device.type == "cpu"
+        if entry.shape != layout.shape:
+            raise CheckpointError(f"{name} has the shape {entry.shape} in the checkpoint, not {layout.shape}")
+        recipe = Recipe(Target(name, layout.shape, storage.dtype), entry.pieces)
+        owned = min(layout.owned, storage.numel())
+        parts.append((recipe, layout, Destination(name, storage.numel(), owned, storage.dtype, direct)))
+        storages.append(storage)
+        staged = staged or not direct
+    tuning = tune(catalog.storage, staged)
+    return join(catalog, parts, PlanOptions(tuning.chunk_size)), storages, tuning
+
+
+def _masters(training: Training, saved: Saved) -> list[_Wanted]:
+    places = training.places
+    return [
+        (_source(kept.name, kept.shard.storage.dtype, saved), kept.shard.layout, kept.shard.storage)
+        for kept in masters_of(training.steps, places)
+        if kept.name not in saved.document["left_out"]
+        and not _same_memory(kept.shard, places.shards[kept.name])
+    ]
+
+
+def _moments(training: Training, saved: Saved, world: World) -> list[_Wanted]:
+    """What the optimizer keeps, and gradients, for which room is made; its groups get their settings."""
+    places, steps = training.places, training.steps
+    if not steps:
+        return []
+    document = saved.document["optimizer"]
+    restore_groups(steps, places, document)
+    moments = restored_moments(steps, places, document, saved.stored)
+    wanted = [(f"optimizer/{k.key}/{k.name}", k.shard.layout, k.shard.storage) for k in moments]
+    local = restored_local(steps, places, document, world)
+    wanted += [(shard.name, shard.layout, shard.storage) for shard in local]
+    gradients = _gradients(training, saved)
+    return wanted + [(f"gradient/{k.name}", k.shard.layout, k.shard.storage) for k in gradients]
+
+
+def _same_memory(a: Shard, b: Shard) -> bool:
+    return a.storage.dtype == b.storage.dtype and a.storage.data_ptr() == b.storage.data_ptr()
+
+
+def _gradients(training: Training, saved: Saved) -> list[Kept]:
+    """Room for the gradients that were saved; those that were not are none.
+
+    Raises ConfigError for a window that another kind of engine has to end.
+    """
+    having = _with_gradients(saved)
+    shards = training.places.shards
+    engine, found = training.engine, saved.document["engine"]
+    if engine is not None or "window" in found:
+        if not having:
+            return []
+        room = (
+            deepspeed_steps.gradients(engine, training.steps, make=True)
+            if engine is not None and "window" in found
+            else None
+        )
+        if room is None:
+            raise ConfigError(
+                f"{saved.path} was saved in the middle of a window of gradient accumulation, which this "
+                "engine cannot end: resume with the same one, or save after optimizer.step() and zero_grad()"
+            )
+        return list(placed_gradients(training, room))
+    if having and "seal" not in saved.document and current_world().rank == 0:
+        logger.warning(
+            "%s has gradients, to be added to, and is of a version that did not know whether a step had "
+            "taken them: if it was saved between step() and zero_grad(), call zero_grad() after this",
+            saved.path,
+        )
+    kept = []
+    for name, parameter in training.parameters.items():
+        parameter.grad = None
+        if name in having:
+            parameter.grad = torch.zeros_like(parameter.detach())
+            kept.append(gradient_of(name, parameter, shards[name]))
+    return kept
+
+
+def _with_gradients(saved: Saved) -> set[str]:
+    """The parameters whose gradients were saved."""
+    return {name.partition("/")[2] for name in saved.state.weights if name.startswith("gradient/")}
+
+
+def _extra(saved: Saved) -> dict[str, torch.Tensor]:
+    """Room for the tensors of ``extra`` and of what the engine keeps, whole on every rank."""
+    kept = _OF_PARAMETERS | set(saved.document.get("beside", ()))
+    return {
+        name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="cpu")
+        for name, entry in saved.state.weights.items()
+        if name.partition("/")[0] not in kept
+    }
+
+
+def _restore_engine(
+    training: Training, saved: Saved, tensors: Mapping[str, torch.Tensor], gradients: bool
+) -> None:
+    found = saved.document["engine"]
+    if training.engine is None:
+        if training.scaler is not None and found.get("scaler"):
+            training.scaler.load_state_dict(decoded(found["scaler"], tensors))
+        return
+    if not gradients:  # without which no window goes on
+        found = {key: value for key, value in found.items() if key != "window"}
+    deepspeed.set_counters(training.engine, found)
+    if "window" in found:
+        deepspeed.set_window(training.engine, found["window"])
+    if training.scheduler is not None and "schedule" in found:
+        training.scheduler.load_state_dict(decoded(found["schedule"], tensors))
+
+
+def _restore_around(training: Training, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give buffers of what is around the model their values; what is not around it now has none."""
+    values = decoded(saved.document.get("around", {}), tensors)
+    for name, buffer in training.places.around.items():
+        if name in values:
+            with torch.no_grad():
+                buffer.copy_(values[name])
+
+
+def _restore_modules(training: Training, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Hand modules what they kept beside tensors."""
+    modules = {plain_name(name): module for name, module in training.places.module.named_modules()}
+    for name, state in saved.document.get("modules", {}).items():
+        if name not in modules:
+            raise CoverageError(
+                f"{saved.path} has a state of the module {name}, and the model has no such module"
+            )
+        modules[name].set_extra_state(decoded(state, tensors))
+
+
+def _random_rows(saved: Saved) -> dict[str, torch.Tensor]:
+    """Room for the random states that were saved of the generators that are here, by their names there."""
+    found = {f"random/{name}": now for name, now in random_rows().items()}
+    stored = {name: saved.state.weights[name].shape[1] for name in found if name in saved.state.weights}
+    return {name: torch.empty_like(now) for name, now in found.items() if stored.get(name) == now.numel()}
+
+
+def _row(saved: Saved, name: str, world: World) -> Layout:
+    """Where this rank's row of the random states lies; with another number of ranks the first one."""
+    shape = saved.state.weights[name].shape
+    same = saved.document["world_size"] == world.size
+    return dimension_shard(shape, 0, world.rank if same else 0, shape[0])
+
+
+def _restore_random(saved: Saved, rows: Mapping[str, torch.Tensor], world: World) -> None:
+    """This rank's random states; with another number of ranks, new ones out of the saved and the rank."""
+    if "random/torch" not in rows:
+        return
+    if saved.document["world_size"] == world.size:
+        set_random_rows({name.removeprefix("random/"): row for name, row in rows.items()})
+        return
+    seed = zlib.crc32(rows["random/torch"].numpy().tobytes()) + world.rank
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

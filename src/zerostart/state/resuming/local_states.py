@@ -1,0 +1,188 @@
+"""States of an optimizer that are not one element for each of their parameter's: factors, blocks, codes.
+
+Nobody here knows how to cut them, so they are kept as each rank has them, and go on where each rank has the
+same elements of the same parameters. Where every rank has a parameter whole they are the same on all, are
+saved once, and go on with any number of ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from zerostart.distributed.world import World
+from zerostart.engines import Shard
+from zerostart.errors import CheckpointError, ConfigError
+from zerostart.geometry.layout import replicated
+from zerostart.geometry.layout.flat import flat_run
+from zerostart.live.places import Places
+from zerostart.recipe import spelling
+from zerostart.state.resuming.values import decoded, dtype_of, encoded
+from zerostart.upstream.torch.optimizer_values import put_together, taken_apart
+from zerostart.upstream.torch.stepped import Stepped
+
+#: The first part of their names in a checkpoint.
+LOCAL = "local"
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def is_element_wise(step: Stepped) -> bool:
+    """Whether each tensor of a state has one plain element for each element that is stepped."""
+    tensors = [value for value in step.state.values() if isinstance(value, torch.Tensor) and value.dim()]
+    if not step.tensor.dim():
+        return True
+    return all(v.shape == step.tensor.shape and not _is_wrapped(v) for v in tensors)
+
+
+def _is_wrapped(value: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that keeps its values in other tensors."""
+    return hasattr(_local(value), "__tensor_flatten__")
+
+
+def local_states(
+    steps: Sequence[Stepped], places: Places, plain: bool, world: World
+) -> tuple[list[Shard], dict[str, Any]]:
+    """The states that are kept as they are, by ``local/KEY/NAME``, and what the document says; collective.
+
+    ``plain``: parameters that are no DTensors are whole on every rank. Raises ConfigError for a tensor of an
+    unknown class.
+    """
+    own: dict[str, Any] = {}
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for step in steps:
+        if is_element_wise(step):
+            continue
+        name = places.name_of(step.members[0].parameter)
+        tensors[name] = {}
+        whole = _is_whole(step, plain)
+        own[name] = {"whole": whole, "share": _share(step, places), "states": {}}
+        for key, value in step.state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                kind, parts, context = taken_apart(_local(value), f"the state {key!r} of {name}")
+                tensors[name] |= {_key(key, part): tensor for part, tensor in parts.items()}
+                own[name]["states"][key] = {
+                    "class": kind,
+                    "context": encoded(context, key, {}),
+                    "global": list(value.shape) if isinstance(value, DTensor) else None,
+                    "parts": {n: [spelling(t.dtype, key), list(t.shape)] for n, t in parts.items()},
+                }
+    every = world.all_gather_object(own, "comparing states of the optimizer that each rank has of its own")
+    shards, document = [], {}
+    for name in own:
+        described = [one[name] for one in every if name in one]
+        if len(described) < world.size or len({one["whole"] for one in described}) > 1:
+            raise ConfigError(f"the optimizer's states of {name} differ between ranks, and are not saved")
+        whole = own[name]["whole"]
+        document[name] = described[:1] if whole else described
+        for key, tensor in tensors[name].items():
+            lengths = [_lengths(one).get(key, 0) for one in document[name]]
+            shards.append(_shard(f"{LOCAL}/{key}/{name}", tensor, lengths, whole, world))
+    return shards, document
+
+
+def _is_whole(step: Stepped, plain: bool) -> bool:
+    return plain and step.is_parameter and not isinstance(step.tensor, DTensor)
+
+
+def _key(key: str, part: str) -> str:
+    return f"{key}.{part}" if part else key
+
+
+def _share(step: Stepped, places: Places) -> int:
+    """A number that is the same where this rank steps the same elements in the same order."""
+    members = [
+        (name, member.at, member.count, member.first, places.shards[name].layout.boxes)
+        for member in step.members
+        for name in [places.name_of(member.parameter)]
+    ]
+    return zlib.crc32(repr((_local(step.tensor).numel(), members)).encode())
+
+
+def _lengths(described: Mapping[str, Any]) -> dict[str, int]:
+    return {
+        _key(key, part): prod(shape)
+        for key, state in described["states"].items()
+        for part, (_, shape) in state["parts"].items()
+    }
+
+
+def _shard(name: str, tensor: torch.Tensor, lengths: Sequence[int], whole: bool, world: World) -> Shard:
+    """A rank's part of the row of all ranks' elements."""
+    storage = tensor.detach().contiguous().view(-1)
+    if whole:
+        layout = replicated((storage.numel(),))
+        return Shard(name, layout, storage, lambda _: layout, (world.rank, world.size))
+    first = sum(lengths[: world.rank])
+    run = flat_run((sum(lengths),), first, first + lengths[world.rank])
+    return Shard(name, run, storage, lambda _: run)
+
+
+def check_local(
+    steps: Sequence[Stepped], places: Places, plain: bool, document: Mapping[str, Any], world: World
+) -> None:
+    """Raise CheckpointError unless the states that were kept as they were can go on here as they are."""
+    by_name = {places.name_of(step.members[0].parameter): step for step in steps}
+    for name, described in document.get(LOCAL, {}).items():
+        step = by_name.get(name)
+        same = step is not None and described[0]["whole"] and _is_whole(step, plain)
+        if step is not None and not described[0]["whole"] and len(described) == world.size:
+            same = described[world.rank]["share"] == _share(step, places)
+        if not same:
+            ranks = "every rank" if described[0]["whole"] else f"{len(described)} ranks"
+            raise CheckpointError(
+                f"the optimizer's states {', '.join(described[0]['states'])} of {name} are not element by "
+                f"element those of the parameter, and were saved of {ranks} with the shares that each had: "
+                f"they go on where ranks have the same shares ({document['class']}); resume on the layout "
+                "that the state was saved on, or load the weights alone (zerostart.load of the checkpoint's "
+                "folder model/) and begin with a new optimizer"
+            )
+
+
+def restored_local(
+    steps: Sequence[Stepped], places: Places, document: Mapping[str, Any], world: World
+) -> Iterator[Shard]:
+    """Make the states that were kept as they were; gives the tensors that are to be filled."""
+    for step in steps:
+        name = places.name_of(step.members[0].parameter)
+        described = document.get(LOCAL, {}).get(name)
+        if described is None:
+            continue
+        whole = described[0]["whole"]
+        own = described[0 if whole else world.rank]
+        lengths = [_lengths(one) for one in described]
+        for key, state in own["states"].items():
+            device = step.tensor.device
+            parts = {
+                part: torch.zeros(shape, dtype=dtype_of(kind), device=device)
+                for part, (kind, shape) in state["parts"].items()
+            }
+            value = put_together(
+                state["class"], parts, decoded(state["context"], {}), _local(step.tensor.detach())
+            )
+            step.optimizer.state[step.tensor][key] = _distributed(value, state["global"], step.tensor)
+            for part, tensor in parts.items():
+                named = _key(key, part)
+                yield _shard(
+                    f"{LOCAL}/{named}/{name}", tensor, [one.get(named, 0) for one in lengths], whole, world
+                )
+
+
+def _distributed(value: torch.Tensor, shape: Any, like: torch.Tensor) -> torch.Tensor:
+    """``value`` as a part of a tensor of that ``shape`` which lies as ``like`` does; itself without one."""
+    if shape is None or not isinstance(like, DTensor):
+        return value
+    stride = (
+        like.stride() if tuple(shape) == tuple(like.shape) else torch.empty(shape, device="meta").stride()
+    )
+    return DTensor.from_local(
+        value, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )

@@ -1,0 +1,69 @@
+"""Which of a run's training checkpoints stay: the last ones, and the best."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zerostart.checkpoint.manifest import saved_at
+from zerostart.checkpoint.publishing import remove
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
+from zerostart.errors import CheckpointError, ConfigError, WriteError
+from zerostart.state.resuming.training_state import MARKER
+
+
+def complete(directory: Path, own: Callable[[Any], bool] | None = None) -> list[Path]:
+    """The complete training checkpoints in ``directory``, the oldest first.
+
+    With ``own``, those alone of which it says so from their ``extra``, as it is in the document.
+    """
+    # What a killed save has left beside a checkpoint begins with a dot.
+    found = {}
+    for marker in directory.glob(f"[!.]*/{MARKER}"):
+        with contextlib.suppress(CheckpointError):  # damaged: no marker of a complete one
+            document = read_json(marker, "training state", MAX_DOCUMENT_BYTES)
+            if own is None or own(document.get("extra")):
+                found[marker.parent] = saved_at(document, marker)
+    return sorted(found, key=lambda path: (found[path], path.name))
+
+
+def _extra(path: Path) -> Any:
+    return read_json(path / MARKER, "training state", MAX_DOCUMENT_BYTES).get("extra")
+
+
+def prune(
+    directory: Path,
+    keep: int | None,
+    best: int = 0,
+    score: Callable[[Any], float | None] | None = None,
+    own: Callable[[Any], bool] | None = None,
+) -> list[Path]:
+    """Remove training checkpoints in ``directory`` but the last ``keep`` and the ``best`` ones; gives them.
+
+    One rank calls it, after a save. ``score`` says how good a checkpoint is, from its ``extra`` as it is in
+    the document (more is better; None and nan are none of the best). ``keep=None`` keeps all. What is
+    incomplete, or no training checkpoint, or none of ``own``, is left alone.
+    A checkpoint is none any more from one step on, and then the files go that its document names: what others
+    have put there stays, and what a kill has left goes with the next save.
+    Raises ConfigError for numbers that keep nothing, WriteError where removing fails.
+    """
+    if keep is None:
+        return []
+    if keep < 1 or best < 0 or (best and score is None):
+        raise ConfigError(f"keep={keep} and best={best}: keep the last one at least, and say what is best")
+    found = complete(directory, own)
+    kept = set(found[-keep:])
+    if score is not None:
+        told = {path: score(_extra(path)) for path in found}
+        known = {path: value for path, value in told.items() if value is not None and not math.isnan(value)}
+        kept |= set(sorted(known, key=lambda path: known[path], reverse=True)[:best])
+    removed = [path for path in found if path not in kept]
+    for path in removed:
+        try:
+            remove(path, MARKER)
+        except OSError as error:
+            raise WriteError(f"{path}: cannot be removed: {error}") from error
+    return removed

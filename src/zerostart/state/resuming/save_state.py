@@ -1,0 +1,122 @@
+"""``zerostart.save_state``: each rank writes its own share of a training checkpoint, now or later."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zerostart.checkpoint.manifest import SAVED_AT, sealed
+from zerostart.distributed.world import World, current_world
+from zerostart.errors import ConfigError, WriteError
+from zerostart.state.resuming.background import Saving, begin, finish_last
+from zerostart.state.resuming.document import check_size
+from zerostart.state.resuming.host_copies import kept_on_host
+from zerostart.state.resuming.linking import linked
+from zerostart.state.resuming.optimizer import Kept
+from zerostart.state.resuming.training_state import MARKER, MODEL, STATE, Content, collected
+from zerostart.state.resuming.values import checksum
+from zerostart.state.saving.publishing import agreed_place, publishing
+from zerostart.state.saving.settings import save_settings
+from zerostart.state.saving.writing import write_tensors
+
+logger = logging.getLogger("zerostart")
+
+
+def save_state(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any,
+    extra: Any,
+    wait: bool,
+    budget: int | None = None,
+    frozen: bool = True,
+    beside: Sequence[Kept] = (),
+    copy_later: bool = False,
+    saved: Path | None = None,
+) -> Saving:
+    """See ``zerostart.save_state``. ``budget``: most bytes of host memory for the copies; None: what is free.
+
+    ``frozen=False`` leaves out parameters that are not trained, which ``load_state`` then leaves as they are.
+    ``beside`` are further tensors that are kept for parameters, by a key that nothing else here has.
+    ``copy_later`` copies parameters, masters and states of the optimizer that lie on the host while training
+    goes on: nothing but the next step of the optimizer, which waits for it, may change them.
+    ``saved`` is a directory that ``save`` may just have written: where its files hold the very tensors of
+    ``model/``, they are linked there, and not written again.
+    Raises InsufficientMemoryError, on every rank, where they do not fit, and ConfigError where ranks save
+    other things than each other.
+    """
+    begun = time.perf_counter()
+    world = current_world()
+    with world.phase("saving the training state"):
+        finish_last(world)
+        content = collected(model, optimizer, extra, world, frozen, beside)
+        with world.phase("looking at what is saved"):
+            check_size(content.document, [*content.model[0], *content.state[0]])
+        _check_alike(content, world)
+        place = agreed_place(path, world)
+        if wait:
+            _write(place, content, saved, world)
+            return Saving.finished(time.perf_counter() - begun)
+        content, copy = kept_on_host(content, world, budget, copy_later)
+        return begin(_writer(place, content, saved), place, world, begun, copy)
+
+
+def _check_alike(content: Content, world: World) -> None:
+    """Raise ConfigError, on every rank, where one saves something else than the others; collective."""
+    names = zlib.crc32(repr((content.model[0], content.state[0])).encode())
+    groups = [group["parameters"] for group in content.document["optimizer"].get("groups", ())]
+    stepped = zlib.crc32(repr((content.document["optimizer"].get("class"), groups)).encode())
+    own = content.document["optimizer"].get("own")
+    extra = checksum([content.document["extra"], own], content.whole)
+    # Ranks with other tensors (gradients, states) would be at another place, and hear of it.
+    place = f"saving the tensors with the checksum {names:08x} and the optimizer with {stepped:08x}"
+    told = world.all_gather_object(extra, place)
+    other = next((rank for rank, theirs in enumerate(told) if theirs != told[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"extra (or a schedule) of rank {other} differs from that of rank 0, and only one is saved: pass "
+            "the same on every rank, and values that differ as one list of all ranks' "
+            "(torch.distributed.all_gather_object)"
+        )
+
+
+def _writer(place: Path, content: Content, saved: Path | None) -> Callable[[World], None]:
+    return lambda world: _write(place, content, saved, world)
+
+
+def _save_settings(content: Content, folder: Path) -> None:
+    """Write what is beside the model's weights; a training goes on without what its library refuses."""
+    try:
+        save_settings(content.module, folder, content.root, None)
+    except (OSError, WriteError):
+        raise
+    except Exception as error:  # the library's own checks, of what the model carries
+        logger.warning(
+            "%s is saved without all of its configuration, which %s refuses to write: %s",
+            folder.parent.name,
+            type(content.module).__module__.partition(".")[0],
+            error,
+        )
+
+
+def _write(place: Path, content: Content, saved: Path | None, world: World) -> None:
+    with publishing(place, world, marker=MARKER) as publication:
+        folder = Path(publication.directory)
+        known = linked(saved, folder / MODEL, *content.model, world)
+        if known is None:
+            known = write_tensors(folder / MODEL, *content.model, world).digests
+        if world.rank == 0:
+            _save_settings(content, folder / MODEL)
+        state = write_tensors(folder / STATE, *content.state, world, stem=STATE)
+        publication.document.update(content.document, **{SAVED_AT: time.time_ns()})
+        publication.add_digests(known, MODEL)
+        publication.add_digests(state.digests, STATE)
+        if world.rank == 0:
+            publication.document.update(sealed(publication.document))

@@ -1,0 +1,314 @@
+"""Models with PEFT's adapters: their own files, and merging them into the weights shard by shard."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.engines import Shard
+from zerostart.errors import ConfigError
+from zerostart.geometry.layout import Layout
+from zerostart.live.full_tensors import whole_tensor
+from zerostart.live.record import wrapped
+from zerostart.recipe import spelling
+from zerostart.state.saving.contents import Contents, Held
+from zerostart.state.saving.writing import plain
+
+
+def _as_it_is(name: str) -> str:
+    return name
+
+
+def _nothing_said(config: Any) -> dict[str, str] | None:
+    return None
+
+
+@dataclass(frozen=True)
+class AdapterFormat:
+    """How the file of an adapter is written; as it stands: as PEFT does.
+
+    ``stem`` is its name. ``renamed`` gives the names of tensors from those that PEFT has of them in the model
+    that is adapted (``blocks.0.to_q.lora_A.weight``), and ``prefixed`` says that what PEFT puts before these
+    stays. ``metadata`` gives the metadata of the file from PEFT's configuration, ``configured`` says that
+    this lies beside it, and ``folded`` that nothing else tells what the product of the factors is multiplied
+    by, so that the second one is.
+    """
+
+    stem: str = "adapter_model"
+    renamed: Callable[[str], str] = _as_it_is
+    prefixed: bool = True
+    metadata: Callable[[Any], dict[str, str] | None] = _nothing_said
+    configured: bool = True
+    folded: bool = False
+
+
+#: What PEFT's ``save_pretrained`` writes.
+PEFT_FORMAT = AdapterFormat()
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model that has ``peft_config``; ``prefix`` is what its names have before them in PEFT's files."""
+
+    model: Any
+    prefix: str
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its adapters."""
+        return list(self.model.peft_config)
+
+    def save_config(self, adapter: str, directory: Path) -> None:
+        """Write ``adapter_config.json`` as PEFT's ``save_pretrained`` does."""
+        config = copy.deepcopy(self.model.peft_config[adapter])
+        base: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        if config.base_model_name_or_path is None:
+            config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+        config.inference_mode = True
+        mapping = None
+        if config.task_type is None:
+            mapping = {
+                "base_model_class": type(base).__name__.removeprefix("FSDP"),
+                "parent_library": type(base).__module__,
+            }
+        config.save_pretrained(directory, auto_mapping_dict=mapping)
+
+
+def adapted_model(model: nn.Module) -> Adapted | None:
+    """The model that holds adapters' configurations, ``model`` or one that it wraps; None for none.
+
+    That is a ``PeftModel``, or a model of transformers or diffusers that adapters were added to.
+    """
+    inner: nn.Module | None = model
+    while inner is not None:
+        # DeepSpeed's engine, and what torch.compile makes, have every attribute of what is inside.
+        own = "peft_config" in vars(inner) or hasattr(type(inner), "peft_config")
+        if own and inner.peft_config:
+            return Adapted(inner, "" if hasattr(inner, "get_base_model") else "base_model.model.")
+        inner = wrapped(inner)
+    return None
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether any module of ``model`` is one that PEFT has put around another."""
+    return any(True for _ in _layers(model)) or any(True for _ in _replacing(model))
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Layers with adapters, whose base layer they hold."""
+    if "peft" not in sys.modules:
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            yield name, module
+
+
+def _replacing(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules that are trained in the place of the original, which they hold (``modules_to_save``)."""
+    if "peft" not in sys.modules:
+        return
+    from peft.utils import ModulesToSaveWrapper
+
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            yield name, module
+
+
+def adapter_contents(
+    adapted: Adapted,
+    adapter: str,
+    shards: Mapping[int, Shard],
+    dtype: torch.dtype | None,
+    written_as: AdapterFormat = PEFT_FORMAT,
+) -> Contents:
+    """What PEFT's ``save_pretrained`` puts into the file of one adapter, under the names of ``written_as``.
+
+    ``shards`` are those of the model's tensors by their ``id``. Raises ConfigError for a kind of adapter
+    whose file holds more than tensors of the model.
+    """
+    from peft.utils import get_peft_model_state_dict
+
+    twins: dict[str, torch.Tensor] = {}
+    by_twin: dict[int, Shard] = {}
+    for name, tensor in adapted.model.state_dict(keep_vars=True).items():
+        shard = shards.get(id(tensor))
+        if shard is not None:
+            layout = shard.layout
+            twins[name] = torch.empty(layout.shape, dtype=shard.storage.dtype, device="meta")
+            by_twin[id(twins[name])] = shard
+    chosen = get_peft_model_state_dict(adapted.model, state_dict=twins, adapter_name=adapter)
+    contents = Contents()
+    times = _scaling(adapted.model.peft_config[adapter], adapter) if written_as.folded else 1.0
+    for name, twin in chosen.items():
+        shard = by_twin.get(id(twin))
+        if shard is None:
+            kind = adapted.model.peft_config[adapter].peft_type
+            raise ConfigError(
+                f"the adapter {adapter!r} ({kind}) computes {name} when it is saved, which no shard holds; "
+                "use PEFT's save_pretrained on the gathered model"
+            )
+        stored = written_as.renamed(f"{adapted.prefix}{name}" if written_as.prefixed else name)
+        floating = dtype is not None and shard.storage.dtype.is_floating_point
+        kept = dtype if floating and dtype is not None else shard.storage.dtype
+        contents.entries.append((stored, spelling(kept), shard.layout.shape))
+        outgoing = plain(stored, shard, kept)
+        if times != 1.0 and ".lora_B." in name:
+            outgoing = replace(outgoing, change=_Times(times))
+        contents.outgoing.append(outgoing)
+    return contents
+
+
+def _scaling(config: Any, adapter: str) -> float:
+    """What products of its factors are multiplied by; raises ConfigError if that is no one number."""
+    if config.use_rslora or config.use_dora or config.rank_pattern or config.alpha_pattern:
+        raise ConfigError(
+            f"the adapter {adapter!r} (DoRA, or another scaling in each module) cannot be saved in a format "
+            "that says nothing of it; save it as PEFT does"
+        )
+    return float(config.lora_alpha) / float(config.r)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Multiplies what is written."""
+
+    by: float
+
+    def __call__(self, first: int, data: torch.Tensor) -> torch.Tensor:
+        return (data.float() * self.by).to(data.dtype)
+
+
+def merged(model: nn.Module, held: Sequence[Held]) -> list[Held]:
+    """``held`` without adapters, which are merged into what they adapt; collective.
+
+    As ``merge_and_unload``, on the fly and shard by shard: the factors of an adapter, which are small, are
+    whole on every rank; their product is made of the rows that are being written alone. Raises ConfigError
+    for adapters that are no sum of a product.
+    """
+    by_given = {item.given: item for item in held}
+    inside: set[str] = set()
+    changed: dict[str, Held] = {}
+    for name, layer in _layers(model):
+        own = f"{name}."
+        inside |= {n for n in by_given if n.startswith(own) and not n.startswith(f"{own}base_layer.")}
+        deltas = [_delta(name, layer, adapter, by_given) for adapter in _unmerged(layer)]
+        item = by_given.get(f"{name}.base_layer.weight")
+        if deltas and item is None:
+            raise ConfigError(f"{name}: an adapter of this kind cannot be merged; use adapters_only=True")
+        if item is not None and deltas:
+            changed[item.given] = replace(item, change=_Merge(tuple(deltas), item.shard.layout))
+    for name, module in _replacing(model):
+        if len(module.active_adapters) != 1:
+            raise ConfigError(f"{name} has {module.active_adapters} active; activate one to merge")
+        trained = f"{name}.modules_to_save.{module.active_adapters[0]}."
+        for given, item in by_given.items():
+            if given.startswith(trained):
+                changed[given] = replace(item, name=f"{name}.{given.removeprefix(trained)}")
+            elif given.startswith(f"{name}."):
+                inside.add(given)
+    return [changed.get(item.given, item) for item in held if item.given not in inside]
+
+
+def _unmerged(layer: Any) -> list[str]:
+    """The active adapters of a layer that are not in its weights already."""
+    return [a for a in layer.active_adapters if a not in layer.merged_adapters and _factors(layer, a)]
+
+
+def _factors(layer: Any, adapter: str) -> tuple[str, str] | None:
+    """Names of the factors A and B in a layer; None where the adapter has nothing in it."""
+    if adapter in getattr(layer, "lora_A", {}):
+        return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
+    if adapter in getattr(layer, "lora_embedding_A", {}):
+        return f"lora_embedding_A.{adapter}", f"lora_embedding_B.{adapter}"
+    if hasattr(layer, "lora_A"):
+        return None
+    raise ConfigError(
+        f"a {type(layer).__name__} is no layer of LoRA's and cannot be merged shard by shard; use "
+        "adapters_only=True"
+    )
+
+
+@dataclass(frozen=True)
+class _Delta:
+    """``b @ a`` (transposed or not) times ``scaling``, of a weight of ``columns`` columns."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+    turned: bool
+    dtype: torch.dtype
+
+    def rows(self, first: int, stop: int) -> torch.Tensor:
+        """Rows ``first`` to ``stop`` of it, as PEFT computes them."""
+        if self.turned:
+            made = (self.b @ self.a[:, first:stop]).T * self.scaling
+        else:
+            made = (self.b[first:stop] @ self.a) * self.scaling
+        return made.to(self.dtype)
+
+
+def _delta(name: str, layer: Any, adapter: str, held: Mapping[str, Held]) -> _Delta:
+    variant = adapter in getattr(layer, "lora_variant", {}) or layer.lora_bias.get(adapter, False)
+    given = _factors(layer, adapter)
+    factors = [held.get(f"{name}.{factor}") for factor in given or ()]
+    if variant or len(factors) != 2 or any(f is None or len(f.shard.layout.shape) != 2 for f in factors):
+        raise ConfigError(
+            f"{name}: the adapter {adapter!r} (DoRA, a bias, or a convolution) cannot be merged shard by "
+            "shard; use adapters_only=True"
+        )
+    a, b = (_whole(factor) for factor in factors if factor is not None)
+    embedding = "embedding" in (given or ("",))[0]
+    turned = bool(getattr(layer, "fan_in_fan_out", False)) or embedding
+    # Of an embedding PEFT casts the product before it adds it.
+    dtype = layer.get_base_layer().weight.dtype if embedding else b.dtype
+    if b.dtype in (torch.float16, torch.bfloat16):  # PEFT's own way on the CPU
+        a, b = a.float(), b.float()
+    return _Delta(a, b, float(layer.scaling[adapter]), turned, dtype)
+
+
+def _whole(factor: Held) -> torch.Tensor:
+    shard = factor.shard
+    boxes, storage = shard.layout.boxes, shard.storage.detach()
+    if shard.held[1] > 1 and [placed.box.numel for placed in boxes] == [prod(shard.layout.shape)]:
+        (placed,) = boxes
+        at = int(storage.storage_offset()) + placed.to
+        return storage.as_strided(shard.layout.shape, placed.strides, at).cpu()
+    whole = whole_tensor(shard, None)
+    assert whole is not None, "every rank asked for it"
+    return whole
+
+
+class _Merge:
+    """Adds products to what is written of a shard."""
+
+    def __init__(self, deltas: tuple[_Delta, ...], layout: Layout) -> None:
+        self._deltas = deltas
+        self._columns = layout.shape[1]
+        self._runs = layout.runs()
+
+    def __call__(self, first: int, data: torch.Tensor) -> torch.Tensor:
+        """``data``, which lies from element ``first`` of the storage on, with what is to be added."""
+        changed = data.detach().to("cpu", copy=True)
+        for start, count, place in self._runs:
+            low, high = max(place, first), min(place + count, first + changed.numel())
+            if low < high:
+                self._add(changed[low - first : high - first], start + low - place)
+        return changed
+
+    def _add(self, elements: torch.Tensor, at: int) -> None:
+        """Add to ``elements``, which begin at element ``at`` of the row-major order of the weight."""
+        row, column = divmod(at, self._columns)
+        stop = -(-(at + elements.numel()) // self._columns)
+        for delta in self._deltas:
+            flat = delta.rows(row, stop).reshape(-1)
+            elements += flat[column : column + elements.numel()]

@@ -1,0 +1,264 @@
+"""Saving a sharded model as a checkpoint in its original layout, each rank its own bytes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostart.checkpoint.manifest import group_of
+from zerostart.checkpoint.shards import parse_size
+from zerostart.distributed.world import World, current_world
+from zerostart.engines import Shard
+from zerostart.errors import ConfigError
+from zerostart.live.record import LoadRecord, bare_model, kept_record
+from zerostart.models import ModelLibrary, library_of
+from zerostart.state.saving.adapters import (
+    PEFT_FORMAT,
+    Adapted,
+    AdapterFormat,
+    adapted_model,
+    adapter_contents,
+    has_adapters,
+    merged,
+)
+from zerostart.state.saving.contents import Contents, Held, contents_of, held_tensors, renamed_contents
+from zerostart.state.saving.overrides import Instead, replaced, with_masters
+from zerostart.state.saving.publishing import Publication, publishing
+from zerostart.state.saving.settings import save_settings
+from zerostart.state.saving.writing import Written, write_tensors
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """The arguments of a save, as ``zerostart.save`` documents them.
+
+    ``beside`` writes what else belongs into the directory, which it is given; on one rank. ``copied``: with
+    the tokenizer or processor and the code that lie beside the source.
+    """
+
+    max_shard_size: int | str = "5GB"
+    dtype: torch.dtype | None = None
+    trainable_only: bool = False
+    adapters_only: bool = False
+    merge_adapters: bool = False
+    memory_limit: int | None = None
+    beside: Callable[[Path], object] | None = None
+    copied: bool = True
+    adapter_format: AdapterFormat = PEFT_FORMAT
+    renamed: Callable[[str], str] | None = None
+    stem: str | None = None
+    instead: Instead | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError for what no save can serve."""
+        parse_size(self.max_shard_size)
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ConfigError(f"dtype={self.dtype!r} is not a floating torch.dtype")
+        chosen = [n for n in ("trainable_only", "adapters_only", "merge_adapters") if getattr(self, n)]
+        if len(chosen) > 1:
+            raise ConfigError(f"{' and '.join(chosen)}: give True for one of them at most")
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save has written; the same on every rank but for ``written_bytes``, which are this rank's.
+
+    ``tensors`` are the names in the files, ``total_bytes`` the bytes of all of them. ``own_names`` has the
+    tensors that could not be put back into the layout that they were loaded from, and why: they are saved
+    under the model's own names and in its dtypes. ``tied`` are names of tensors that are saved under another.
+    """
+
+    path: str
+    files: tuple[str, ...]
+    tensors: tuple[str, ...]
+    total_bytes: int
+    written_bytes: int
+    seconds: float
+    own_names: dict[str, str]
+    tied: dict[str, str]
+
+    def __str__(self) -> str:
+        rate = self.total_bytes / max(self.seconds, 1e-9) / 1e9
+        lines = [
+            f"saved {len(self.tensors)} tensors, {self.total_bytes / 2**30:.2f} GiB, in {len(self.files)} "
+            f"files to {self.path} in {self.seconds:.1f} s ({rate:.2f} GB/s); this rank "
+            f"{self.written_bytes / 2**30:.2f} GiB"
+        ]
+        lines += [f"  {name} under the model's own name: {why}" for name, why in self.own_names.items()]
+        return "\n".join(lines)
+
+
+def save(model: nn.Module, path: str | os.PathLike[str], request: SaveRequest) -> SaveReport:
+    """See ``zerostart.save``, which raises what this raises."""
+    begun = time.perf_counter()
+    world = current_world()
+    with world.phase("saving the model"):
+        with world.phase("arguments"):
+            request.check()
+            inner = bare_model(model)
+            record = kept_record(inner)
+            adapted = adapted_model(model)
+            _check_adapters(inner, adapted, request)
+        with publishing(path, world) as publication:
+            if request.adapters_only:
+                assert adapted is not None, "checked above"
+                done = _adapters(inner, record, adapted, publication, request, world)
+            else:
+                done = [(".", *_model(model, inner, record, publication, request, world))]
+            for folder, written, _ in done:
+                publication.add_digests(written.digests, folder)
+    return _report(path, done, publication.names, time.perf_counter() - begun)
+
+
+def _check_adapters(inner: nn.Module, adapted: Adapted | None, request: SaveRequest) -> None:
+    found = has_adapters(inner)
+    if (request.adapters_only or request.merge_adapters) and adapted is None:
+        what = "adapters_only" if request.adapters_only else "merge_adapters"
+        raise ConfigError(f"{what}=True, but this {type(inner).__name__} has no adapters; leave it out")
+    if found and not (request.adapters_only or request.merge_adapters or request.trainable_only):
+        raise ConfigError(
+            f"this {type(inner).__name__} has adapters: save them alone with adapters_only=True, or the "
+            "whole model with them in its weights with merge_adapters=True"
+        )
+
+
+Done = tuple[str, Written, Contents]
+
+
+def _model(
+    model: nn.Module,
+    inner: nn.Module,
+    record: LoadRecord | None,
+    publication: Publication,
+    request: SaveRequest,
+    world: World,
+) -> tuple[Written, Contents]:
+    """The model's weights and its settings."""
+    with world.phase("looking at the model"):
+        held, tied = held_tensors(inner, record, world)
+        if request.dtype == torch.float32:
+            held = with_masters(model, held, world)
+        if request.instead is not None:
+            held = replaced(held, request.instead, world)
+        if request.merge_adapters:
+            held = merged(inner, held)
+        if request.trainable_only:
+            held = [item for item in held if item.trained]
+        if request.renamed is not None:
+            contents = renamed_contents(held, request.renamed, request.dtype)
+        else:
+            contents = contents_of(inner, held, record, request.dtype)
+        contents.tied = tied
+        stem = request.stem or _stem(inner, record)
+    written = write_tensors(
+        publication.directory,
+        contents.entries,
+        contents.outgoing,
+        world,
+        stem=stem,
+        max_shard_size=request.max_shard_size,
+        parameters=_parameters(held),
+        memory_limit=request.memory_limit,
+        before=contents.before,
+    )
+    with publication.written(world, "saving the settings"):
+        if world.rank == 0:
+            root = record.catalog.root if record is not None and request.copied else ""
+            if request.beside is not None:
+                request.beside(publication.directory)
+            save_settings(inner, publication.directory, root, request.dtype)
+    return written, contents
+
+
+def _adapters(
+    inner: nn.Module,
+    record: LoadRecord | None,
+    adapted: Adapted,
+    publication: Publication,
+    request: SaveRequest,
+    world: World,
+) -> list[Done]:
+    """Every adapter in a folder of its name, the one named "default" at the top, as PEFT has it."""
+    with world.phase("looking at the adapters"):
+        held = held_tensors(inner, record, world)[0]
+        if request.instead is not None:
+            held = replaced(held, request.instead, world)
+        shards = _by_identity(inner, held)
+    written_as = request.adapter_format
+    done = []
+    for adapter in adapted.names:
+        folder = "." if adapter == "default" else adapter
+        directory = publication.directory / folder
+        with publication.written(world, "looking at the adapters"):
+            contents = adapter_contents(adapted, adapter, shards, request.dtype, written_as)
+            if world.rank == 0:
+                directory.mkdir(exist_ok=True)
+        written = write_tensors(
+            directory,
+            contents.entries,
+            contents.outgoing,
+            world,
+            stem=written_as.stem,
+            max_shard_size=2**62,  # PEFT reads one file
+            metadata=written_as.metadata(adapted.model.peft_config[adapter]),
+            memory_limit=request.memory_limit,
+        )
+        with publication.written(world, "saving the adapter's configuration"):
+            if world.rank == 0 and written_as.configured:
+                adapted.save_config(adapter, directory)
+        done.append((folder, written, contents))
+    return done
+
+
+def _by_identity(inner: nn.Module, held: list[Held]) -> dict[int, Shard]:
+    """Shards by the ``id`` of what the model's state dict has of them."""
+    state = inner.state_dict(keep_vars=True)
+    return {id(state[item.given]): item.shard for item in held if item.given in state}
+
+
+def _stem(model: nn.Module, record: LoadRecord | None) -> str:
+    """What the names of the weight files begin with, by which the model's library finds them."""
+    stem = library_of(model).weights_stem
+    if record is None or stem == ModelLibrary.weights_stem:
+        return stem
+    if record.catalog.assembled or not any(recipe.converted for recipe in record.recipes.values()):
+        return stem
+    # The original release's own layout, which no directory of the library has.
+    files = (Path(file) for file in record.catalog.files if file.endswith((".safetensors", ".sft")))
+    stems = {group for file in files if (group := group_of(f"{file.stem}.safetensors"))}
+    return stems.pop() if len(stems) == 1 else "model"
+
+
+def _parameters(held: list[Held]) -> int:
+    return sum(prod(item.shard.layout.shape) for item in held if item.parameter)
+
+
+def _report(
+    path: str | os.PathLike[str], done: list[Done], names: Mapping[str, str], seconds: float
+) -> SaveReport:
+    files: list[str] = []
+    own: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    for folder, written, contents in done:
+        before = "" if folder == "." else f"{folder}/"
+        files += [names.get(before + file.name, before + file.name) for file in written.layout.files]
+        own |= contents.own_names
+        tied |= contents.tied
+    return SaveReport(
+        path=os.fspath(path),
+        files=tuple(files),
+        tensors=tuple(name for _, written, _ in done for name in written.layout.tensors),
+        total_bytes=sum(written.layout.total_size for _, written, _ in done),
+        written_bytes=sum(written.bytes for _, written, _ in done),
+        seconds=seconds,
+        own_names=own,
+        tied=tied,
+    )

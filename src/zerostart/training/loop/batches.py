@@ -1,0 +1,165 @@
+"""Which examples make up a batch, in which order; and a rank's part of a batch that several ranks share.
+
+The order of batches whose examples have tensors of the same shapes follows from the seed, the epoch, the
+size of a batch and the number of batches in a step alone: so any number of ranks that share a step of that
+many batches see the same examples in each step, also when one resumes from a checkpoint of another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from torch.utils.data import Sampler
+
+from zerostart.errors import ConfigError
+from zerostart.training.loop.task import Items, Task
+from zerostart.training.tasks.language import IGNORED_LABEL
+
+logger = logging.getLogger("zerostart")
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of indices; those with the same one of ``shapes`` are a bucket.
+
+    In each epoch the examples come in a new order. Whenever ``step`` batches of ``batch_size`` of one
+    bucket have come together they are the next step. What is left of the buckets in the end makes up steps
+    of several buckets, each batch still of one. What then fills no batch, and batches that fill no step,
+    are left out of this epoch: others in each.
+    """
+
+    def __init__(self, shapes: Sequence[Hashable], batch_size: int, step: int, seed: int) -> None:
+        self._shapes = shapes
+        self.batch_size = batch_size
+        self.drop_last = True
+        self._step = step
+        self._seed = seed
+        self._epoch = 0
+        self._passed_over = 0
+        self._sizes = Counter(shapes)
+
+    @property
+    def sampler(self) -> Buckets:
+        """Itself: accelerate tells the sampler of a sampler of batches which epoch it is."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the next pass be that of ``epoch``."""
+        self._epoch = epoch
+
+    def pass_over(self, batches: int) -> None:
+        """Have the next pass, and no other, begin after so many batches."""
+        self._passed_over = batches
+
+    def __len__(self) -> int:
+        """Batches of an epoch: equally many in each."""
+        whole = sum(size // (self.batch_size * self._step) for size in self._sizes.values())
+        left = sum(size % (self.batch_size * self._step) // self.batch_size for size in self._sizes.values())
+        return (whole + left // self._step) * self._step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start, self._passed_over = self._passed_over, 0
+        for number, batch in enumerate(self._batches()):
+            if number >= start:
+                yield batch
+
+    @property
+    def order(self) -> str:
+        """By what the order of an epoch goes, in words: that of two with the same words is the same."""
+        if len(self._sizes) == 1:
+            return f"seed {self._seed}, {self.batch_size * self._step} examples a step"
+        return f"seed {self._seed}, {self._step} batches of {self.batch_size} a step"
+
+    def never_seen(self) -> int:
+        """How many examples are in buckets that fill no batch."""
+        return sum(size for size in self._sizes.values() if size < self.batch_size)
+
+    def _batches(self) -> Iterator[list[int]]:
+        # As accelerate seeds its own sampler: where all are of one bucket the order is the same.
+        generator = torch.Generator(device="cpu").manual_seed(self._seed + self._epoch)
+        order: list[int] = torch.randperm(len(self._shapes), generator=generator, device="cpu").tolist()
+        waiting: dict[Hashable, list[int]] = {}
+        for index in order:
+            together = waiting.setdefault(self._shapes[index], [])
+            together.append(index)
+            if len(together) == self.batch_size * self._step:
+                yield from self._cut(together)
+                together.clear()
+        left = [batch for together in waiting.values() for batch in self._cut(together)]
+        yield from left[: len(left) // self._step * self._step]
+
+    def _cut(self, together: Sequence[int]) -> list[list[int]]:
+        """Whole batches."""
+        starts = range(0, len(together) - self.batch_size + 1, self.batch_size)
+        return [list(together[start : start + self.batch_size]) for start in starts]
+
+
+def order_of(items: Items, task: Task, count: int) -> tuple[dict[str, Any], Buckets | None]:
+    """In which order a ``DataLoader`` takes ``items``, of which ``count`` batches go to the ranks at a time.
+
+    Its arguments for that, and the buckets where ``task`` has them. Raises :class:`ConfigError` for too few
+    items.
+    """
+    train = task.config.train
+    needed, told = train.batch_size * count, f"the data has {len(items)} {task.examples} to train on"
+    if not task.whole_steps:
+        if len(items) < needed:
+            raise ConfigError(f"{told}; one batch on every rank takes {needed}")
+        return {"batch_size": train.batch_size, "shuffle": True, "drop_last": True}, None
+    buckets = Buckets(items.shapes(), train.batch_size, count * train.accumulation, train.seed)
+    if not len(buckets):
+        raise ConfigError(
+            f"{told}; one step takes {needed * train.accumulation} (train.batch_size, times "
+            "train.accumulation, times ranks), and those of one batch have the same shapes: lower one of "
+            "these, or raise media.repeats"
+        )
+    if buckets.never_seen():
+        logger.warning(
+            "%d of %d %s are never trained on, for fewer than train.batch_size %d have their shapes: lower "
+            "that, or have fewer sizes (media.buckets)",
+            buckets.never_seen(),
+            len(items),
+            task.examples,
+            train.batch_size,
+        )
+    return {"batch_sampler": buckets}, buckets
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """A rank's part of a batch whose sequences several ranks share; all of them collate the whole batch.
+
+    Sequences are cut into ``count`` chunks of equal length, of which a rank has ``chunks``, in order.
+
+    Every batch has ``rows`` sequences; to one of fewer such are added as predict nothing.
+    """
+
+    chunks: tuple[int, ...]
+    count: int
+    rows: int
+
+    def part(self, batch: dict[str, torch.Tensor], predicted: int) -> tuple[dict[str, torch.Tensor], int]:
+        """This rank's part of ``batch`` ([rows, length]), and how many of its ``predicted`` tokens are there.
+
+        Sequences are padded to what ``count`` divides. A part that predicts nothing gets one label, so that
+        its mean loss is a number, and the weight 0.
+        """
+        held, length = batch["labels"].shape
+        # Labels are shifted before anything is cut: the last token of a part predicts the first of the next.
+        more, rows = -length % self.count, self.rows - held
+        labels = pad(batch["labels"], (0, more + 1, 0, rows), value=IGNORED_LABEL)[:, 1:]
+        positions = torch.arange(length + more, device=labels.device).expand_as(labels)
+        whole = {key: pad(batch[key], (0, more, 0, rows)) for key in ("input_ids", "attention_mask")}
+        part = {
+            key: torch.cat([value.chunk(self.count, dim=1)[chunk] for chunk in self.chunks], dim=1)
+            for key, value in {**whole, "labels": labels, "position_ids": positions}.items()
+        }
+        weight = int((part["labels"] != IGNORED_LABEL).sum())
+        if weight == 0:
+            part["labels"][0, 0] = part["input_ids"][0, 0]
+        return {**part, "shift_labels": part["labels"]}, weight if predicted else 0
