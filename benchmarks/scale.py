@@ -130,7 +130,7 @@ def timed(plan: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
 
 def saved(known: Any, weights: list[Any]) -> dict[str, Any]:
     """``zerostart.save``, back into the layout that the model came from."""
-    from zerostart.checkpoint.shards import plan_shards
+    from zerostart.checkpoint.write.shards import plan_shards
     from zerostart.live.record import LoadRecord
     from zerostart.recipe import Recipe
     from zerostart.state.saving.contents import Held, contents_of
@@ -151,7 +151,7 @@ def saved(known: Any, weights: list[Any]) -> dict[str, Any]:
 
 def saved_state(weights: list[Any], state: list[Any]) -> dict[str, Any]:
     """``save_state``: both folders."""
-    from zerostart.checkpoint.shards import plan_shards
+    from zerostart.checkpoint.write.shards import plan_shards
     from zerostart.recipe import spelling
     from zerostart.state.saving.writing import CHUNK, plain, planned
 
@@ -171,8 +171,8 @@ def saved_state(weights: list[Any], state: list[Any]) -> dict[str, Any]:
 @contextmanager
 def sparse(weights: list[Any], state: list[Any]) -> Iterator[Path]:
     """The folders of a training checkpoint, in files that hold no data."""
-    from zerostart.checkpoint.shards import plan_shards
-    from zerostart.checkpoint.writer import CheckpointWriter
+    from zerostart.checkpoint.write.shards import plan_shards
+    from zerostart.checkpoint.write.writer import CheckpointWriter
     from zerostart.recipe import spelling
 
     folder = Path(tempfile.mkdtemp(dir=FOLDER))

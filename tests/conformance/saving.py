@@ -15,8 +15,8 @@ from tests.conformance.sharded import filled, layout_of, prepare_model
 from tests.conformance.suite import dtype_of
 from tests.state.saving.test_saving import tensors_in
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.shards import plan_shards
-from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.checkpoint.write.shards import plan_shards
+from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.live.record import keep

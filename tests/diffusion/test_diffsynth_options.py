@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.diffusion import diffsynth_options
+from tests.diffusion import diffsynth_options
 from tests.diffusion.diffsynth_options import PATH, ROWS, text
 from tests.diffusion.oracle import BESIDE
 from zerostart.training.config.configuration import TrainConfig

@@ -82,7 +82,7 @@ def test_as_accelerators_compute_it(place: int, monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(6)
     tensor = torch.randn(150_000 + place)
     expected = digest(tensor)
-    monkeypatch.setattr("zerostart.checkpoint.lanes._on_host", lambda device: False)
+    monkeypatch.setattr("zerostart.checkpoint.digest._on_host", lambda device: False)
     monkeypatch.setattr("zerostart.checkpoint.digest.has_byte_products", lambda: False)
     sums = Digests([("t", "F32", tensor.shape)])
     sums.add("t", place, tensor[place:])
@@ -116,7 +116,7 @@ def test_without_instructions_for_bytes(limit: str) -> None:
         "from tests.state.comparing import test_digest\n"
         "import zerostart.checkpoint.digest\n"
         "zerostart.checkpoint.digest.has_byte_products = lambda: True\n"
-        "assert zerostart.checkpoint.lanes.bytes_agree()\n"
+        "assert zerostart.checkpoint.digest.bytes_agree()\n"
         "print(*map(test_digest.digest, test_digest.extremes()))"
     )
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": limit, "PYTHONPATH": os.pathsep.join(sys.path)}

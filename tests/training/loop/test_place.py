@@ -10,7 +10,7 @@ from tests.ranks import run_ranks
 from tests.training.loop.held_locks import lock_held
 from tests.training.loop.test_resumed_runs import going_on, interrupted, steps_in
 from tests.training.loop.test_run import losses, metrics, run, values
-from zerostart.checkpoint.folders import Folder
+from zerostart.checkpoint.write.folders import Folder
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 from zerostart.state.resuming.retention import complete

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from zerostart.checkpoint.durable import sync_directory, write_whole
 from zerostart.checkpoint.finding import DEEPSPEED, FSDP, LATEST, state_in, tell_of_newer
-from zerostart.checkpoint.publishing import told
+from zerostart.checkpoint.write.folders import sync_directory, write_whole
+from zerostart.checkpoint.write.staging import told
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.saving import in_shards

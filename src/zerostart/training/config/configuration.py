@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
 
-from zerostart.checkpoint.shards import parse_size
+from zerostart.checkpoint.write.shards import parse_size
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import LoadArguments
 from zerostart.training.config.sections import Count, Positive, Section, TaskConfig

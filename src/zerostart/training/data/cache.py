@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from zerostart.checkpoint.durable import write_whole
 from zerostart.checkpoint.manifest import HIDDEN
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.write.folders import write_whole
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import CacheConfig

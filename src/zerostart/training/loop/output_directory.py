@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.durable import sync_directory, write_whole
 from zerostart.checkpoint.manifest import MARKER as MODEL_MARKER
 from zerostart.checkpoint.manifest import is_inside, saved_at
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.publishing import remove
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
+from zerostart.checkpoint.write.folders import sync_directory, write_whole
+from zerostart.checkpoint.write.staging import remove
 from zerostart.distributed.world import World
 from zerostart.errors import (
     CheckpointError,
