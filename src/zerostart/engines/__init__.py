@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
-from zerostart.engines.base import Engine, MasterReader, ShardMaker
+from zerostart.engines.engine import Engine
+from zerostart.engines.loading import MasterReader, ShardMaker
 from zerostart.engines.names import plain_name
 from zerostart.engines.placements import DEVICE, HOST, RANKS_OF_A_MACHINE, STORAGE, Placements
 from zerostart.engines.registry import (

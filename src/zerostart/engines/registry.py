@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
-from zerostart.engines.base import Engine
+from zerostart.engines.engine import Engine
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh
 
@@ -106,7 +106,7 @@ def resolve_engine(
     exchange: bool | None = None,
 ) -> Engine:
     """The engine of a job, its settings checked. Raises ConfigError or EngineError."""
-    engine = check_choice(name, zero_stage).of(zero_stage, config, mesh, exchange)
+    engine = check_choice(name, zero_stage).for_stage(zero_stage, config, mesh, exchange)
     engine.check()
     engine.check_mesh()
     return engine

@@ -25,7 +25,7 @@ def found_shards(model: nn.Module, world: World) -> dict[str, Shard]:
     """The shards in which any engine holds parameters of ``model``, by name, aliases included."""
     found: dict[str, Shard] = {}
     for name in engine_names():
-        found.update(family_of(name).found(model, world))
+        found.update(family_of(name).find_shards(model, world))
     return found
 
 

@@ -24,7 +24,7 @@ ENGINES = [(name, stage) for name in ("deepspeed", "fsdp2") for stage in range(4
 
 
 def engine(name: str, stage: int) -> Any:
-    return check_choice(name, stage).of(stage, None, Mesh(1), None)
+    return check_choice(name, stage).for_stage(stage, None, Mesh(1), None)
 
 
 def undone(text: str) -> str:

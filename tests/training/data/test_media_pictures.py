@@ -10,10 +10,9 @@ from PIL import Image
 
 from tests.training.data.media_files import CHINA
 from zerostart.errors import ConfigError
-from zerostart.training.data.files import MediaFile
-from zerostart.training.data.images import image_size, rgb_image
+from zerostart.training.data.decoding import fitted, standard_sizes, target_size
+from zerostart.training.data.files import MediaFile, image_size, rgb_image
 from zerostart.training.data.media_config import MediaConfig
-from zerostart.training.data.sizes import fitted, standard_sizes, target_size
 
 BACKGROUND = (255, 128, 0)
 GENERATOR = np.random.default_rng(0)

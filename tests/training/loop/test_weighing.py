@@ -76,7 +76,7 @@ def first_step(values):
             gradients[name.removeprefix("module.")] = whole_gradient(parameter)
 
     def looked_at(session, *arguments):
-        if not session.engine.wraps:
+        if not session.engine.owns_optimizer:
             look(session.model)
         return clip(session, *arguments)
 

@@ -48,7 +48,7 @@ def _sharded(pipe: Any) -> dict[str, nn.Module]:
         f"{name}.{prefix}".strip("."): model
         for name, part in modules.items()
         for prefix, model, record in loaded_parts(part)
-        if not record.engine.whole
+        if not record.engine.replicates_parameters
     }
     if not found:
         raise ConfigError(

@@ -61,7 +61,7 @@ def injected(original: Callable[[], Any], model: nn.Module, of_values: bool) -> 
         _check_experts(part, before)
         added = [p for p in part.parameters() if id(p) not in before]
         if added:
-            record_of(part).engine.share_added(part, added)
+            record_of(part).engine.synchronize_added(part, added)
             _parts.update(
                 (module, weakref.ref(part)) for module in part.modules() if hasattr(module, "merge")
             )
@@ -87,7 +87,7 @@ def surrounded(original: Callable[[], Any], model: nn.Module) -> Any:
     found = original()
     added = [p for p in model.parameters() if id(p) not in before]
     if parts and added:
-        record_of(parts[0]).engine.share_added(model, added)
+        record_of(parts[0]).engine.synchronize_added(model, added)
     return found
 
 

@@ -35,7 +35,7 @@ def resize_token_embeddings(
     if new_num_tokens in (None, have) and pad_to_multiple_of is None:
         return model.get_input_embeddings()
     _check(model, have, new_num_tokens)
-    resize = _resize_units if record_of(model).engine.units else _resize_partitions
+    resize = _resize_units if record_of(model).engine.uses_fully_shard else _resize_partitions
     return resize(model, arguments)
 
 
@@ -95,7 +95,7 @@ def _check(model: Any, have: int, wanted: int | None) -> None:
     if optimizer_of(weight) is not None:
         raise EngineError(f"{what} once DeepSpeed has an optimizer of them; resize them before initialize")
     record = record_of(model)
-    whole = record.engine.units and not isinstance(weight, DTensor)
+    whole = record.engine.uses_fully_shard and not isinstance(weight, DTensor)
     if whole or record.parallelism.mesh.tensor_parallel > 1:
         raise EngineError(
             f"{what}, since tensor parallel has cut them; use tensor_parallel=1, or resize them in the "

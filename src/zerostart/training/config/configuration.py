@@ -113,7 +113,7 @@ class EngineConfig(Section):
         from zerostart.engines import check_choice
         from zerostart.geometry.layout import Mesh
 
-        return check_choice(self.name, self.zero_stage).of(self.zero_stage, None, Mesh(1), None)
+        return check_choice(self.name, self.zero_stage).for_stage(self.zero_stage, None, Mesh(1), None)
 
 
 class TrainingConfig(Section):
@@ -380,7 +380,7 @@ class TrainConfig(Section):
     @property
     def kept_dtype(self) -> str | None:
         """The type in which the engine keeps the model in this precision, if it has one, by name."""
-        kept = self.engine.chosen().kept_dtype(self.train.mixed_precision)
+        kept = self.engine.chosen().training_dtype(self.train.mixed_precision)
         return None if kept is None else str(kept).removeprefix("torch.")
 
     @property

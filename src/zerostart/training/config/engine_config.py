@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from zerostart.checkpoint.paths import expanded
-from zerostart.engines.training import Launched, TrainingJob
+from zerostart.engines.training import LauncherSetup, TrainingJob
 from zerostart.errors import ConfigError, EngineError
 from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.config.parsing import parsed_json
@@ -34,7 +34,7 @@ def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None)
     )
     engine = config.engine.chosen()
     complete = engine.training_config(job, own_config(config))
-    sharing = engine.configured_tensors(complete)
+    sharing = engine.configured_tensor_parallel(complete)
     if sharing > 1:
         raise ConfigError(
             f"engine.config has {sharing} ranks share tensors, which is not available in a run: it would "
@@ -82,14 +82,14 @@ def with_launched(config: TrainConfig) -> TrainConfig:
             "it out of the launcher's"
         )
     engine = config.engine.chosen()
-    others = [name for name in _ENGINES if launched_for(name) and name != engine.launched_by]
+    others = [name for name in _ENGINES if launched_for(name) and name != engine.launcher_variable]
     if others:
         raise EngineError(
             f"{others[0]}=true, but this run shards with {engine.title}; choose the launcher's engine in "
             f"engine.name, or {_PLAIN}"
         )
-    set_up = engine.launched_by is not None and launched_for(engine.launched_by)
-    launched = engine.launched() if set_up else Launched()
+    set_up = engine.launcher_variable is not None and launched_for(engine.launcher_variable)
+    launched = engine.launcher_setup() if set_up else LauncherSetup()
     agreed = dict(launched.agreed)
     if (precision := launched_precision()) != "no":
         agreed.setdefault("train.mixed_precision", ("mixed_precision", precision))

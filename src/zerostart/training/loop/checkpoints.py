@@ -95,7 +95,7 @@ class Checkpoints:
     @property
     def _optimizer(self) -> Any:
         """None where the engine has it."""
-        return None if self._session.engine.wraps else self._session.optimizer
+        return None if self._session.engine.owns_optimizer else self._session.optimizer
 
     @property
     def _averages(self) -> list[Kept]:

@@ -96,7 +96,7 @@ class Session:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Mean loss of one batch, [], as the task computes it."""
-        with self.engine.attending():
+        with self.engine.attention_context():
             return self.task.loss(self.model, batch)
 
     def accumulate(self, batch: Batch, share: float) -> torch.Tensor:
@@ -107,11 +107,11 @@ class Session:
         """
         # Every engine averages over ranks, and accelerate or DeepSpeed over the batches of a step: both as if
         # all weighed alike.
-        alike = self.engine.averaging * self.accelerator.gradient_accumulation_steps
+        alike = self.engine.gradient_divisor * self.accelerator.gradient_accumulation_steps
         with self.accelerator.accumulate(self.model):
             self.engine.begin_batch(self.model, self.accelerator.sync_gradients)
             loss = self.forward(batch)
-            with self.engine.attending():
+            with self.engine.attention_context():
                 self.accelerator.backward(loss.float() * (share * alike))
         return loss.detach()
 
@@ -121,7 +121,7 @@ class Session:
         Returns their norm before that; None where the engine does not tell (DeepSpeed in fp32 at stage 0).
         """
         parameters = list(self.model.parameters())
-        if self.engine.wraps or max_grad_norm > 0.0:
+        if self.engine.owns_optimizer or max_grad_norm > 0.0:
             # DeepSpeed has clipped and stepped in the backward; accelerate knows that, and asks it.
             norm = self.accelerator.clip_grad_norm_(parameters, max_grad_norm)
         else:
@@ -204,14 +204,14 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
         data, collate_fn=collator, num_workers=config.media.workers if config.media else 0, **order
     )
     with current_world().collectives("preparing the training"), untold():
-        if engine.wraps or engine.whole:
+        if engine.owns_optimizer or engine.replicates_parameters:
             model, prepared = accelerator.prepare(model, optimizer)  # whole ones in DDP
         else:
             # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
             # for a module that is sharded already it has nothing to do.
             prepared = accelerator.prepare(optimizer)
         engine.spare_unreached(model)
-        engine.begin_sharing(model)
+        engine.begin_sequence_parallel(model)
     loader = _prepared(accelerator, loader, place, count)
     # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
     scheduler = learning_rate_schedule(optimizer, train)
@@ -226,7 +226,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     )
     opened.adapted = config.lora is not None
     if config.ema is not None:
-        opened.ema = Ema(config.ema, model, None if engine.wraps else prepared, current_world())
+        opened.ema = Ema(config.ema, model, None if engine.owns_optimizer else prepared, current_world())
     return opened
 
 
@@ -295,7 +295,7 @@ def _accelerator(config: TrainConfig, engine: Engine) -> Any:
         ),
     }
     with hidden():  # what a launcher has set up is in the configuration by now
-        setup = engine.accelerate(config.precision)
+        setup = engine.accelerate_setup(config.precision)
         for message, category in setup.ignored:
             warnings.filterwarnings("ignore", message, category)
         with patch_environment(**setup.environment):
