@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.accelerator.verbs import join, places, prepared, step
 
 import zerostart
+from tests.accelerator.verbs import join, places, prepared, step
 
 
 def pretend() -> Any:

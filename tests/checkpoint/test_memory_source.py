@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zerostart
-from drawn import examples
-from ranks import Outcome, rank_outcomes, run_ranks
-from tiny import TinyCheckpoints
+from tests.drawn import examples
+from tests.ranks import Outcome, rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import MemoryStorage, memory_catalog, signature

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny import TinyCheckpoints
+from tests.tiny import TinyCheckpoints
 from zerostart.cli import main
 
 KEYS = {

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zerostart
-from ranks import Outcome, rank_outcomes, run_ranks
-from tiny import TinyCheckpoints
+from tests.ranks import Outcome, rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.checkpoint.source import open_catalog
 from zerostart.distributed.world import current_world
@@ -198,7 +198,7 @@ def plan_foresees(reports: list[Any], path: Path, engine: str) -> None:
 def test_tensors_cut_by_rows_and_columns(exchange: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from parity import checkpoint
+    from tests.parity import checkpoint
 
     path = checkpoint("qwen3", tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(path).state_dict()
