@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from zerostart.checkpoint.memory import MemoryReader
 from zerostart.checkpoint.storage import Reader, Rows
-from zerostart.checkpoint.storage.memory import MemoryReader
 from zerostart.distributed.failures import DeferredSignals
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
