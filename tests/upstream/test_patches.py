@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import zerostart
-from ranks import run_ranks
-from tiny import TinyCheckpoints
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.patches import RefCountedPatches, active, note, replaced
 from zerostart.upstream.refusals import fits
