@@ -14,12 +14,11 @@ from tests.training.sampled import encode, run
 
 from ranks import run_ranks
 from zerostart.errors import ConfigError
+from zerostart.training.config.configuration import SamplesConfig
 from zerostart.training.config.load import parse_config
 from zerostart.training.loop.runner import train
-from zerostart.training.samples.files import write_drawn
 from zerostart.training.samples.pipeline import Drawing
-from zerostart.training.samples.sampler import batches_of, open_drawing
-from zerostart.training.samples.settings import SamplesConfig
+from zerostart.training.samples.sampler import batches_of, open_drawing, write_drawn
 
 PROMPTS = ["a cat", "the sea", "the cat sleeps"]
 ENGINES: dict[str, dict[str, Any]] = {
