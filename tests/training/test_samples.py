@@ -151,19 +151,19 @@ def test_videos_are_written_to_be_played(tmp_path: Path) -> None:
 def test_videos_are_written_by_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A build of FFmpeg without x264, and one that encodes nothing that we know: told before the training."""
     av = pytest.importorskip("av")
-    from zerostart.training.samples import files
+    from zerostart.training.samples import sampler
 
-    known = dict(files._ENCODERS)
-    monkeypatch.setattr(files, "_ENCODERS", {"libx265-of-nobody": {}, "mpeg4": known["mpeg4"]})
-    files.check_writers(True)
+    known = dict(sampler._ENCODERS)
+    monkeypatch.setattr(sampler, "_ENCODERS", {"libx265-of-nobody": {}, "mpeg4": known["mpeg4"]})
+    sampler.check_writers(True)
     path = write_drawn(tmp_path / "clip", torch.rand(3, 3, 16, 16), fps=8)
     with av.open(str(path)) as container:
         assert container.streams.video[0].codec_context.name == "mpeg4"
         assert len(list(container.decode(video=0))) == 3
-    monkeypatch.setattr(files, "_ENCODERS", {"libx265-of-nobody": {}, "gif-of-nobody": {}})
-    files.check_writers(False)
+    monkeypatch.setattr(sampler, "_ENCODERS", {"libx265-of-nobody": {}, "gif-of-nobody": {}})
+    sampler.check_writers(False)
     with pytest.raises(ConfigError, match="no encoder of libx265-of-nobody, gif-of-nobody"):
-        files.check_writers(True)
+        sampler.check_writers(True)
 
 
 def test_batches_have_prompts_of_one_shape() -> None:
