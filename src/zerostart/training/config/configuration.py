@@ -243,7 +243,7 @@ class TrackingConfig(Section):
     path_keys: ClassVar[frozenset[str]] = frozenset({"project"})
 
     trackers: list[str] = Field(default_factory=list)
-    """csv, and accelerate's by name: tensorboard, wandb, ..."""
+    """csv, and accelerate's trackers by name, such as tensorboard and wandb."""
     project: str = "zerostart"
     """The project that they log to."""
 
@@ -294,8 +294,8 @@ class EmaConfig(Section):
 
     Update ``n`` (from 1) keeps the part ``d`` of what there was: ``d`` is 0 up to update
     ``update_after_step + 1``, then, with ``k = n - update_after_step - 1``, ``(1 + k) / (10 + k)``, or with
-    ``warmup`` ``1 - (1 + k / inv_gamma) ** -power``; at most ``decay``, at least ``min_decay``. The average is
-    in fp32.
+    ``warmup`` ``1 - (1 + k / inv_gamma) ** -power``; at most ``decay``, at least ``min_decay``. The average
+    is in fp32.
     """
 
     decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9999

@@ -38,6 +38,7 @@ class FlowConfig(TaskConfig):
     """The velocity from data to noise, at times between 0 (data) and 1 (noise)."""
 
     name: str = "flow-matching"
+    """What is learnt."""
     family: str | None = None
     """null: by the class of the transformer. Needed for a class that is derived from that of a family."""
     sampling: Literal["uniform", "logit-normal"] = "uniform"
