@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from extending import toy_format
+from tests.extending import toy_format
 from zerostart import errors
 from zerostart.checkpoint.formats import Format, base, format_of, formats, register_format
 from zerostart.checkpoint.formats.dcp import TorchDistributed
@@ -21,7 +21,7 @@ class TestColumns(FormatConformance):
     """The toy format."""
 
     format = "columns"
-    imports = ("extending.toy_format",)
+    imports = ("tests.extending.toy_format",)
 
     def write(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         """As its own module does."""
@@ -66,7 +66,7 @@ def test_names_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_installed_formats_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the entry points of other packages; one that cannot be imported is named."""
-    points = [EntryPoint("columns", "extending.toy_format:Columns", base.GROUP)]
+    points = [EntryPoint("columns", "tests.extending.toy_format:Columns", base.GROUP)]
     monkeypatch.setattr(base, "_registered", dict[str, Format]())
     monkeypatch.setattr(base, "entry_points", lambda **_: points)
     try:

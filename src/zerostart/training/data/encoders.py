@@ -30,7 +30,7 @@ from zerostart.loading.placement import Placement
 from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.diffusion.encoder import Encoder
 from zerostart.training.diffusion.families import encoder_class
-from zerostart.transfer.memory import release_cached
+from zerostart.transfer.meter import release_cached
 
 _VAE = "vae"
 
