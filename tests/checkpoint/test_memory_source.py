@@ -24,6 +24,7 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import MemoryStorage, memory_catalog, signature
 from zerostart.distributed.world import World
 from zerostart.geometry.layout import flat_partition
+from zerostart.live.report import Report
 from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
 from zerostart.transfer import MemoryReader, Progress, execute, peer_readers
 from zerostart.transfer.peer_readers import MappingReader
