@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer, logging
 
-from zerostart.training.config.configuring import load_config
-from zerostart.training.config.registry import task_class
+from zerostart.training.config.load import load_config
 from zerostart.training.loop.evaluate import held_out_batches
+from zerostart.training.loop.task import task_class
 
 SENTENCE = "Open a file, read the lines of the file, and close the [MASK]."
 TOLERANCE = 1e-3  # sums in another order

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from transformers.utils.logging import disable_progress_bar
 
 import digits
-from zerostart.training.config.configuring import load_config
+from zerostart.training.config.load import load_config
 
 LEAST = 0.8  # of the samples are recognised after the training
 CLOSE = 2 / 255  # sums in another order

@@ -15,9 +15,9 @@ from pydantic_core import PydanticUndefined
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from zerostart.cli import application
-from zerostart.training.config.registry import known_tasks, task_class
+from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.config.sections import TaskConfig
-from zerostart.training.config.train import TrainConfig
+from zerostart.training.loop.task import known_tasks, task_class
 
 __all__ = ["markdown"]
 

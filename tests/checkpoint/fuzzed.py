@@ -31,8 +31,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 import zerostart
 from zerostart.checkpoint.catalog import DTYPE_BITS, TORCH_NAMES, Catalog, TensorEntry
+from zerostart.checkpoint.formats.training import training_states
 from zerostart.checkpoint.source import open_catalog
-from zerostart.checkpoint.training import training_states
 from zerostart.errors import ZerostartError
 from zerostart.training.config.parsing import parsed_yaml
 

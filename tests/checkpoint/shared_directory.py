@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.manifest import documents
-from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.source import open_saved_state
-from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.checkpoint.write.shards import plan_shards
+from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.state.saving.publishing import Publication, publishing
 

@@ -19,14 +19,15 @@ from shared_directory import ENTRIES, KINDS, SHARDS, SINGLE, described, save_mod
 import zerostart
 from ranks import rank_outcomes
 from syscalls import FAILURES, Calls
-from zerostart.checkpoint import folders, source
-from zerostart.checkpoint import publishing as publishing_of_checkpoints
+from zerostart.checkpoint import source
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.folders import Folder
-from zerostart.checkpoint.publishing import finish_switched
 from zerostart.checkpoint.source import open_catalog
-from zerostart.checkpoint.switching import Plan
 from zerostart.checkpoint.verifying import verify
+from zerostart.checkpoint.write import folders
+from zerostart.checkpoint.write import staging as publishing_of_checkpoints
+from zerostart.checkpoint.write.folders import Folder
+from zerostart.checkpoint.write.staging import finish_switched
+from zerostart.checkpoint.write.switching import Plan
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ReadError
 from zerostart.state.saving.publishing import publishing

@@ -14,9 +14,9 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 
-from zerostart.checkpoint.shards import SaveLayout, parse_size, plan_shards
 from zerostart.checkpoint.source import open_catalog
-from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.checkpoint.write.shards import SaveLayout, parse_size, plan_shards
+from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.errors import CheckpointError, ConfigError, WriteError
 
 THREE = [("a", "F32", (4,)), ("b", "BF16", (2, 3)), ("c", "I64", ())]

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.storage import page_cache
 from zerostart.checkpoint.storage.direct import PAGE, open_direct
-from zerostart.checkpoint.writer import DIRECT, CheckpointWriter
+from zerostart.checkpoint.write.shards import plan_shards
+from zerostart.checkpoint.write.writer import DIRECT, CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.errors import WriteError

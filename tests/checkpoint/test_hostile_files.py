@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 from zerostart.checkpoint.catalog import Assembled, TensorEntry
+from zerostart.checkpoint.formats.assembling import check_whole
 from zerostart.checkpoint.formats.inert_pickle import read_inert_pickle
-from zerostart.checkpoint.formats.whole import check_whole
+from zerostart.checkpoint.formats.training import training_states
 from zerostart.checkpoint.source import open_catalog
-from zerostart.checkpoint.training import training_states
 from zerostart.errors import CheckpointError, ReadError, ZerostartError
 from zerostart.geometry import Piece
 

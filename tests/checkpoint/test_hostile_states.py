@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from zerostart.checkpoint.formats.inert_pickle import read_inert_pickle
-from zerostart.checkpoint.publishing import Staging
-from zerostart.checkpoint.training import training_states
+from zerostart.checkpoint.formats.training import training_states
+from zerostart.checkpoint.write.staging import Staging
 from zerostart.errors import CheckpointError
 
 

@@ -23,8 +23,7 @@ from ranks import Outcome, rank_outcomes, run_ranks
 from tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.memory import memory_catalog, signature
-from zerostart.checkpoint.storage.memory import MemoryStorage
+from zerostart.checkpoint.memory import MemoryStorage, memory_catalog, signature
 from zerostart.distributed.world import World
 from zerostart.geometry.layout import flat_partition
 from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype

@@ -30,8 +30,8 @@ from shared_directory import (
 import zerostart
 from ranks import run_ranks
 from syscalls import Calls
-from zerostart.checkpoint import folders
 from zerostart.checkpoint.source import open_catalog
+from zerostart.checkpoint.write import folders
 from zerostart.errors import CheckpointError, WriteError
 from zerostart.state.resuming.retention import complete, prune
 from zerostart.state.saving.export import export

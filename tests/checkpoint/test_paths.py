@@ -12,7 +12,7 @@ from torch import nn
 import zerostart
 from zerostart.checkpoint.paths import expanded
 from zerostart.errors import ConfigError
-from zerostart.training.config.train import DataConfig
+from zerostart.training.config.configuration import DataConfig
 from zerostart.training.tasks.text import iter_documents
 
 VERBS: dict[str, Callable[[str], Any]] = {

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from drawn import examples
-from zerostart.checkpoint import shards
 from zerostart.checkpoint.formats import safetensors as safetensors_format
 from zerostart.checkpoint.formats.safetensors import read_header
-from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.source import open_catalog
-from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.checkpoint.write import shards
+from zerostart.checkpoint.write.shards import plan_shards
+from zerostart.checkpoint.write.writer import CheckpointWriter
 
 DTYPES = {
     torch.float64: "F64",

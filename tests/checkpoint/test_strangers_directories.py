@@ -23,7 +23,7 @@ from shared_directory import (
 )
 
 import zerostart
-from zerostart.checkpoint import folders
+from zerostart.checkpoint.write import folders
 from zerostart.errors import VerifyError, WriteError
 from zerostart.state.saving.publishing import publishing
 
@@ -137,7 +137,7 @@ def test_nothing_is_left_where_a_save_could_not_begin(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("zerostart.checkpoint.publishing.os.write", full)
+        patched.setattr("zerostart.checkpoint.write.staging.os.write", full)
         with pytest.raises(WriteError, match="No space left"):
             save_model(tmp_path / "out", 1.0)
     assert not (tmp_path / "out").exists()

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zerostart.checkpoint import writer as writing
-from zerostart.checkpoint.durable import begin_writeback
-from zerostart.checkpoint.shards import plan_shards
-from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.checkpoint.write import writer as writing
+from zerostart.checkpoint.write.folders import begin_writeback
+from zerostart.checkpoint.write.shards import plan_shards
+from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.errors import CheckpointError
 
 SHAPE = (64, 48)

@@ -15,9 +15,8 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import open_catalog
 from zerostart.cli import main
 from zerostart.errors import BuildError, CheckpointError, ConfigError
-from zerostart.models.noise import Noise
 from zerostart.models.shrink import scaled, tiny
-from zerostart.models.synth import synthesise
+from zerostart.models.synth import Noise, synthesise
 
 REPOSITORY = Path(__file__).parents[2]
 BENCHMARK = REPOSITORY / "benchmarks" / "configs" / "qwen3_moe_3.4gb.json"

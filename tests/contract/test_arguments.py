@@ -15,7 +15,7 @@ import zerostart
 from zerostart.cli import load as load_command
 from zerostart.cli import plan as plan_command
 from zerostart.loading.arguments import EnabledArguments, ForecastArguments, LoadArguments, keys, options
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 
 VERBS = [
     getattr(zerostart, name) for name in zerostart.__all__ if inspect.isfunction(getattr(zerostart, name))

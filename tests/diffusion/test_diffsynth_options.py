@@ -15,8 +15,8 @@ from tests.diffusion import diffsynth_options
 from tests.diffusion.diffsynth_options import PATH, ROWS, text
 from tests.diffusion.oracle import BESIDE
 
-from zerostart.training.config.registry import task_class
-from zerostart.training.config.train import TrainConfig
+from zerostart.training.config.configuration import TrainConfig
+from zerostart.training.loop.task import task_class
 
 #: A checkout of DiffSynth-Studio, whose scripts are not in its package.
 CHECKOUT = os.environ.get("ZEROSTART_DIFFSYNTH")

@@ -22,7 +22,7 @@ from typer.core import TyperGroup, TyperOption
 
 from tiny import TinyCheckpoints
 from zerostart.cli import application
-from zerostart.training.config.train import TrainConfig
+from zerostart.training.config.configuration import TrainConfig
 
 SECONDS = 420
 COMMANDS = typer.main.get_command(application())

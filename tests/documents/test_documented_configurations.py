@@ -10,10 +10,10 @@ import yaml
 from pydantic import BaseModel
 from tests.documents.blocks import REPOSITORY, Block, blocks_of, pages, translations
 
-from zerostart.training.config.configuring import parse_config
-from zerostart.training.config.registry import task_class
+from zerostart.training.config.configuration import TrainConfig
+from zerostart.training.config.load import parse_config
 from zerostart.training.config.sections import TaskConfig
-from zerostart.training.config.train import TrainConfig
+from zerostart.training.loop.task import task_class
 
 BLOCKS = [
     block

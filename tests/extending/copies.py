@@ -18,14 +18,14 @@ class Copies(Engine):
 
     name = "copies"
     stages = (0,)
-    whole = True
+    replicates_parameters = True
 
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
         layouts = {name: replicated(parameter.shape) for name, parameter in model.named_parameters()}
         homes = dict.fromkeys(layouts, DEVICE)
         return Placements(lambda name, rank: layouts[name], lambda name: None, lambda rank: 0, homes)
 
-    def maker(
+    def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> Maker:
         return Maker(default_device())

@@ -28,7 +28,7 @@ class Rows(Engine):
 
         return Placements(layout, lambda name: None, lambda rank: rank, dict.fromkeys(shapes, DEVICE))
 
-    def maker(
+    def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> RowMaker:
         return RowMaker(world.rank, placements)

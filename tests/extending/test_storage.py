@@ -17,7 +17,7 @@ from ranks import run_ranks
 from zerostart import errors
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import Storage, register_storage
-from zerostart.checkpoint.storage import registry as storages
+from zerostart.checkpoint.storage import base as storages
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.engines import register_engine
 from zerostart.engines import registry as engines

@@ -14,7 +14,7 @@ from parity import checkpoint
 from ranks import run_ranks
 from tiny import TinyCheckpoints
 from zerostart.distributed.world import World
-from zerostart.engines.memory import Target
+from zerostart.engines.forecast import Target
 from zerostart.live.report import Clock
 from zerostart.loading.forecast.memory import held_alone, moments_of, optimizer_of
 from zerostart.loading.preparation import prepare

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerostart.errors import ConversionError
-from zerostart.models.libraries.transformers_conversions import convert
+from zerostart.models.libraries.transformers import convert
 from zerostart.recipe import SymbolicTensor, Target
 from zerostart.upstream.transformers.models import registered_conversions
 

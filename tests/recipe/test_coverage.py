@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zerostart.errors import BuildError
-from zerostart.recipe.coverage import Coverage
+from zerostart.recipe.recipe import Coverage
 
 
 def test_patterns_stand_for_themselves() -> None:

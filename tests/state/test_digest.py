@@ -83,7 +83,7 @@ def test_as_accelerators_compute_it(place: int, monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(6)
     tensor = torch.randn(150_000 + place)
     expected = digest(tensor)
-    monkeypatch.setattr("zerostart.checkpoint.lanes._on_host", lambda device: False)
+    monkeypatch.setattr("zerostart.checkpoint.digest._on_host", lambda device: False)
     monkeypatch.setattr("zerostart.checkpoint.digest.has_byte_products", lambda: False)
     sums = Digests([("t", "F32", tensor.shape)])
     sums.add("t", place, tensor[place:])
@@ -117,7 +117,7 @@ def test_without_instructions_for_bytes(limit: str) -> None:
         "import test_digest\n"
         "import zerostart.checkpoint.digest\n"
         "zerostart.checkpoint.digest.has_byte_products = lambda: True\n"
-        "assert zerostart.checkpoint.lanes.bytes_agree()\n"
+        "assert zerostart.checkpoint.digest.bytes_agree()\n"
         "print(*map(test_digest.digest, test_digest.extremes()))"
     )
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])

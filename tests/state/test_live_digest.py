@@ -15,8 +15,8 @@ from parity import checkpoint
 from ranks import run_ranks
 from tiny import TinyCheckpoints
 from zerostart.checkpoint.digest import Digests
-from zerostart.checkpoint.digesting import file_digests
 from zerostart.checkpoint.source import open_catalog
+from zerostart.checkpoint.verifying import file_digests
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.recipe import spelling
 from zerostart.state.comparing.digest import add_share

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zerostart.checkpoint.shards import plan_shards
-from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.checkpoint.write.shards import plan_shards
+from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.errors import CheckpointError, WriteError

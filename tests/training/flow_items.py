@@ -16,8 +16,7 @@ import torch
 from tests.diffusion.components import COMPONENTS
 from torch.nn.functional import mse_loss
 
-from zerostart.training.diffusion.flow import FlowMatching
-from zerostart.training.diffusion.flow_times import FlowConfig
+from zerostart.training.diffusion.flow import FlowConfig, FlowMatching
 
 __all__ = [
     "FAMILIES",
@@ -140,7 +139,7 @@ def recorded_run(values: dict, dies_after: int | None = None) -> dict:
     With ``dies_after`` the run fails after that step.
     """
     import zerostart
-    from zerostart.training.config.configuring import parse_config
+    from zerostart.training.config.load import parse_config
     from zerostart.training.loop import runner
 
     batches, held, weights, drawn = [], [], {}, FlowMatching.drawn

@@ -83,7 +83,7 @@ class Drawn(FlowMatching):
 
 def run(values: dict[str, Any]) -> Any:
     """Train as ``values`` say, on this rank."""
-    from zerostart.training.config.configuring import parse_config
+    from zerostart.training.config.load import parse_config
     from zerostart.training.loop.runner import train
 
     return train(parse_config(values))

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from ranks import run_ranks
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -44,8 +44,8 @@ def sources(checkpoints, tmp_path_factory):
 
 def ours(values):
     """A run: the batches of each step as this rank had them, those held out, and losses of both."""
-    from zerostart.training.config.registry import task_class
     from zerostart.training.loop import runner
+    from zerostart.training.loop.task import task_class
 
     made = []  # of what is held out, and of what is trained on
     task = task_class(values["task"]["name"])

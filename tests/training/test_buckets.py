@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawn import examples
-from zerostart.training.config.train import CheckpointConfig
+from zerostart.training.config.configuration import CheckpointConfig
 from zerostart.training.loop import checkpoints
-from zerostart.training.loop.buckets import Buckets
+from zerostart.training.loop.batches import Buckets
 from zerostart.training.loop.checkpoints import Checkpoints
 
 SHAPES = st.lists(st.integers(0, 4), min_size=1, max_size=60)

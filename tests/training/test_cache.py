@@ -24,7 +24,7 @@ import zerostart
 from ranks import rank_outcomes, run_ranks
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointNotFoundError, ConfigError, ReadError, WriteError
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 from zerostart.training.data.cache import ensure_cache
 from zerostart.training.data.cache_files import publish_prompts
 from zerostart.training.data.cached import CachedItems

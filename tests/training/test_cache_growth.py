@@ -19,7 +19,7 @@ from tests.training.encoded import picture
 from ranks import rank_outcomes, run_ranks
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, WriteError, ZerostartError
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 from zerostart.training.data.cache import ensure_cache
 from zerostart.training.data.cached import CachedItems
 
@@ -251,7 +251,7 @@ def test_a_cache_that_another_process_changes_meanwhile_is_not_undone(
 
 @pytest.mark.parametrize("name", ["planned", "switch", "finish"])
 def test_a_first_cache_goes_on_from_any_kill(name: str, made: dict[str, Any], tmp_path: Path) -> None:
-    from zerostart.checkpoint import publishing
+    from zerostart.checkpoint.write import staging as publishing
 
     values = {**made, "output": {"directory": str(tmp_path)}}
     child = os.fork()

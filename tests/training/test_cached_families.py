@@ -17,11 +17,11 @@ from tests.training.encoded import PROMPTS, bytes_of, configured, make, picture,
 
 from ranks import run_ranks
 from zerostart.distributed.world import current_world
-from zerostart.training.config.cache_config import CacheConfig
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.configuration import CacheConfig
+from zerostart.training.config.load import parse_config
 from zerostart.training.data.cache import ensure_cache
 from zerostart.training.data.cached import CachedItems
-from zerostart.training.diffusion.encoder import encoder_class
+from zerostart.training.diffusion.families import encoder_class
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,8 +4,8 @@ import pytest
 
 import extending.rows  # noqa: F401  # registers itself
 from zerostart.errors import ConfigError
-from zerostart.training.config.configuring import load_config, parse_config
 from zerostart.training.config.engine_config import engine_config
+from zerostart.training.config.load import load_config, parse_config
 
 YAML = """
 model: {source: somewhere}

@@ -8,8 +8,8 @@ from torch import nn
 
 from ranks import run_ranks
 from zerostart.distributed.world import World
-from zerostart.training.config.configuring import parse_config
-from zerostart.training.loop.course import course_of, departures
+from zerostart.training.config.load import parse_config
+from zerostart.training.loop.fingerprint import course_of, departures
 
 GIVEN = {
     "model": {"source": "m"},

@@ -9,11 +9,11 @@ from transformers import AutoTokenizer
 from tiny import minilm_path
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, ReadError
-from zerostart.training.config.configuring import parse_config
-from zerostart.training.config.registry import task_class
-from zerostart.training.config.train import DataConfig
+from zerostart.training.config.configuration import DataConfig
+from zerostart.training.config.load import parse_config
 from zerostart.training.loop.evaluate import HeldOut, held_out_batches
 from zerostart.training.loop.failures import Failures
+from zerostart.training.loop.task import task_class
 from zerostart.training.tasks.language import IGNORED_LABEL
 from zerostart.training.tasks.text import Sequences, iter_documents, split_held_out, tokenize
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_run import run, values
 
 from ranks import rank_outcomes, run_ranks
-from zerostart.training.loop.finite import Divergence, is_finite
+from zerostart.training.loop.failures import Divergence, is_finite
 
 __all__ = ["values"]
 

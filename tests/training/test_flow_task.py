@@ -11,12 +11,11 @@ from tests.training.flow_items import FAMILIES, build, configured, examples, noi
 
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.training import Task, register_task
-from zerostart.training.config.configuring import parse_config
-from zerostart.training.config.registry import task_class
+from zerostart.training.config.load import parse_config
 from zerostart.training.diffusion.families import FAMILIES as KINDS
 from zerostart.training.diffusion.families import family_of
-from zerostart.training.diffusion.flow_times import FlowConfig, Times
-from zerostart.training.loop.task import split_off
+from zerostart.training.diffusion.flow import FlowConfig, Times
+from zerostart.training.loop.task import split_off, task_class
 
 
 def family(name):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ranks import rank_outcomes, run_ranks
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 
 TEXT = "the cat sat on the mat, and the dog sat on the cat. "
 

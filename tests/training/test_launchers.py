@@ -15,9 +15,9 @@ from ranks import run_ranks
 from tiny import TinyCheckpoints
 from zerostart.cli import main
 from zerostart.errors import ConfigError, EngineError
-from zerostart.training.config.configuring import load_config, parse_config
-from zerostart.training.config.launcher import with_launched
-from zerostart.training.config.train import TrainConfig
+from zerostart.training.config.configuration import TrainConfig
+from zerostart.training.config.engine_config import with_launched
+from zerostart.training.config.load import load_config, parse_config
 
 ENGINES = [(name, stage) for name in ("deepspeed", "fsdp2") for stage in range(4)]
 

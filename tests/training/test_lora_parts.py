@@ -19,9 +19,9 @@ from zerostart.training.adapt.freezing import train_only
 from zerostart.training.adapt.lora import add_lora, highest_rank, lora_targets
 from zerostart.training.adapt.lora_files import start_from
 from zerostart.training.adapt.lora_presets import PRESETS
-from zerostart.training.config.configuring import parse_config
-from zerostart.training.config.trained_sections import EmaConfig, LoraConfig
-from zerostart.training.loop.trackers import Table, check_trackers, log_images, made_trackers
+from zerostart.training.config.configuration import EmaConfig, LoraConfig
+from zerostart.training.config.load import parse_config
+from zerostart.training.loop.session import Table, check_trackers, log_images, made_trackers
 
 #: The lists of DiffSynth's scripts, by what they train here, and how many layers of these they adapt.
 SCRIPTS = {

@@ -66,7 +66,7 @@ def examples(config):
     """The batches that are trained on and held out, padded."""
     from transformers import AutoTokenizer
 
-    from zerostart.training.config.configuring import parse_config
+    from zerostart.training.config.load import parse_config
     from zerostart.training.tasks.text import iter_documents, tokenize
 
     data = parse_config(config).data

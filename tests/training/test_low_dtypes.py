@@ -9,7 +9,7 @@ from test_lora_runs import LORA, TARGETS, examples, given, losses, run
 
 from ranks import run_ranks
 from zerostart.errors import ConfigError
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 
 __all__ = ["given"]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ranks import run_ranks
 from zerostart.training import Task
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 from zerostart.training.data.items import as_float, read_media
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from ranks import rank_outcomes
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 from zerostart.training.data.items import MediaItems, as_float, as_picture, read_media
 from zerostart.training.data.media_config import MediaConfig
 

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.training.adapt.lora_files import _parsed, _read
-from zerostart.training.config.configuring import load_config, parse_config
 from zerostart.training.config.engine_config import own_config
-from zerostart.training.config.generating import template_of
+from zerostart.training.config.load import load_config, parse_config
 from zerostart.training.config.parsing import parsed_yaml
+from zerostart.training.config.templates import template_of
 from zerostart.training.loop.checkpoints import _extra
 
 RUN = """

@@ -10,12 +10,12 @@ from test_run import losses, metrics, run, values
 from tests.checkpoint.shared_directory import save_model
 
 from ranks import run_ranks
-from zerostart.checkpoint.folders import Folder
+from zerostart.checkpoint.write.folders import Folder
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 from zerostart.state.resuming.retention import complete
 from zerostart.state.resuming.values import encoded
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 from zerostart.training.loop.output_directory import claimed, clear, counts, set_aside, standing
 
 __all__ = ["values"]

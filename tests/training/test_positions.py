@@ -7,7 +7,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zerostart.errors import ConfigError
 from zerostart.models.shrink import tiny
-from zerostart.training.tasks.positions import check_positions, position_table
+from zerostart.training.tasks.language import check_positions, position_table
 
 #: By model type: the rows of its table that tokens have. Of RoBERTa's 128 the first two are for padding; OPT
 #: has two more than it tells; GPT-J's is calculated, a buffer of every block; ProphetNet looks one ahead, and

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from zerostart.errors import ConfigError
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 from zerostart.training.tasks.language import CausalLanguage
 
 CODE = """

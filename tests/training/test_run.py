@@ -14,7 +14,7 @@ import zerostart
 from ranks import rank_outcomes, run_ranks
 from tiny import minilm_path
 from zerostart.errors import ConfigError
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_export_is_what_plain_transformers_loads(checkpoints, tokenizer_path, tm
 
 
 def export_to_a_full_disk(path, out):
-    from zerostart.checkpoint.writer import CheckpointWriter
+    from zerostart.checkpoint.write.writer import CheckpointWriter
     from zerostart.errors import WriteError
 
     def fail(*_):

@@ -14,7 +14,7 @@ from tests.training.sampled import encode, run
 
 from ranks import run_ranks
 from zerostart.errors import ConfigError
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 from zerostart.training.loop.runner import train
 from zerostart.training.samples.files import write_drawn
 from zerostart.training.samples.pipeline import Drawing

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from zerostart.training.config.train import Schedule, TrainingConfig
-from zerostart.training.loop.schedule import learning_rate_schedule
+from zerostart.training.config.configuration import Schedule, TrainingConfig
+from zerostart.training.loop.session import learning_rate_schedule
 
 RATE, STEPS = 1e-2, 12
 

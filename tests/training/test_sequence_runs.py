@@ -11,8 +11,8 @@ from test_weighing import values as weighing
 
 from ranks import run_ranks
 from zerostart.errors import ConfigError, EngineError
-from zerostart.training.config.configuring import parse_config
-from zerostart.training.config.launcher import with_launched
+from zerostart.training.config.engine_config import with_launched
+from zerostart.training.config.load import parse_config
 
 __all__ = ["running", "weighing"]
 

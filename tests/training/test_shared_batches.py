@@ -5,7 +5,7 @@ import torch
 
 from zerostart.engines import check_choice
 from zerostart.geometry.layout import Mesh
-from zerostart.training.loop.sequences import Sharing
+from zerostart.training.loop.batches import Sharing
 from zerostart.training.tasks.language import IGNORED_LABEL
 
 LENGTHS = (7, 1, 4)

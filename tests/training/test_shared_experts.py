@@ -73,7 +73,7 @@ def values(
 
 def run(values: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     """Losses by step, and the configuration of the trained model."""
-    from zerostart.training.config.configuring import parse_config
+    from zerostart.training.config.load import parse_config
     from zerostart.training.loop.runner import train
 
     folder = Path(train(parse_config(values)).directory)

@@ -14,18 +14,17 @@ from zerostart.cli import main
 from zerostart.engines import check_choice
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh
-from zerostart.training.config.configuring import load_config, parse_config
+from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.config.engine_config import engine_config
-from zerostart.training.config.generating import described, template_of
-from zerostart.training.config.registry import task_class
-from zerostart.training.config.templates import COMMENTS, LORA, TEMPLATES
-from zerostart.training.config.train import TrainConfig
+from zerostart.training.config.load import load_config, parse_config
+from zerostart.training.config.templates import COMMENTS, LORA, TEMPLATES, described, template_of
+from zerostart.training.loop.task import task_class
 
 ENGINES = [(name, stage) for name in ("deepspeed", "fsdp2") for stage in range(4)]
 
 
 def engine(name: str, stage: int) -> Any:
-    return check_choice(name, stage).of(stage, None, Mesh(1), None)
+    return check_choice(name, stage).for_stage(stage, None, Mesh(1), None)
 
 
 def undone(text: str) -> str:

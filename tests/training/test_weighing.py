@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from ranks import run_ranks
-from zerostart.training.config.configuring import parse_config
+from zerostart.training.config.load import parse_config
 
 #: Lengths of the documents of one step: what two ranks, or two batches, see differs in predicted tokens. One
 #: of them predicts nothing: with a batch size of 1 that is a whole batch.
@@ -59,9 +59,9 @@ def values(tmp_path, tokenizer_path):
 
 def first_step(values):
     """What one step of the runner shows: batches as collated, its line of metrics, whole gradients."""
-    from zerostart.training.config.registry import task_class
     from zerostart.training.loop import runner
     from zerostart.training.loop.session import Session
+    from zerostart.training.loop.task import task_class
 
     batches, gradients = [], {}
     task = task_class(values["task"]["name"])
@@ -76,7 +76,7 @@ def first_step(values):
             gradients[name.removeprefix("module.")] = whole_gradient(parameter)
 
     def looked_at(session, *arguments):
-        if not session.engine.wraps:
+        if not session.engine.owns_optimizer:
             look(session.model)
         return clip(session, *arguments)
 

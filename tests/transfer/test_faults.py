@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from zerostart.checkpoint.storage import retry
+from zerostart.checkpoint.storage import files
 from zerostart.errors import CheckpointNotFoundError, ReadError
 from zerostart.transfer import FileReader
 
@@ -20,7 +20,7 @@ CONTENT = bytes(range(256)) * 400
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(retry, "DELAYS", (0.001, 0.002, 0.004, 0.008))
+    monkeypatch.setattr(files, "DELAYS", (0.001, 0.002, 0.004, 0.008))
     path = tmp_path / "model.bin"
     path.write_bytes(CONTENT)
     return path
@@ -82,7 +82,7 @@ def test_lasting_error_names_file_and_offset(path: Path, monkeypatch: pytest.Mon
     offsets = faulty(monkeypatch, [64, *[error(errno.EIO)] * 50])
     with pytest.raises(ReadError, match=rf"{path} at offset 164 failed: {os.strerror(errno.EIO)}"):
         read(path, 100, 5000)
-    assert len(offsets) == 2 + len(retry.DELAYS)
+    assert len(offsets) == 2 + len(files.DELAYS)
 
 
 def test_error_that_cannot_pass_is_not_tried_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from zerostart.checkpoint.source import open_catalog
-from zerostart.checkpoint.storage import rows
+from zerostart.checkpoint.storage import reader as readers
 from zerostart.errors import ReadError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
 from zerostart.recipe import Recipe, SymbolicTensor, Target
@@ -24,7 +24,7 @@ WORLD = 3
 def vectored(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the kernel lets many rows be copied at once: a sandbox may forbid it."""
     if not request.param:
-        monkeypatch.setattr(rows, "vectored", lambda: False)
+        monkeypatch.setattr(readers, "vectored", lambda: False)
     return bool(request.param)
 
 

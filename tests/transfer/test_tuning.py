@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from zerostart.checkpoint.memory import MemoryStorage
 from zerostart.checkpoint.storage import page_cache
 from zerostart.checkpoint.storage.local import LocalFiles
-from zerostart.checkpoint.storage.memory import MemoryStorage
 from zerostart.distributed import machine
 from zerostart.transfer import Tuning, tune
 from zerostart.transfer.tuning import MIN_CHUNK, RING

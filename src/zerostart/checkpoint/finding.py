@@ -8,11 +8,11 @@ import os
 import time
 from pathlib import Path
 
+from zerostart.checkpoint.formats.training import stock_time
 from zerostart.checkpoint.manifest import STATE_MARKER as MARKER
 from zerostart.checkpoint.manifest import is_state, saved_at
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
-from zerostart.checkpoint.training import stock_time
 from zerostart.errors import ZerostartError
 
 logger = logging.getLogger("zerostart")

@@ -6,15 +6,18 @@ An entry points into the storage that its tensor is a view of, with the tensor's
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+import weakref
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 
 from zerostart.checkpoint.catalog import TORCH_NAMES, Catalog, TensorEntry, contiguous_strides
 from zerostart.checkpoint.formats.inert_pickle import plain_versions
-from zerostart.checkpoint.storage.memory import MemoryStorage
-from zerostart.errors import ConfigError
+from zerostart.checkpoint.storage.base import Reader, Residency, Rows, Storage
+from zerostart.checkpoint.strict_json import shown
+from zerostart.errors import ConfigError, EngineError, ReadError, ZerostartError
 
 
 def memory_catalog(tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...] = (0,)) -> Catalog:
@@ -86,3 +89,187 @@ def _check(name: object, tensor: object) -> None:
         reason = f"has the dtype {tensor.dtype}, which this version does not read"
     if reason is not None:
         raise ConfigError(f"source[{name!r}] {reason}")
+
+
+class MemoryReader(Reader):
+    """Copies ranges of tensors in memory, on the host or on a device; safe to share between threads."""
+
+    def __init__(
+        self, sources: Sequence[torch.Tensor], lost: Mapping[int, ZerostartError] | None = None
+    ) -> None:
+        self._sources = sources
+        self._lost = lost or {}  # what reading from a source raises that is not there any more
+
+    def _source(self, file: int) -> torch.Tensor:
+        if file in self._lost:
+            raise self._lost[file]
+        return self._sources[file]
+
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers`` from the bytes of source number ``file``; raises ReadError beyond its end."""
+        source = self._source(file)
+        for buffer in buffers:
+            part = source[offset : offset + len(buffer)]
+            if len(part) != len(buffer):
+                raise ReadError(f"the storage of tensor number {file} in memory shrank during the load")
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
+            offset += len(buffer)
+
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        """Copy rows of source number ``file``; raises ReadError beyond its end."""
+        source = self._source(file)
+        if offset + rows.span > len(source):
+            raise ReadError(f"the storage of tensor number {file} in memory shrank during the load")
+        shape = (rows.count, rows.width)
+        view = torch.frombuffer(target, dtype=torch.uint8)
+        view.as_strided(shape, (step, 1)).copy_(
+            source.as_strided(shape, (rows.stride, 1), source.storage_offset() + offset)
+        )
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor of a mapping, not kept alive; ``file`` is the number of its storage, ``mark`` as ``_mark``."""
+
+    reference: weakref.ref[torch.Tensor]
+    file: int
+    mark: tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class MemoryStorage(Storage):
+    """The storages of the tensors of a mapping, under names that serve messages.
+
+    ``holders`` are the ranks that have them; ``buffers`` are this rank's own, 1-D and of bytes, () on a rank
+    that holds none, and ``tensors`` what views they were of. ``count`` and ``stored`` are the number of
+    tensors and their bytes. After ``kept``, ``used`` are the buffers that are needed again for certain, and
+    after ``recalled`` ``lost`` has those that are not to be had. None of that travels.
+    """
+
+    holders: tuple[int, ...] = field(default=(0,), compare=False)
+    count: int = 0
+    stored: int = 0
+    buffers: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
+    tensors: Mapping[str, _Known] = field(default_factory=dict, compare=False, repr=False)
+    used: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
+    lost: Mapping[int, ZerostartError] = field(default_factory=dict, compare=False, repr=False)
+
+    #: Every holder has all bytes at hand.
+    worth_exchanging: ClassVar[bool] = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MemoryStorage, (self.files, self.sizes, (), self.holders, self.count, self.stored)
+
+    @classmethod
+    def of(
+        cls, tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...]
+    ) -> tuple[MemoryStorage, dict[str, int]]:
+        """The storages of plain tensors, and the number of each tensor's."""
+        numbers: dict[tuple[torch.device, int, int], int] = {}
+        found: dict[str, int] = {}
+        files: list[str] = []
+        buffers: list[torch.Tensor] = []
+        for name, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            key = (tensor.device, storage.data_ptr(), storage.nbytes())
+            if key not in numbers:
+                numbers[key] = len(files)
+                files.append(f"the tensor {shown(name)} in memory")
+                buffers.append(_bytes_of(tensor))
+            found[name] = numbers[key]
+        _wait_for(buffers)
+        made = cls(
+            files=tuple(files),
+            sizes=tuple(buffer.numel() for buffer in buffers),
+            holders=holders,
+            count=len(tensors),
+            stored=sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()),
+            buffers=tuple(buffers),
+            tensors={
+                name: _Known(weakref.ref(tensor), found[name], _mark(tensor))
+                for name, tensor in tensors.items()
+            },
+        )
+        return made, found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors; their storages may be larger."""
+        return self.stored
+
+    @property
+    def name(self) -> str:
+        """A mapping has no name of its own."""
+        return f"the mapping of {self.count} tensors"
+
+    def readers(self, world_size: int) -> Sequence[int]:
+        """The ranks that hold the mapping."""
+        return self.holders
+
+    def reader(self, *, cold: bool = False, direct: bool = False) -> MemoryReader:
+        """A reader of this rank's own buffers."""
+        return MemoryReader(self.buffers, self.lost)
+
+    def residency(self) -> Residency:
+        """All of it is here."""
+        return Residency()
+
+    def kept(self, used: Iterable[int] = ()) -> Storage:
+        """Without the buffers: the tensors are the caller's, and not kept alive."""
+        return replace(self, buffers=(), used=frozenset(used))
+
+    def recalled(self, purpose: str) -> Storage:
+        """With the buffers of the same tensors again.
+
+        Raises EngineError where one that is used is gone, ReadError where one has changed, in place or by
+        getting other memory. What other ranks use of the rest is found out when it is read.
+        """
+        if not self.tensors:
+            return self  # held by other ranks
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+        buffers, lost = [empty] * len(self.files), dict[int, ZerostartError]()
+        alive: set[int] = set()
+        for name, known in self.tensors.items():
+            tensor = known.reference()
+            if tensor is None:
+                continue
+            if _mark(tensor) != known.mark:
+                lost[known.file] = ReadError(
+                    f"the tensor {name} was changed in place since the model was loaded from it, {purpose}"
+                )
+            elif known.file not in alive:
+                buffers[known.file] = _bytes_of(tensor)
+            alive.add(known.file)
+        for name, known in self.tensors.items():
+            if known.file not in alive:
+                gone = f"the mapping that the model was loaded from is gone ({name}), {purpose}"
+                lost.setdefault(known.file, EngineError(gone))
+        for file, error in lost.items():
+            if file in self.used:
+                raise error
+        _wait_for(buffers)
+        return replace(self, buffers=tuple(buffers), lost=lost)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage, as a view."""
+    storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _wait_for(buffers: Iterable[torch.Tensor]) -> None:
+    """What computes values may still run, in a stream that the reading threads know nothing of."""
+    for device in {buffer.device for buffer in buffers if buffer.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)
+
+
+def _mark(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """What tells that a tensor has other values: a change in place counts up, ``.data`` and ``set_`` move it.
+
+    Torch keeps no count for inference tensors.
+    """
+    storage = tensor.untyped_storage()
+    version = 0 if tensor.is_inference() else tensor._version
+    place = (tensor.device, storage.data_ptr(), storage.nbytes(), tensor.storage_offset())
+    return (version, *place, tensor.dtype, tuple(tensor.shape), tensor.stride())

@@ -19,6 +19,7 @@ from zerostart.checkpoint.finding import state_in
 from zerostart.checkpoint.formats.pipeline import choose, components
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_file
+from zerostart.checkpoint.formats.training import training_checkpoint
 from zerostart.checkpoint.manifest import (
     MARKER,
     SAVED_AT,
@@ -28,15 +29,19 @@ from zerostart.checkpoint.manifest import (
     is_inside,
     is_state,
 )
-from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.pending import wait_for
-from zerostart.checkpoint.publishing import finish_switched
-from zerostart.checkpoint.recognising import OTHER_FORMATS
+from zerostart.checkpoint.paths import expanded, wait_for
 from zerostart.checkpoint.storage import Storage, storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
-from zerostart.checkpoint.strict_json import DAMAGED, MAX_CONFIG_BYTES, MAX_DOCUMENT_BYTES, read_json, shown
-from zerostart.checkpoint.training import training_checkpoint
+from zerostart.checkpoint.strict_json import (
+    DAMAGED,
+    MAX_CONFIG_BYTES,
+    MAX_DOCUMENT_BYTES,
+    OTHER_FORMATS,
+    read_json,
+    shown,
+)
+from zerostart.checkpoint.write.staging import finish_switched
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
 SUFFIX = ".safetensors"

@@ -26,9 +26,9 @@ def command(config: Config, overrides: Overrides = None, nproc: Ranks = None) ->
 def _run(arguments: list[str]) -> dict[str, Any]:
     """One rank's part; returns where the cache is, and of how many items."""
     from zerostart.distributed.world import current_world
-    from zerostart.training.config.configuring import load_config
-    from zerostart.training.config.registry import task_class
+    from zerostart.training.config.load import load_config
     from zerostart.training.data.cache import ensure_cache
+    from zerostart.training.loop.task import task_class
 
     config = load_config(arguments[0], arguments[1:])
     if "cache" not in task_class(config.task.name).sections:

@@ -43,9 +43,9 @@ def command(
     """
     from zerostart.engines import check_choice
     from zerostart.geometry.layout import Mesh
-    from zerostart.training.config.generating import described, template_of
+    from zerostart.training.config.templates import described, template_of
 
-    chosen = check_choice(engine, zero_stage).of(zero_stage, None, Mesh(1), None)
+    chosen = check_choice(engine, zero_stage).for_stage(zero_stage, None, Mesh(1), None)
     template, values = template_of(family)
     files: dict[Path, str] = {}
     own = out.with_suffix(".deepspeed.json") if deepspeed else None
@@ -63,7 +63,7 @@ def command(
 
 
 def _own_file(engine: Engine) -> str:
-    settings = engine.own_file()
+    settings = engine.config_template()
     if settings is None:
         raise ConfigError(f"{engine.title} has no configuration file of its own; leave --deepspeed out")
     return json.dumps(settings, indent=2) + "\n"

@@ -80,7 +80,7 @@ def values_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _size_of(text: str) -> int:
-    from zerostart.checkpoint.shards import parse_size
+    from zerostart.checkpoint.write.shards import parse_size
     from zerostart.errors import ConfigError
 
     try:

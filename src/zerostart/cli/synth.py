@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from zerostart.checkpoint.shards import parse_size
+from zerostart.checkpoint.write.shards import parse_size
 from zerostart.errors import ConfigError
 
 

@@ -41,7 +41,7 @@ def run_config(
     These are the ranks that a launcher has started, or ``nproc`` (1) of our own, whose main is ``module``.
     Raises ConfigError for a configuration that is wrong, and what the ranks raise.
     """
-    from zerostart.training.config.configuring import load_config
+    from zerostart.training.config.load import load_config
 
     load_config(arguments[0], arguments[1:])  # a mistake in it is told at once, and once
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -56,7 +56,7 @@ def run_config(
 
 def _run(arguments: list[str]) -> dict[str, Any]:
     """One rank's whole run; returns the :class:`TrainResult` as plain data."""
-    from zerostart.training.config.configuring import load_config
+    from zerostart.training.config.load import load_config
     from zerostart.training.loop.runner import train
 
     config = load_config(arguments[0], arguments[1:])

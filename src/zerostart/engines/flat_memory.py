@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from zerostart.engines.memory import FP32, Held, Moment, Optimizer, Target
+from zerostart.engines.forecast import FP32, MemoryPeak, OptimizerCost, ParameterBytes, Target
 
 
-def after_load(held: Held, whole: int, optimizer: Optimizer, target: Target, masters: bool) -> list[Moment]:
+def after_load(
+    held: ParameterBytes, whole: int, optimizer: OptimizerCost, target: Target, masters: bool
+) -> list[MemoryPeak]:
     """The moments of ``initialize`` and of the first step; ``whole``: bytes of the flat buffers.
 
     ``masters``: DeepSpeed's optimizers train, with masters of their own, and not DistributedDataParallel.
@@ -34,4 +36,4 @@ def after_load(held: Held, whole: int, optimizer: Optimizer, target: Target, mas
         "optimizer state": each * trained * optimizer.states,
         "scratch": each * trained * optimizer.scratch(not target.accelerator),
     }
-    return [Moment("initialize", {}, resident), Moment("step", {}, stepping)]
+    return [MemoryPeak("initialize", {}, resident), MemoryPeak("step", {}, stepping)]

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
-from zerostart.engines.base import Engine
+from zerostart.engines.engine import Engine
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh
 
@@ -66,6 +66,11 @@ def family_of(name: str) -> type[Engine]:
     return family
 
 
+def engine_families() -> list[type[Engine]]:
+    """The families of all engines that can be asked for; raises ConfigError as ``family_of`` does."""
+    return [family_of(name) for name in engine_names()]
+
+
 def default_engine() -> str:
     """The name of the engine of a load that names none.
 
@@ -106,7 +111,7 @@ def resolve_engine(
     exchange: bool | None = None,
 ) -> Engine:
     """The engine of a job, its settings checked. Raises ConfigError or EngineError."""
-    engine = check_choice(name, zero_stage).of(zero_stage, config, mesh, exchange)
+    engine = check_choice(name, zero_stage).for_stage(zero_stage, config, mesh, exchange)
     engine.check()
     engine.check_mesh()
     return engine

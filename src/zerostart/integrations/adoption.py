@@ -169,7 +169,7 @@ def _note(model: nn.Module, setup: str) -> None:
     """Serve the later calls of a model of transformers or diffusers, too."""
     _hold(model, setup)
     record = record_of(model)
-    if record.engine.wraps and record.parallelism.mesh.parallel:
+    if record.engine.owns_optimizer and record.parallelism.mesh.parallel:
         _consolidation.hold(model)
 
 
@@ -240,7 +240,7 @@ def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
 def _whole_of_flat(model: nn.Module) -> Any:
     """The state dict of a model that is shared out at ZeRO-0 to 2, where each part looks like the whole."""
     inner = next(loaded_models(model), None)
-    flat = inner is not None and record_of(inner).engine.whole
+    flat = inner is not None and record_of(inner).engine.replicates_parameters
     return _whole_state(model, False) if flat else NotImplemented
 
 

@@ -39,7 +39,7 @@ class Sharing:
         found = parallelism()
         if found is None:
             return cls()
-        if not family_of(engine).wraps:
+        if not family_of(engine).owns_optimizer:
             return cls(found.cp_size, "sdpa" if found.cp_size > 1 else None)
         size, handler = found.sp_size, found.sp_handler
         if size == 1:
@@ -108,19 +108,19 @@ class Active:
         cls, engine: str, stage: int, config: Mapping[str, Any], dtype: torch.dtype | None = None
     ) -> Active:
         """With the dtypes that the engine's configuration asks for, or ``dtype`` in their place."""
-        kind = check_choice(engine, stage).of(stage, config, Mesh(1), None)
+        kind = check_choice(engine, stage).for_stage(stage, config, Mesh(1), None)
         building = kind.building_dtype
         return cls(engine, stage, config, dtype or kind.adopted_dtype, building and (dtype or building))
 
     @classmethod
     def asked(cls, engine: str, stage: int, config: Mapping[str, Any]) -> Active:
         """An engine that the script itself is not set up for: with a dtype where ``config`` names one."""
-        kind = check_choice(engine, stage).of(stage, config, Mesh(1), None)
+        kind = check_choice(engine, stage).for_stage(stage, config, Mesh(1), None)
         return cls(engine, stage, config, kind.parameter_dtype).at(stage)
 
     def at(self, stage: int) -> Active:
         """The same at another stage."""
-        builds = check_choice(self.engine, stage).of(stage, self.config, Mesh(1), None).building_dtype
+        builds = check_choice(self.engine, stage).for_stage(stage, self.config, Mesh(1), None).building_dtype
         return replace(self, zero_stage=stage, building=self.dtype if builds is not None else None)
 
     @property
@@ -131,7 +131,7 @@ class Active:
     @property
     def whole(self) -> bool:
         """Whether every rank holds all parameters."""
-        return self.family.of(self.zero_stage, self.config, Mesh(1), None).whole
+        return self.family.for_stage(self.zero_stage, self.config, Mesh(1), None).replicates_parameters
 
     @property
     def title(self) -> str:
@@ -147,7 +147,7 @@ def find_active(model: type) -> Active | None:
     opened = open_init_dtype()
     config = active_config()
     stage = config_stage(config)
-    if config is not None and family_of("deepspeed").shares_at(stage):
+    if config is not None and family_of("deepspeed").is_sharded_at(stage):
         return Active.of("deepspeed", stage, _with_tensors(config), opened)
     if opened is not None:
         return Active.of("deepspeed", 3, {}, opened)
@@ -219,7 +219,7 @@ def check_sharing(model: nn.Module) -> None:
     loaded, now = engine.mesh.sequence_parallel, Sharing.of(engine.name).size
     if loaded == now:
         return
-    key = "sp_size" if engine.wraps else "cp_size"
+    key = "sp_size" if engine.owns_optimizer else "cp_size"
     if loaded == 1 and (obstacle := library_of(model).attention(model).obstacle):
         raise ConfigError(
             f"{type(model).__name__} has {obstacle}, so that no ranks can share its sequences, and "

@@ -80,7 +80,7 @@ def serve_adapters(model: nn.Module) -> None:
 
 def serve_resizing(model: nn.Module) -> None:
     """Have ``resize_token_embeddings`` of a loaded ``model``, if it has that, resize its shards."""
-    if not record_of(model).engine.whole and hasattr(model, "resize_token_embeddings"):
+    if not record_of(model).engine.replicates_parameters and hasattr(model, "resize_token_embeddings"):
         from zerostart.upstream.transformers.loading import resize_by
 
         resize_by(model, functools.partial(_resize, model))

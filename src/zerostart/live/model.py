@@ -24,8 +24,8 @@ class LogicalTensor:
     """One parameter or persistent buffer of a live model, whole by its name, of which a rank has ``shard``.
 
     ``name`` is the one that it was loaded under, ``current_name`` the one in the model as it is now, where
-    wrappers may have come between. ``trained`` says whether it takes gradients. ``change``, if any, computes
-    what is saved in the place of elements of the shard's storage, from the first one's place and the elements.
+    wrappers may have come between. ``trained`` says whether it takes gradients. ``change``, if any, is
+    asked for what is saved in the place of some elements, with the place of the first in the shard's storage.
     """
 
     name: str
@@ -34,6 +34,14 @@ class LogicalTensor:
     is_parameter: bool
     trained: bool
     change: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+
+
+def find_shards(module: nn.Module, world: World) -> dict[str, Shard]:
+    """The shards in which any engine holds parameters of ``module``, by name, aliases included."""
+    found: dict[str, Shard] = {}
+    for engine in engine_families():
+        found.update(engine.find_shards(module, world))
+    return found
 
 
 class LiveModel:
@@ -67,10 +75,8 @@ class LiveModel:
         outer, parts = self._outer, loaded_parts(self._outer)
         named = dict(outer.named_parameters(remove_duplicate=False))
         loaded = {id(p) for _, part, _ in parts for p in part.parameters()}
-        shards: dict[str, Shard] = {}
-        if any(id(p) not in loaded for p in named.values()):
-            for engine in engine_families():
-                shards.update(engine.find_shards(outer, self.world))
+        added = any(id(p) not in loaded for p in named.values())
+        shards = find_shards(outer, self.world) if added else {}
         # A record knows more than can be seen: experts and slices look like whole tensors.
         for prefix, part, record in parts:
             shards.update({prefix + name: shard for name, shard in record.shards(part).items()})

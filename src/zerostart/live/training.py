@@ -38,6 +38,16 @@ class StateTensor:
     shard: Shard
 
 
+def training_state(model: nn.Module, optimizer: Any) -> TrainingState:
+    """What is kept for ``model`` in training, by the engine that trains it or by ``optimizer`` alone.
+
+    Raises ConfigError and EngineError for a state that cannot be read where it is.
+    """
+    states = (engine.training_state(model, optimizer) for engine in engine_families())
+    found = next((state for state in states if state is not None), None)
+    return OptimizerState(model, optimizer) if found is None else found
+
+
 class LiveTraining(LiveModel):
     """A live model with its training state, whoever keeps that: a torch optimizer, or an engine."""
 
@@ -46,9 +56,7 @@ class LiveTraining(LiveModel):
 
         Raises ConfigError and EngineError for what cannot be saved or restored as it is given.
         """
-        states = (engine.training_state(model, optimizer) for engine in engine_families())
-        found = next((state for state in states if state is not None), None)
-        self.state: TrainingState = found if found is not None else OptimizerState(model, optimizer)
+        self.state = training_state(model, optimizer)
         super().__init__(model, world)
 
     @property
@@ -119,9 +127,9 @@ def share_of(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
 
     ``values`` have the elements of all members of a step, or those of the member alone.
     """
-    if tuple(values.shape) == shard.layout.shape and values.numel() == member.count and member.first is None:
-        if not isinstance(values, DTensor):
-            return laid_out(shard, values)  # whole: it lies in memory in an order of its own
+    whole = tuple(values.shape) == shard.layout.shape and values.numel() == member.count
+    if whole and member.first is None and not isinstance(values, DTensor):
+        return laid_out(shard, values)  # it lies in memory in an order of its own
     local = (values.to_local() if isinstance(values, DTensor) else values).detach().view(-1)
     storage = local if local.numel() == member.count else local[member.at : member.at + member.count]
     if member.first is None:

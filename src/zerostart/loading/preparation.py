@@ -148,10 +148,10 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
     built = models.build(request.model, catalog.root, dtype, first, main, request.trust_remote_code)
     aliases = Aliases.of(built.model, built.library.keeps_views)
     models.set_dtypes(built, stored)
-    computing = engine.computing_dtype
+    computing = engine.compute_dtype
     if computing is not None:
         masters = request.fp32_masters and computing == built.dtype and _stored_wider(catalog, computing)
-        models.let_cast(built, computing, masters, engine.let_cast)
+        models.let_cast(built, computing, masters, engine.allow_cast)
     return built, aliases
 
 
@@ -338,5 +338,5 @@ def _set_dtypes(built: Built, engine: Engine) -> None:
     models.set_dtypes(built, {})
     if engine.cast_dtype is not None:
         models.cast_parameters(built.model, engine.cast_dtype)
-    if engine.computing_dtype is not None:
-        models.let_cast(built, engine.computing_dtype, False, engine.let_cast)
+    if engine.compute_dtype is not None:
+        models.let_cast(built, engine.compute_dtype, False, engine.allow_cast)

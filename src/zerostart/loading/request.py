@@ -49,8 +49,8 @@ class Request(LoadArguments):
             raise ConfigError(f"rank={rank} is not one of the {world_size} ranks")
         tensors, experts = self.tensor_parallel, self.expert_parallel
         if self.engine_config:
-            tensors = family.configured_tensors(self.engine_config) if tensors == 1 else tensors
-            experts = family.configured_experts(self.engine_config) if experts == 1 else experts
+            tensors = family.configured_tensor_parallel(self.engine_config) if tensors == 1 else tensors
+            experts = family.configured_expert_parallel(self.engine_config) if experts == 1 else experts
         mesh = Mesh(world_size, experts, tensors, self.sequence_parallel)
         return engines.resolve_engine(name, self.zero_stage, self.engine_config, mesh, self.exchange)
 

@@ -93,7 +93,7 @@ class _Load:
                     with clock.phase("build"):
                         moved = _gathered(moved, maker.finish(known.built.model))
                         _keep_aliases(known)
-                        known.engine.share_sequences(known.built.model)
+                        known.engine.enable_sequence_parallel(known.built.model)
                         _keep_calls(known)
                         self._offer_masters(known, destinations, tuning)
                         if known.stored:
@@ -110,7 +110,7 @@ class _Load:
     def _engine(self, meter: PeakMeter) -> Engine:
         request = self.request
         engine = request.resolve(self.place.size, self.place.rank if self.played else None)
-        if self.played and request.exchange and not engine.whole:
+        if self.played and request.exchange and not engine.replicates_parameters:
             raise ConfigError("exchange=True needs all ranks, and a rehearsal has one; leave it out")
         if not self.played:
             with meter.paused():
@@ -126,9 +126,9 @@ class _Load:
         with self.clock.phase("build"), self.world.phase("sharding the model"):
             placements = engine.placements(model, parallelism)
             maker = (
-                engine.playing(self.place, parallelism, placements)
+                engine.rehearsal_maker(self.place, parallelism, placements)
                 if self.played
-                else engine.maker(self.world, known.built.dtype, parallelism, placements)
+                else engine.shard_maker(self.world, known.built.dtype, parallelism, placements)
             )
             residence = maker.agree_on_residence(model, names)
             shards = maker.shard(model, names)
@@ -139,7 +139,7 @@ class _Load:
         """Plan the reads, agree with the other ranks on who does them, and read."""
         world, clock, request = self.world, self.clock, self.request
         # In flat buffers an exchange that is asked for is the engine's: each rank wants a share alone.
-        forced = None if known.engine.whole and request.exchange else request.exchange
+        forced = None if known.engine.replicates_parameters and request.exchange else request.exchange
         with clock.phase("plan"), world.phase("planning"):
             wanted = destinations.wanted()
             plan = join(known.catalog, wanted, PlanOptions(tuning.chunk_size))
@@ -231,13 +231,13 @@ def _keep_aliases(known: Prepared) -> None:
     model, aliases = known.built.model, known.aliases
     aliases.join(list(known.recipes.by_name))
     aliases.follow(model)
-    known.engine.keep_aliases(model, aliases.kept)
+    known.engine.follow_aliases(model, aliases.kept)
 
 
 def _keep_calls(known: Prepared) -> None:
     """Keep the engine's hooks and classes from changing what a call of the model means."""
     model, library = known.built.model, known.built.library
-    known.engine.keep_calls(model, library.entries(model))
+    known.engine.preserve_calls(model, library.entries(model))
     library.keep_outputs(model)
 
 

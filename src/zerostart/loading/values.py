@@ -21,8 +21,7 @@ from torch import nn
 from zerostart import models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.digest import Digests
-from zerostart.checkpoint.memory import memory_catalog
-from zerostart.checkpoint.storage.memory import MemoryStorage
+from zerostart.checkpoint.memory import MemoryStorage, memory_catalog
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.live.record import loaded_models

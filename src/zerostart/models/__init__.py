@@ -1,10 +1,25 @@
 """Models without their weights: built on meta, every tensor's origin settled before anything is sharded."""
 
 from zerostart.models.aliases import Alias, Aliases
-from zerostart.models.build import ModelLike, build, from_config, require
-from zerostart.models.dtypes import cast_parameters, let_cast, set_dtypes
-from zerostart.models.existing import Taken, existing_origins, existing_recipes, has_values, named_tensors
-from zerostart.models.fresh import build_fresh, fresh_origins, import_model
+from zerostart.models.build import (
+    ModelLike,
+    build,
+    cast_parameters,
+    from_config,
+    let_cast,
+    require,
+    set_dtypes,
+)
+from zerostart.models.fresh import (
+    Taken,
+    build_fresh,
+    existing_origins,
+    existing_recipes,
+    fresh_origins,
+    has_values,
+    import_model,
+    named_tensors,
+)
 from zerostart.models.initialise import Program, fill_missing
 from zerostart.models.library import (
     Attention,

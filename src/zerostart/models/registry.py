@@ -19,7 +19,7 @@ GROUP = "zerostart.model_libraries"
 #: Names, and where the class is. Each is asked in turn, so the last two take what nobody else has taken:
 #: a configuration, and a class.
 _OWN = {
-    "diffsynth": ("zerostart.models.libraries.diffsynth", "DiffSynth"),
+    "diffsynth": ("zerostart.models.libraries.plain", "DiffSynth"),
     "diffusers": ("zerostart.models.libraries.diffusers", "Diffusers"),
     "transformers": ("zerostart.models.libraries.transformers", "Transformers"),
     "plain": ("zerostart.models.libraries.plain", "Plain"),

@@ -8,21 +8,22 @@ tensor is filled and written by itself.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from zerostart.checkpoint.publishing import Staging
-from zerostart.checkpoint.shards import SaveLayout, plan_shards
 from zerostart.checkpoint.source import CONFIG_NAME, read_config
 from zerostart.checkpoint.strict_json import read_json
-from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.checkpoint.write.shards import SaveLayout, plan_shards
+from zerostart.checkpoint.write.staging import Staging
+from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.errors import BuildError, ConfigError, WriteError
-from zerostart.models.noise import Noise
 from zerostart.models.registry import library_of
 from zerostart.models.shrink import scaled, tiny
 from zerostart.recipe.dtypes import spelling, torch_dtype
@@ -266,3 +267,59 @@ def _write_config(config: Any, kind: type[torch.nn.Module], out: Path) -> None:
         config.save_pretrained(out)
     except OSError as error:
         raise WriteError(f"{out / CONFIG_NAME}: cannot be written: {error.strerror}") from error
+
+
+#: Elements of the block, a prime: 16 MB in fp32.
+_PERIOD = 4_194_301
+
+
+class Noise:
+    """Content for tensors: normal values with deviation ``std``, decided by ``seed`` and names alone."""
+
+    def __init__(self, seed: int, std: float) -> None:
+        self._seed = seed
+        self._std = std
+        self._blocks: dict[tuple[str, torch.dtype], memoryview] = {}
+
+    def content(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[memoryview]:
+        """Bytes of the tensor ``name`` in order, in pieces of at most one block.
+
+        Matrices and larger are normal; of the rest, what is called a bias is zeros, and so are integers
+        and truth values; other vectors and scalars are ones.
+        """
+        width = dtype.itemsize
+        left = width
+        for size in shape:
+            left *= size
+        kind = self._kind(name, dtype, len(shape))
+        block = self._block(kind, dtype)
+        start = self._position(name) * width if kind == "normal" else 0
+        while left:
+            piece = block[start : start + left]
+            yield piece
+            left -= piece.nbytes
+            start = 0
+
+    @staticmethod
+    def _kind(name: str, dtype: torch.dtype, dimensions: int) -> str:
+        if not dtype.is_floating_point:
+            return "zeros"
+        if dimensions >= 2:
+            return "normal"
+        return "zeros" if name.endswith("bias") else "ones"
+
+    def _position(self, name: str) -> int:
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % _PERIOD
+
+    def _block(self, kind: str, dtype: torch.dtype) -> memoryview:
+        block = self._blocks.get((kind, dtype))
+        if block is None:
+            if kind == "normal":
+                drawn = np.random.default_rng(self._seed).standard_normal(_PERIOD, dtype=np.float32)
+                values = torch.from_numpy(drawn).mul_(self._std).to(dtype)
+            else:
+                values = torch.full((_PERIOD,), int(kind == "ones"), dtype=dtype, device="cpu")
+            block = values.view(torch.uint8).numpy().data
+            self._blocks[kind, dtype] = block
+        return block

@@ -2,14 +2,12 @@
 
 from zerostart.recipe import operators as _operators  # noqa: F401  # registers the operators
 from zerostart.recipe.computed import BLOCK, Computed, Cut, Operand
-from zerostart.recipe.coverage import Coverage
 from zerostart.recipe.dtypes import main_dtype, spelling, torch_dtype
-from zerostart.recipe.recipe import Recipe, Recipes, Target
+from zerostart.recipe.recipe import Coverage, Recipe, Recipes, Target
 from zerostart.recipe.recording import recorded
 from zerostart.recipe.stored import symbols_of
 from zerostart.recipe.symbolic import SymbolicTensor, settled
-from zerostart.recipe.threads import one_thread
-from zerostart.recipe.trace import assembled, loaded_into, matched, run_converter
+from zerostart.recipe.trace import assembled, loaded_into, matched, one_thread, run_converter
 
 __all__ = [
     "BLOCK",

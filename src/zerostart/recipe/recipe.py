@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 import torch
 
+from zerostart.errors import BuildError, CoverageError, printable
 from zerostart.geometry import Piece
 from zerostart.recipe.computed import Computed
-from zerostart.recipe.coverage import Coverage
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +77,94 @@ class Recipes:
     def computed_whole(self) -> tuple[str, ...]:
         """Names of the targets that are calculated from whole tensors."""
         return tuple(name for name, recipe in self.by_name.items() if recipe.computed_whole)
+
+
+Shape = tuple[int, ...]
+#: How many names of a kind an error message lists before it counts the rest.
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Names left over on either side of the join of checkpoint and model.
+
+    ``mismatched`` maps a name to (shape in the checkpoint after conversion, shape in the model);
+    ``ignored`` are missing or unexpected names that the model itself declares ignorable.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    def ignoring(self, missing: Iterable[str], unexpected: Iterable[str]) -> Coverage:
+        """Without the names that match the model's own patterns (regular expressions, searched).
+
+        Raises BuildError for what is not a regular expression.
+        """
+        lost, kept_missing = _partition(self.missing, missing)
+        extra, kept_unexpected = _partition(self.unexpected, unexpected)
+        return Coverage(kept_missing, kept_unexpected, self.mismatched, (*self.ignored, *lost, *extra))
+
+    def check(self, source: str, model: str, strict: bool) -> None:
+        """Raise CoverageError if anything is left open that ``strict`` forbids; a mismatch always raises."""
+        if not self.mismatched and not (strict and (self.missing or self.unexpected)):
+            return
+        lines = [f"{source} does not match {model}:"]
+        shapes = [
+            f"{name} is {list(have)} in the checkpoint and {list(want)} in the model"
+            for name, (have, want) in self.mismatched.items()
+        ]
+        lines += _listed("mismatched", shapes)
+        if strict:
+            lines += _listed(
+                "missing", [self._with_nearest(name) for name in self.missing[:SHOWN]], self.missing
+            )
+            lines += _listed("unexpected", self.unexpected[:SHOWN], self.unexpected)
+        lines.append(self._remedy())
+        raise CoverageError("\n".join(lines), self.missing, self.unexpected, self.mismatched)
+
+    def _with_nearest(self, name: str) -> str:
+        close = get_close_matches(name, self.unexpected[:5000], n=1, cutoff=0.75)
+        return f"{name} (the checkpoint has {close[0]})" if close else name
+
+    def _remedy(self) -> str:
+        if self.mismatched:
+            return (
+                "Shapes must agree: check that the model's configuration is the one of this checkpoint, "
+                "or pass a converter."
+            )
+        return (
+            "Check that the checkpoint is of this architecture, pass a converter, or pass strict=False to "
+            "initialise what is missing and to ignore what is unexpected."
+        )
+
+
+def _partition(names: Sequence[str], patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names that a pattern matches, and the others."""
+    # Each by itself: flags and references to groups do not survive being joined.
+    compiled = [_compiled(pattern) for pattern in patterns]
+    matched = {name for name in names if any(pattern.search(name) for pattern in compiled)}
+    return (
+        tuple(name for name in names if name in matched),
+        tuple(name for name in names if name not in matched),
+    )
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise BuildError(
+            f"the model ignores names by the pattern {pattern!r}, which is not a regular expression: "
+            f"{error}; correct the class"
+        ) from error
+
+
+def _listed(kind: str, shown: Sequence[str], of: Sequence[str] | None = None) -> list[str]:
+    total = len(shown if of is None else of)
+    if not total:
+        return []
+    rest = total - min(total, SHOWN)
+    tail = [f"    ... and {rest} more"] if rest else []
+    return [f"  {kind} ({total}):", *(f"    {printable(line)}" for line in shown[:SHOWN]), *tail]

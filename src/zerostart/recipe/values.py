@@ -6,18 +6,18 @@ by changing pieces (``operators``); all others make a computed one, whose elemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from zerostart import geometry
 from zerostart.checkpoint.catalog import contiguous_strides
 from zerostart.errors import ConversionError
-from zerostart.recipe.bits import computed
-from zerostart.recipe.computed import Computed, Operand, leaves_of
+from zerostart.recipe.computed import Computed, Cut, Operand, leaves_of
 from zerostart.recipe.dtypes import holds
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.strides import as_on_cpu
@@ -144,3 +144,159 @@ def _values(argument: Any) -> Iterator[Value]:
     found = argument if isinstance(argument, Value) else getattr(argument, "value", None)
     if isinstance(found, Value):
         yield found
+
+
+aten = torch.ops.aten
+
+#: Element by element too, though torch does not tag them so.
+_POINTWISE = {
+    *(aten._to_copy.default, aten._conj_physical.default, aten.masked_fill.Tensor, aten.hardswish.default),
+    *(aten.floor_divide.default, aten.floor_divide.Scalar),
+}
+#: They move, select or compare elements, or combine their bits, of any dtype.
+_MOVES = {
+    *(aten._to_copy, aten.clone, aten._conj_physical, aten.where, aten.masked_fill, aten.positive),
+    *(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge),
+    *(aten.isnan, aten.isinf, aten.isfinite, aten.isposinf, aten.isneginf, aten.signbit),
+    *(aten.logical_and, aten.logical_or, aten.logical_xor, aten.logical_not),
+}
+#: Rounded once, as IEEE 754 has it; the sums only where nothing is multiplied before.
+_ROUNDED = {aten.abs, aten.neg, aten.mul, aten.reciprocal, aten.div.Tensor, aten.div.Scalar, aten.true_divide}
+_SUMS = {aten.add, aten.sub, aten.rsub}
+#: Computed otherwise where operands are contiguous (by another library, or by way of one that always is),
+#: so that what lies otherwise has other bits than the same elements in a row.
+_BY_CONTIGUITY = {aten.gelu, aten.gelu_backward, aten.ldexp}
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """How a result may be cut, with the operands as the parts need them.
+
+    ``aligned`` are the operands of which a part of the result needs the same part only. ``order`` are the
+    dimensions of the result as they lie in memory, None for row-major.
+    """
+
+    cut: Cut
+    operands: tuple[Operand, ...]
+    aligned: tuple[bool, ...]
+    order: tuple[int, ...] | None = None
+
+
+def regions_of(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Operand], made: torch.Tensor
+) -> Regions:
+    """The class of ``func`` with these arguments, whose result has dtype, shape and strides of ``made``."""
+    every = (True,) * len(operands)
+    plain = tuple(operands)
+    if func is aten.view.dtype and made.dtype.itemsize == operands[0].dtype.itemsize:
+        return Regions(Cut.BOXES, plain, every)
+    if func is aten.index.Tensor and len(operands) == 2 and len(operands[0].shape) == 1:
+        return Regions(Cut.BOXES, plain, (False, True))  # a table, looked up element by element
+    order = memory_order(made.shape, made.stride())
+    if torch.Tag.pointwise in func.tags or func in _POINTWISE:
+        exact = _exact(func, args, kwargs, operands, made)
+        if order is not None and all(_lies_as(operand, made, order) for operand in operands):
+            ordered = tuple(_in_order(operand, order) for operand in operands)
+            asked = not exact or _told_by_nan(func, operands, made) or any(o.from_blocks for o in operands)
+            in_a_row = _turned(order) is None or func._overloadpacket not in _BY_CONTIGUITY
+            if asked and in_a_row and not any(operand.across_blocks for operand in ordered):
+                aligned = tuple(operand.numel > 1 for operand in operands)
+                return Regions(Cut.BLOCKS, ordered, aligned, _turned(order))
+        if exact:
+            return Regions(Cut.BOXES, plain, every)
+    return Regions(Cut.WHOLE, plain, (False,) * len(operands), None if order is None else _turned(order))
+
+
+def _exact(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Operand], made: torch.Tensor
+) -> bool:
+    """Whether every element has one right result, which all routines give; the bits of a NaN aside."""
+    names = {func, func._overloadpacket}
+    if names & _MOVES:
+        return True
+    dtypes = {made.dtype, *(operand.dtype for operand in operands)}
+    scalars = [value for value in tree_leaves((args, kwargs)) if isinstance(value, (float, complex))]
+    if not scalars and not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
+        return True
+    if any(dtype.is_complex for dtype in dtypes) or any(isinstance(value, complex) for value in scalars):
+        return False
+    if names & _SUMS:
+        return len(args) <= 2 and kwargs.get("alpha", 1) in (1, -1)
+    return bool(names & _ROUNDED)
+
+
+def _told_by_nan(func: Any, operands: Sequence[Operand], made: torch.Tensor) -> bool:
+    """Whether torch's routines give a NaN different bits."""
+    return func._overloadpacket not in _MOVES and torch.bfloat16 in {made.dtype, *(o.dtype for o in operands)}
+
+
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """The dimensions of a tensor from the largest stride to the smallest; None if its memory has gaps.
+
+    Dimensions of one element lie anywhere: they stay where they are in a row-major tensor, and come first in
+    any other.
+    """
+    inside = [d for d, size in enumerate(shape) if size != 1]
+    moving = sorted(inside, key=lambda d: -strides[d])
+    below = 1
+    for dim in reversed(moving):
+        if strides[dim] != below:
+            return None
+        below *= shape[dim]
+    if moving == inside:
+        return tuple(range(len(shape)))
+    return (*(d for d, size in enumerate(shape) if size == 1), *moving)
+
+
+def _turned(order: tuple[int, ...]) -> tuple[int, ...] | None:
+    return None if order == tuple(range(len(order))) else order
+
+
+def _lies_as(operand: Operand, made: torch.Tensor, order: tuple[int, ...]) -> bool:
+    """Whether the operand is one element, or lies in memory as a result with ``order``."""
+    if operand.numel == 1:
+        return True
+    if operand.shape != tuple(made.shape):
+        return False
+    strides = operand.strides or geometry.row_major_strides(operand.shape)
+    return memory_order(operand.shape, strides) == order
+
+
+def _in_order(operand: Operand, order: tuple[int, ...]) -> Operand:
+    """The operand with its dimensions as they lie in memory; one element keeps its shape."""
+    if operand.numel == 1:
+        return operand
+    if _turned(order) is None:
+        return replace(operand, strides=None)
+    pieces = geometry.permute(operand.pieces, order)
+    return Operand(pieces, tuple(operand.shape[d] for d in order), operand.dtype)
+
+
+def computed(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: torch.Tensor, output: int | None = None
+) -> tuple[geometry.Piece, ...]:
+    """The pieces of what ``func`` computes, or of number ``output`` of several results.
+
+    In place of tensors, the arguments have operands. ``made`` is the result on the meta device, in the
+    strides of eager torch.
+    """
+    flat, spec = tree_flatten((tuple(args), dict(kwargs)))
+    at = tuple(i for i, value in enumerate(flat) if isinstance(value, Operand))
+    found = regions_of(func, args, kwargs, tuple(flat[i] for i in at), made)
+    source = Computed(
+        function=func,
+        shape=tuple(made.shape if found.order is None else (made.shape[dim] for dim in found.order)),
+        dtype=made.dtype,
+        operands=found.operands,
+        at=at,
+        aligned=found.aligned,
+        rest=tuple(None if i in at else value for i, value in enumerate(flat)),
+        spec=spec,
+        output=output,
+        cut=found.cut,
+        order=found.order if found.cut is Cut.WHOLE else None,
+    )
+    pieces = geometry.whole(source, source.shape)
+    if found.order is None:
+        return pieces
+    return geometry.permute(pieces, [found.order.index(dim) for dim in range(made.dim())])

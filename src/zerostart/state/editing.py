@@ -122,7 +122,7 @@ def _write_back(
 
 @contextlib.contextmanager
 def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
-    """The fp32 master of this rank's share of ``parameter``, to be changed in place; None where there is none.
+    """The fp32 master of this rank's share of ``parameter``, to be changed in place; None without one.
 
     Not collective, but every rank that has a share must come through it.
     """

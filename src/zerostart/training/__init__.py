@@ -9,15 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerostart.training.config.registry import register_task
     from zerostart.training.config.sections import TaskConfig
-    from zerostart.training.loop.task import Batch, Collator, Items, Task
+    from zerostart.training.loop.task import Batch, Collator, Items, Task, register_task
 
 __all__ = ["Batch", "Collator", "Items", "Task", "TaskConfig", "register_task"]
 
 
 #: Where each is. Not imported before they are asked for: ``import zerostart`` is to be quick.
-_PLACES = {"TaskConfig": "config.sections", "register_task": "config.registry"}
+_PLACES = {"TaskConfig": "config.sections"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Executing a plan: storage, reads by a small thread pool, staging where a read cannot land in place."""
 
+from zerostart.checkpoint.memory import MemoryReader
 from zerostart.checkpoint.storage import Reader, Rows
-from zerostart.checkpoint.storage.memory import MemoryReader
 from zerostart.checkpoint.storage.reader import FileReader
 from zerostart.transfer.execute import execute
 from zerostart.transfer.memory import Arena, PeakMeter

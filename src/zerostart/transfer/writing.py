@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from zerostart.checkpoint.storage.direct import PAGE
-from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.recipe import one_thread
 from zerostart.transfer.copying import copy_strided
 from zerostart.transfer.crew import Crew

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TORCH_NAMES, TensorEntry
-from zerostart.checkpoint.formats.found import STATE, Found, Group, is_shape, names_of
+from zerostart.checkpoint.formats.assembling import STATE, Found, Group, from_boxes, is_shape, names_of
 from zerostart.checkpoint.formats.inert_pickle import Made, Opaque, StoredTensor, read_inert_pickle
 from zerostart.checkpoint.formats.parts import PartFiles, Window
-from zerostart.checkpoint.formats.shares import from_boxes
 from zerostart.checkpoint.formats.torch_zip import WRAPPERS, TorchArchive
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError

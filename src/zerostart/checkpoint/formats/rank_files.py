@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TensorEntry
-from zerostart.checkpoint.formats.found import STATE, Found, Group, is_shape, names_of
+from zerostart.checkpoint.formats.assembling import STATE, Found, Group, from_boxes, is_shape, names_of
 from zerostart.checkpoint.formats.inert_pickle import Made, StoredTensor
 from zerostart.checkpoint.formats.parts import PartFiles, Placing, local_tensor
-from zerostart.checkpoint.formats.shares import from_boxes
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 

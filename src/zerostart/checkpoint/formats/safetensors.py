@@ -13,10 +13,9 @@ import os
 from typing import NoReturn
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TensorEntry
-from zerostart.checkpoint.recognising import HEAD_BYTES, named_kind
 from zerostart.checkpoint.storage.base import Opener
 from zerostart.checkpoint.storage.files import open_regular
-from zerostart.checkpoint.strict_json import DAMAGED, MAX_JSON_BYTES, load_json, shown
+from zerostart.checkpoint.strict_json import DAMAGED, HEAD_BYTES, MAX_JSON_BYTES, load_json, named_kind, shown
 from zerostart.errors import CheckpointError, ReadError
 
 _PREFIX_BYTES = 8

@@ -21,10 +21,9 @@ from typing import Any, NoReturn
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TORCH_NAMES, TensorEntry, contiguous_strides
 from zerostart.checkpoint.formats.inert_pickle import StoredTensor, plain_versions, read_inert_pickle
-from zerostart.checkpoint.recognising import named_kind
 from zerostart.checkpoint.storage.base import HeaderBytes, Opener
 from zerostart.checkpoint.storage.files import open_regular
-from zerostart.checkpoint.strict_json import DAMAGED, shown
+from zerostart.checkpoint.strict_json import DAMAGED, named_kind, shown
 from zerostart.errors import CheckpointError
 
 #: Keys that frameworks put the weights under: Lightning and timm, fairseq, DeepSpeed, tutorials, Wan.

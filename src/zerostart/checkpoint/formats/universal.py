@@ -6,12 +6,10 @@ from math import prod
 from pathlib import Path
 
 from zerostart.checkpoint.catalog import Assembled, TensorEntry
-from zerostart.checkpoint.formats.found import STATE, Found, Group
+from zerostart.checkpoint.formats.assembling import STATE, Found, Group, from_boxes, from_runs
 from zerostart.checkpoint.formats.inert_pickle import StoredTensor
 from zerostart.checkpoint.formats.parts import PartFiles
-from zerostart.checkpoint.formats.shares import from_boxes, from_runs
-from zerostart.checkpoint.formats.zero import MASTERS, Base
-from zerostart.checkpoint.formats.zero_model import ModelStates, read_model_states
+from zerostart.checkpoint.formats.zero import MASTERS, Base, ModelStates, read_model_states
 from zerostart.checkpoint.strict_json import DAMAGED
 from zerostart.errors import CheckpointError
 

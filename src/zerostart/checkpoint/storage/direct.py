@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from zerostart.checkpoint.storage.retry import read_some
+from zerostart.checkpoint.storage.files import read_some
 
 #: Covers the block of every device and file system in use.
 BLOCK = 4096

@@ -1,13 +1,16 @@
-"""Checkpoint files: reading their small parts (headers, directories), and knowing them again."""
+"""Checkpoint files: reading their small parts, knowing them again, and reads that outlast a passing fault."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from zerostart.checkpoint.storage.base import HeaderBytes
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
@@ -105,3 +108,46 @@ class _Opened:
             length -= len(chunk)
             offset += len(chunk)
         return b"".join(chunks)
+
+
+T = TypeVar("T")
+
+#: Errors that a later attempt may not meet: an interrupted or busy call, a device or server that stumbled.
+PASSING = frozenset(
+    {errno.EINTR, errno.EAGAIN, errno.EIO, errno.EBUSY, errno.ETIMEDOUT, errno.ENOBUFS, errno.EREMOTEIO}
+)
+#: Seconds to wait before each further attempt.
+DELAYS = (0.05, 0.1, 0.2, 0.4)
+
+
+def patient(call: Callable[[], T], missed: Callable[[], None]) -> T:
+    """What ``call`` gives, tried again after each of `DELAYS` while it fails with one of `PASSING`.
+
+    ``missed`` is called before each further attempt. The last attempt's OSError is raised.
+    """
+    for delay in DELAYS:
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+        missed()
+        time.sleep(delay)
+    return call()
+
+
+def read_some(
+    descriptor: int, buffers: Sequence[memoryview], offset: int, size: int, missed: Callable[[], None]
+) -> int:
+    """One ``preadv``, tried again on passing faults; bytes read, 0 at the end of the file.
+
+    A file system over a network may tell of an end where there is none while its server comes back: an end
+    before ``size`` bytes is believed only if the file has that length, or when it stays.
+    """
+    for delay in DELAYS:
+        count = patient(lambda: os.preadv(descriptor, buffers, offset), missed)
+        if count or offset >= size or os.fstat(descriptor).st_size != size:
+            return count
+        missed()
+        time.sleep(delay)
+    return os.preadv(descriptor, buffers, offset)

@@ -12,19 +12,21 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines.base import Engine, MasterReader, ShardMaker
 from zerostart.engines.deepspeed import memory3, memory12
 from zerostart.engines.deepspeed.cutting import cutter
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
+from zerostart.engines.deepspeed.state import DeepSpeedStateEngine
 from zerostart.engines.deepspeed.training import HOST_BACKEND, KEPT, accelerate_setup, training_config
+from zerostart.engines.engine import Engine
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.flat_memory import after_load as after_load_whole
-from zerostart.engines.memory import Held, Moment, Optimizer, Target
+from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target
+from zerostart.engines.loading import MasterReader, ShardMaker
 from zerostart.engines.parallelism import resolve
 from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
 from zerostart.engines.sequences import check_heads
 from zerostart.engines.shard import Shard
-from zerostart.engines.training import AccelerateSetup, Launched, TrainingJob
+from zerostart.engines.training import AccelerateSetup, LauncherSetup, TrainingJob
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout, Mesh, Parallelism, flat_partition
 from zerostart.geometry.layout.flat import FlatRules
@@ -47,19 +49,19 @@ def _without_path(value: object) -> object:
     return {k: v for k, v in value.items() if k != "nvme_path"} if isinstance(value, Mapping) else value
 
 
-class DeepSpeed(Engine):
+class DeepSpeed(DeepSpeedStateEngine, Engine):
     """What its stages have in common; ``config`` is DeepSpeed's own configuration."""
 
     name = "deepspeed"
     library = "deepspeed"
     stages = (0, 1, 2, 3)
-    wraps = True
+    owns_optimizer = True
     precisions = tuple(KEPT)
-    launched_by = "ACCELERATE_USE_DEEPSPEED"
+    launcher_variable = "ACCELERATE_USE_DEEPSPEED"
     host_backend = HOST_BACKEND
 
     @classmethod
-    def of(
+    def for_stage(
         cls, zero_stage: int, config: Mapping[str, Any] | None, mesh: Mesh, exchange: bool | None
     ) -> Engine:
         """Stage 3 partitions parameters; the others keep them whole."""
@@ -76,16 +78,9 @@ class DeepSpeed(Engine):
         return DeepSpeedSettings.of(config).stage
 
     @classmethod
-    def configured_experts(cls, config: Mapping[str, Any]) -> int:
+    def configured_expert_parallel(cls, config: Mapping[str, Any]) -> int:
         """See ``Engine``; it is ``autoep_size`` of an enabled section ``expert_parallel``."""
         return DeepSpeedSettings.of(config).autoep_size or 1
-
-    @classmethod
-    def found(cls, model: nn.Module, world: World) -> dict[str, Shard]:
-        """See ``Engine``: ZeRO-3 partitions; the other stages keep parameters whole."""
-        from zerostart.engines.deepspeed.partitioning import current_shards
-
-        return current_shards(model)
 
     @cached_property
     def settings(self) -> DeepSpeedSettings:
@@ -109,7 +104,7 @@ class DeepSpeed(Engine):
         self.settings.check_scaling(self.zero_stage, self.mesh.data(0)[1])
 
     @classmethod
-    def configured_tensors(cls, config: Mapping[str, Any]) -> int:
+    def configured_tensor_parallel(cls, config: Mapping[str, Any]) -> int:
         """See ``Engine``; it is ``autotp_size``."""
         return DeepSpeedSettings.of(config).autotp_size or 1
 
@@ -142,11 +137,11 @@ class DeepSpeed(Engine):
         """See ``Engine``; it is the section ``optimizer``."""
         return self.settings.optimizer
 
-    def check_sequences(self, model: nn.Module) -> None:
+    def check_sequence_parallel(self, model: nn.Module) -> None:
         """See ``Engine``: Ulysses."""
         check_heads(model, self.mesh.sequence_parallel)
 
-    def share_sequences(self, model: nn.Module) -> None:
+    def enable_sequence_parallel(self, model: nn.Module) -> None:
         """See ``Engine``: Ulysses itself is registered by whoever starts DeepSpeed's engine."""
         from zerostart.upstream.deepspeed.parallel.ulysses import mask_sequences
         from zerostart.upstream.deepspeed.zero3.partitions import join_group
@@ -155,11 +150,11 @@ class DeepSpeed(Engine):
             join_group()  # which Ulysses makes its groups of
             mask_sequences(model)
 
-    def given_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
+    def parallel_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
         """See ``Engine``."""
         return self.settings.ep_plan, self.settings.tp_plan, None
 
-    def kept_dtype(self, mixed_precision: str) -> torch.dtype | None:
+    def training_dtype(self, mixed_precision: str) -> torch.dtype | None:
         """See ``Engine``; the masters are copies of its own."""
         return KEPT[mixed_precision]
 
@@ -167,7 +162,7 @@ class DeepSpeed(Engine):
         """See ``Engine``."""
         return training_config(self.zero_stage, job, given)
 
-    def launched(self) -> Launched:
+    def launcher_setup(self) -> LauncherSetup:
         """See ``Engine``; raises ConfigError for a file that cannot be read."""
         from zerostart.engines.deepspeed.launched import launched
 
@@ -179,13 +174,13 @@ class DeepSpeed(Engine):
 
         return launcher_file(self.zero_stage, mixed_precision, own_file)
 
-    def own_file(self) -> dict[str, Any]:
+    def config_template(self) -> dict[str, Any]:
         """See ``Engine``."""
         from zerostart.engines.deepspeed.launched import own_file
 
         return own_file(self.zero_stage)
 
-    def accelerate(self, mixed_precision: str) -> AccelerateSetup:
+    def accelerate_setup(self, mixed_precision: str) -> AccelerateSetup:
         """See ``Engine``."""
         ranks = self.mesh.sequence_parallel, self.mesh.world_size
         return accelerate_setup(mixed_precision, self.config or {}, *ranks)
@@ -196,7 +191,7 @@ class DeepSpeed(Engine):
 
         spare_unreached(model)
 
-    def begin_sharing(self, model: nn.Module) -> None:
+    def begin_sequence_parallel(self, model: nn.Module) -> None:
         """See ``Engine``: what is evaluated is shared, too."""
         from zerostart.upstream.deepspeed.parallel.ulysses import evaluate_in_parts
 
@@ -226,7 +221,7 @@ class DeepSpeed(Engine):
         """The engine with other settings of ``zero_optimization``."""
         config = dict(self.config or {})
         config["zero_optimization"] = {**(config.get("zero_optimization") or {}), **settings}
-        made = self.of(settings.get("stage", self.zero_stage), config, self.mesh, self.exchange)
+        made = self.for_stage(settings.get("stage", self.zero_stage), config, self.mesh, self.exchange)
         assert isinstance(made, DeepSpeed), "a family stays in itself"
         return made
 
@@ -267,7 +262,7 @@ class ZeroThree(DeepSpeed):
         lying = {name: names[home] for name, home in homes.items()}
         return placed_on_mesh(parallelism, shapes, lying, _partition, self.settings.pinned)
 
-    def maker(
+    def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
         """See ``Engine``."""
@@ -276,7 +271,7 @@ class ZeroThree(DeepSpeed):
         cut, owners = cutter(world, self.settings, parallelism, partitioned=True)
         return PartitionMaker(world, dtype, self.config, self.settings, placements, cut, owners)
 
-    def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
+    def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
         """See ``Engine``; the methods need nothing, as each module gathers its own parameters."""
         from zerostart.engines.deepspeed.calls import keep_calls
         from zerostart.upstream.deepspeed.stages import keep_stage
@@ -286,7 +281,7 @@ class ZeroThree(DeepSpeed):
         keep_stage(model, self.title, {3}.__contains__)
         keep_from_loss(model, list(model.parameters()))
 
-    def share_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
+    def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
         """See ``Engine``; ``deepspeed.initialize`` partitions them, and each rank gives a part of its own."""
         from zerostart.engines.added import with_first_values
         from zerostart.upstream.deepspeed.zero3.hollow import keep_from_loss
@@ -314,9 +309,14 @@ class ZeroThree(DeepSpeed):
 
         serve(model, self.config)
 
-    def moments(
-        self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target
-    ) -> list[Moment]:
+    def memory_peaks(
+        self,
+        model: nn.Module,
+        placements: Placements,
+        held: ParameterBytes,
+        optimizer: OptimizerCost,
+        target: Target,
+    ) -> list[MemoryPeak]:
         """See ``Engine``."""
         return memory3.after_load(held, self.settings, optimizer, target)
 
@@ -328,7 +328,7 @@ def _partition(name: str, section: Any, place: int, owners: int) -> Layout:
 class FlatBuffers(DeepSpeed):
     """Parameters whole on every rank, in flat buffers that the optimizers of stages 0 to 2 take over."""
 
-    whole = True
+    replicates_parameters = True
 
     def check_mesh(self) -> None:
         """See ``Engine``; raises ConfigError for an exchange of slices, too."""
@@ -340,7 +340,7 @@ class FlatBuffers(DeepSpeed):
                 "zero_stage=3"
             )
 
-    def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
+    def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
         """See ``Engine``; nothing is gathered, and stage 3 would partition what ranks share otherwise."""
         from zerostart.upstream.deepspeed.stages import keep_stage
 
@@ -349,7 +349,7 @@ class FlatBuffers(DeepSpeed):
             keep_stage(model, self.title, taken.__contains__)
 
     @property
-    def averaging(self) -> int:
+    def gradient_divisor(self) -> int:
         """See ``Engine``: ranks that share sequences are one. Stage 3 counts all."""
         return self.mesh.world_size // self.mesh.sequence_parallel
 
@@ -371,7 +371,7 @@ class FlatBuffers(DeepSpeed):
         parameters = dict(model.named_parameters())
         return placed_whole(parameters, parallelism, self._rules(), self.exchange, True, self.zero_stage)
 
-    def maker(
+    def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
         """See ``Engine``."""
@@ -380,7 +380,7 @@ class FlatBuffers(DeepSpeed):
         cut, _ = cutter(world, self.settings, parallelism, partitioned=False)
         return FlatShards(world, self.zero_stage, self._rules(), self.exchange, parallelism, cut)
 
-    def playing(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
+    def rehearsal_maker(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
         """See ``Engine``: buffers as large as they will be; where ranks are to exchange, the rest stays."""
         rules = self._rules()
         return FlatBufferShards(world, self.zero_stage, rules, self.exchange, parallelism, alone=True)
@@ -398,9 +398,14 @@ class FlatBuffers(DeepSpeed):
 
         return flat_expert_shards(model, parallelism, rank)
 
-    def moments(
-        self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target
-    ) -> list[Moment]:
+    def memory_peaks(
+        self,
+        model: nn.Module,
+        placements: Placements,
+        held: ParameterBytes,
+        optimizer: OptimizerCost,
+        target: Target,
+    ) -> list[MemoryPeak]:
         """See ``Engine``."""
         whole = placements.held or 0
         if self.zero_stage == 0:

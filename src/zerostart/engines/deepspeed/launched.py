@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.engines.deepspeed.reading import section_of
-from zerostart.engines.training import Launched
+from zerostart.engines.training import LauncherSetup
 from zerostart.errors import ConfigError
 from zerostart.upstream.accelerate.launched import launched_deepspeed
 
@@ -22,7 +22,7 @@ _DECIDED = {
 _IGNORED = ("steps_per_print", "zero_allow_untested_optimizer")
 
 
-def launched() -> Launched:
+def launched() -> LauncherSetup:
     """The launcher's configuration; raises ConfigError for one that cannot be read.
 
     ``zero3_init_flag`` and ``zero3_save_16bit_model`` are about loading and saving, and say nothing here.
@@ -41,7 +41,7 @@ def launched() -> Launched:
     for precision in ("bf16", "fp16"):
         if section_of(config, precision, "the launcher's DeepSpeed configuration").get("enabled") is True:
             agreed["train.mixed_precision"] = (f"{precision}.enabled", precision)
-    return Launched(config, agreed)
+    return LauncherSetup(config, agreed)
 
 
 def _read(path: str) -> dict[str, Any]:

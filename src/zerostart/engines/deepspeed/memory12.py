@@ -16,15 +16,29 @@ from __future__ import annotations
 import torch
 
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
-from zerostart.engines.memory import FP32, Array, Held, Moment, Optimizer, Sizes, Target, pinned_by_torch
+from zerostart.engines.forecast import (
+    FP32,
+    Array,
+    MemoryPeak,
+    OptimizerCost,
+    ParameterBytes,
+    Sizes,
+    Target,
+    pinned_by_torch,
+)
 
 #: Elements that a partition is a multiple of (``nccl_start_alignment_factor``).
 ALIGNED = 2
 
 
 def after_load(
-    held: Held, whole: int, settings: DeepSpeedSettings, optimizer: Optimizer, target: Target, stage: int
-) -> list[Moment]:
+    held: ParameterBytes,
+    whole: int,
+    settings: DeepSpeedSettings,
+    optimizer: OptimizerCost,
+    target: Target,
+    stage: int,
+) -> list[MemoryPeak]:
     """The moments of ``initialize`` and of the first step; ``whole``: bytes of the flat buffers."""
     return _Stage12(held, whole, settings, optimizer, target, stage).moments()
 
@@ -34,10 +48,10 @@ class _Stage12:
 
     def __init__(
         self,
-        held: Held,
+        held: ParameterBytes,
         whole: int,
         settings: DeepSpeedSettings,
-        optimizer: Optimizer,
+        optimizer: OptimizerCost,
         target: Target,
         stage: int,
     ) -> None:
@@ -58,7 +72,7 @@ class _Stage12:
         self.separate = self.kept == torch.float32 and held.dtype != torch.float32
         self.all_fp32 = stage == 1 and self.separate and not self.aside
 
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[MemoryPeak]:
         """In the order in which they come."""
         copied = self.part if self.all_fp32 else 0  # by BF16_Optimizer
         begun = {**self._masters, "gradients": FP32 * self.trained if self.all_fp32 else 0}
@@ -114,7 +128,7 @@ class _Stage12:
             "incoming gradient": gathers.largest if filled < gathers.total else 0,
         }
 
-    def _moment(self, phase: str, beside: Sizes, on_device: Sizes | None = None) -> Moment:
+    def _moment(self, phase: str, beside: Sizes, on_device: Sizes | None = None) -> MemoryPeak:
         """The flat buffers, what is ``beside`` at the optimizer's home, and what is on the device anyway."""
         device: dict[str, Array | int] = {"parameters": self.whole, "buffers": self.held.buffers}
         if self.aside:
@@ -123,4 +137,4 @@ class _Stage12:
         for sizes, home in ((beside, host if self.aside else device), (on_device or {}, device)):
             for name, size in sizes.items():
                 home[name] = home.get(name, 0) + size
-        return Moment(phase, host, device)
+        return MemoryPeak(phase, host, device)

@@ -21,10 +21,21 @@ import numpy as np
 import torch
 
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
-from zerostart.engines.memory import FP32, Array, Held, Moment, Optimizer, Sizes, Target, pinned_by_torch
+from zerostart.engines.forecast import (
+    FP32,
+    Array,
+    MemoryPeak,
+    OptimizerCost,
+    ParameterBytes,
+    Sizes,
+    Target,
+    pinned_by_torch,
+)
 
 
-def after_load(held: Held, settings: DeepSpeedSettings, optimizer: Optimizer, target: Target) -> list[Moment]:
+def after_load(
+    held: ParameterBytes, settings: DeepSpeedSettings, optimizer: OptimizerCost, target: Target
+) -> list[MemoryPeak]:
     """The moments of ``initialize`` and of the first step."""
     return _Stage3(held, settings, optimizer, target).moments()
 
@@ -32,7 +43,9 @@ def after_load(held: Held, settings: DeepSpeedSettings, optimizer: Optimizer, ta
 class _Stage3:
     """The quantities that the moments are made of."""
 
-    def __init__(self, held: Held, settings: DeepSpeedSettings, optimizer: Optimizer, target: Target) -> None:
+    def __init__(
+        self, held: ParameterBytes, settings: DeepSpeedSettings, optimizer: OptimizerCost, target: Target
+    ) -> None:
         self.held, self.settings, self.target = held, settings, target
         n, kept = held.trained, settings.accumulates or held.dtype
         self.aside = settings.optimizer_home != "none"
@@ -56,7 +69,7 @@ class _Stage3:
     def _on_host(self) -> bool:
         return self.aside or not self.target.accelerator
 
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[MemoryPeak]:
         """In the order in which they come."""
         ready = {"master weights": self.masters, "gradients": self._kept}
         full = {**ready, "optimizer state": self.states}
@@ -115,7 +128,7 @@ class _Stage3:
         incoming = gathers.largest if held < gathers.total else 0
         return {**buckets, "buckets": buckets["buckets"] + copied, "incoming gradient": incoming}
 
-    def _moment(self, phase: str, beside: Sizes, *on_device: Sizes) -> Moment:
+    def _moment(self, phase: str, beside: Sizes, *on_device: Sizes) -> MemoryPeak:
         """Parameters at home, what is ``beside`` at the optimizer's home, and what is on the device."""
         host: dict[str, Array | int] = {"parameters": self.held.host}
         device: dict[str, Array | int] = {"parameters": self.held.device, "buffers": self.held.buffers}
@@ -123,4 +136,4 @@ class _Stage3:
         for sizes, where in ((beside, home), *((sizes, device) for sizes in on_device)):
             for name, size in sizes.items():
                 where[name] = where.get(name, 0) + size
-        return Moment(phase, host, device)
+        return MemoryPeak(phase, host, device)

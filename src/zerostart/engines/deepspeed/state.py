@@ -1,22 +1,30 @@
-"""The training state that a DeepSpeed engine keeps: masters, moments, counters, the loss scale, its window."""
+"""The state side of DeepSpeed: masters, moments, counters, loss scale and window of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
-from zerostart.engines.training_state import (
+from zerostart.distributed.world import World
+from zerostart.engines.shard import Shard
+from zerostart.engines.state import (
     Gradient,
+    Master,
+    StateEngine,
     Stateful,
     TrainingState,
     check_accumulation,
     members_of,
 )
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, EngineError
+from zerostart.upstream.deepspeed.state import editing
 from zerostart.upstream.deepspeed.state import engine as upstream
 from zerostart.upstream.deepspeed.state import steps as optimizers
+from zerostart.upstream.deepspeed.zero3 import edits
 
 
 class DeepSpeedState(TrainingState):
@@ -69,3 +77,52 @@ class DeepSpeedState(TrainingState):
         if "window" in saved:
             now = self._engine.gradient_accumulation_steps()
             check_accumulation(saved["window"].get("accumulation"), now, "the engine", source)
+
+
+class DeepSpeedStateEngine(StateEngine):
+    """The state side of DeepSpeed as an engine, at every stage."""
+
+    @classmethod
+    def find_shards(cls, model: nn.Module, world: World) -> dict[str, Shard]:
+        """ZeRO-3 partitions; the other stages keep parameters whole."""
+        from zerostart.engines.deepspeed.partitioning import current_shards
+
+        return current_shards(model)
+
+    @classmethod
+    def has_own_values(cls, parameter: torch.Tensor) -> bool:
+        """Of the experts of DeepSpeed's MoE."""
+        return editing.has_own_values(parameter)
+
+    @classmethod
+    def training_state(cls, model: nn.Module, optimizer: Any) -> TrainingState | None:
+        engine = upstream.engine_of(model)
+        if engine is None:
+            upstream.check_engine_given(model.parameters())
+            return None
+        return DeepSpeedState(engine)
+
+    @classmethod
+    def drop_gathered(cls, parameters: Iterable[torch.Tensor]) -> None:
+        upstream.drop_gathered(parameters)
+
+    @classmethod
+    def is_gathered(cls, parameter: torch.Tensor) -> bool:
+        """Inside ``GatheredParameters``, whose modifier's values are kept, or nobody's."""
+        return edits.is_gathered(parameter)
+
+    @classmethod
+    def check_editable(cls, parameter: torch.Tensor, name: str) -> None:
+        editing.check_editable(parameter, name)
+
+    @classmethod
+    def master_of(cls, parameter: torch.Tensor) -> AbstractContextManager[Master | None]:
+        """Gathered copies of a changed partition are gone afterwards. Raises UnsupportedVersionError."""
+        return editing.master_of(parameter)
+
+    @classmethod
+    def check_replaceable(cls, model: nn.Module, parameter: torch.Tensor, action: str) -> None:
+        if editing.optimizer_of(parameter) is not None:
+            raise EngineError(
+                f"{action} once DeepSpeed has an optimizer of them; resize them before initialize"
+            )

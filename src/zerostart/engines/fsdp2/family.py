@@ -13,19 +13,21 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World, default_device
-from zerostart.engines.base import Engine, ShardMaker
+from zerostart.engines.engine import Engine
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.flat_memory import after_load as after_load_whole
+from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target
 from zerostart.engines.fsdp2 import memory
 from zerostart.engines.fsdp2.layouts import MeshShares
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.stages import begin_batch
-from zerostart.engines.memory import Held, Moment, Optimizer, Target
+from zerostart.engines.fsdp2.state import FSDP2StateEngine
+from zerostart.engines.loading import ShardMaker
 from zerostart.engines.placements import DEVICE, HOST, Placements
 from zerostart.engines.sequences import check_ring
 from zerostart.engines.shard import Shard
-from zerostart.engines.training import AccelerateSetup, Launched, TrainingJob
-from zerostart.errors import ConfigError, EngineError
+from zerostart.engines.training import AccelerateSetup, LauncherSetup, TrainingJob
+from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh, Parallelism, dimension_shard
 from zerostart.geometry.layout.flat import FlatRules
 from zerostart.models import Alias
@@ -35,17 +37,17 @@ from zerostart.upstream.accelerate.plugins import launched_fsdp_version
 PLAIN = ("replicate", "reshard_after_forward", "wrap")
 
 
-class FSDP2(Engine):
+class FSDP2(FSDP2StateEngine, Engine):
     """DTensors over the mesh; ``config`` has keyword arguments of ``fully_shard`` and zerostart's own."""
 
     name = "fsdp2"
     stages = (0, 1, 2, 3)
-    units = True
+    uses_fully_shard = True
     steps_parameters = True
-    launched_by: ClassVar[str | None] = "ACCELERATE_USE_FSDP"
+    launcher_variable: ClassVar[str | None] = "ACCELERATE_USE_FSDP"
 
     @classmethod
-    def of(
+    def for_stage(
         cls, zero_stage: int, config: Mapping[str, Any] | None, mesh: Mesh, exchange: bool | None
     ) -> Engine:
         """Stage 0 shards nothing."""
@@ -70,28 +72,6 @@ class FSDP2(Engine):
             return "DistributedDataParallel"
         return "FSDP2" if zero_stage == 3 else f"FSDP2 as ZeRO-{zero_stage}"
 
-    @classmethod
-    def put_to_rest(cls, model: nn.Module) -> None:
-        """See ``Engine``: units that were not resharded after their forward."""
-        from zerostart.engines.fsdp2.engine import reshard
-
-        reshard(model)
-
-    @classmethod
-    def found(cls, model: nn.Module, world: World) -> dict[str, Shard]:
-        """See ``Engine``: DTensors. Raises EngineError for a mesh that is not of all ranks."""
-        from zerostart.engines.fsdp2.engine import current_shards
-
-        shards = current_shards(model)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            mesh = getattr(parameter, "device_mesh", None)
-            if name in shards and mesh is not None and mesh.size() != world.size:
-                raise EngineError(
-                    f"{name} lies on {mesh.size()} of the {world.size} ranks, and nothing says what the "
-                    "others have; load the model with zerostart, or shard it over a mesh of all ranks"
-                )
-        return shards
-
     @cached_property
     def settings(self) -> FSDP2Settings:
         """The configuration, at the stage."""
@@ -102,7 +82,7 @@ class FSDP2(Engine):
         _ = self.settings
 
     @classmethod
-    def configured_tensors(cls, config: Mapping[str, Any]) -> int:
+    def configured_tensor_parallel(cls, config: Mapping[str, Any]) -> int:
         """See ``Engine``; it is ``autotp_size``, as in DeepSpeed's section."""
         return FSDP2Settings.of(config).autotp_size
 
@@ -110,7 +90,7 @@ class FSDP2(Engine):
         """See ``Engine``; raises ConfigError."""
         self.settings.check_mesh(self.mesh)
         size = self.mesh.sequence_parallel
-        if size > 1 and not self.units:
+        if size > 1 and not self.uses_fully_shard:
             raise ConfigError(
                 f"sequence_parallel={size} with zero_stage=0 is not available in this version; use stage 1, "
                 "2 or 3"
@@ -121,12 +101,12 @@ class FSDP2(Engine):
         import zerostart.engines.fsdp2.engine  # noqa: F401
 
     @property
-    def computing_dtype(self) -> torch.dtype | None:
+    def compute_dtype(self) -> torch.dtype | None:
         """See ``Engine``."""
         policy = self.settings.mp_policy
         return None if policy is None else policy.param_dtype
 
-    def check_sequences(self, model: nn.Module) -> None:
+    def check_sequence_parallel(self, model: nn.Module) -> None:
         """See ``Engine``: torch's context parallelism, of a device that it has kernels for."""
         from zerostart.upstream.torch.context_parallel import check_kernels
 
@@ -134,7 +114,7 @@ class FSDP2(Engine):
         if self.mesh.sequence_parallel > 1 and (kind := default_device().type) != "cpu":
             check_kernels(kind)
 
-    def share_sequences(self, model: nn.Module) -> None:
+    def enable_sequence_parallel(self, model: nn.Module) -> None:
         """See ``Engine``: the ring is entered by whoever calls the model."""
         from zerostart.upstream.torch.context_parallel import require, ring_on_cpu
 
@@ -143,11 +123,11 @@ class FSDP2(Engine):
             if default_device().type == "cpu":
                 ring_on_cpu(model)
 
-    def given_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
+    def parallel_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
         """See ``Engine``."""
         return self.settings.ep_plan, self.settings.tp_plan, self.settings.rules
 
-    def let_cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    def allow_cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """See ``Engine``."""
         from zerostart.engines.fsdp2.units import let_cast
 
@@ -187,7 +167,7 @@ class FSDP2(Engine):
             pinned=self.settings.pinned,
         )
 
-    def maker(
+    def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
         """See ``Engine``."""
@@ -199,13 +179,13 @@ class FSDP2(Engine):
 
         return FSDP2Shards(world, self.settings)
 
-    def keep_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
+    def follow_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
         """See ``Engine``; FSDP2 swaps parameters in their modules."""
         from zerostart.engines.fsdp2.following import follow_swaps
 
         follow_swaps(model, aliases)
 
-    def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
+    def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
         """See ``Engine``."""
         from zerostart.engines.fsdp2.calls import keep_calls
 
@@ -228,12 +208,12 @@ class FSDP2(Engine):
         if unknown := sorted(set(given) - set(PLAIN)):
             known = ", ".join(PLAIN)
             raise ConfigError(f"engine.config.{unknown[0]} is unknown for {self.name}; known are {known}")
-        if job.mixed_precision == "no" or not self.units:
+        if job.mixed_precision == "no" or not self.uses_fully_shard:
             return dict(given)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         return {**given, "mp_policy": policy}
 
-    def launched(self) -> Launched:
+    def launcher_setup(self) -> LauncherSetup:
         """See ``Engine``; raises ConfigError for what a run does otherwise."""
         from zerostart.engines.fsdp2.launched import launched
 
@@ -244,14 +224,14 @@ class FSDP2(Engine):
         from zerostart.engines.fsdp2.launched import launcher_file
 
         plain = super().launcher_file(mixed_precision, own_file)
-        return launcher_file(self.zero_stage, mixed_precision) if self.units else plain
+        return launcher_file(self.zero_stage, mixed_precision) if self.uses_fully_shard else plain
 
-    def accelerate(self, mixed_precision: str) -> AccelerateSetup:
+    def accelerate_setup(self, mixed_precision: str) -> AccelerateSetup:
         """See ``Engine``."""
         # Where the units cast (their MixedPrecisionPolicy), autocast would do so again.
-        precision = "no" if self.units else mixed_precision
+        precision = "no" if self.uses_fully_shard else mixed_precision
         options: dict[str, Any] = {"mixed_precision": precision, "cpu": not torch.accelerator.is_available()}
-        if self.whole:
+        if self.replicates_parameters:
             from accelerate.utils import DistributedDataParallelKwargs
 
             # Of a transformer of two streams the last block's text goes nowhere, and has no gradient.
@@ -269,16 +249,16 @@ class FSDP2(Engine):
         """See ``Engine``: as units of their own. Raises EngineError for what cannot be one."""
         from zerostart.engines.fsdp2.added import hold_masters, shard_added
 
-        if self.units:
+        if self.uses_fully_shard:
             shard_added(model, self.settings.options(), mixed_precision != "no")
         else:
             hold_masters(model.parameters(), mixed_precision != "no")
 
-    def share_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
+    def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
         """See ``Engine``: a plain loop has nothing that would reduce their gradients."""
         from zerostart.engines.fsdp2.added import share_added
 
-        if self.units:
+        if self.uses_fully_shard:
             axes = ("expert_parallel", "tensor_parallel")
             shared = [f"{axis}={size}" for axis in axes if (size := getattr(self.mesh, axis)) > 1]
             share_added(model, added, f"with {' and '.join(shared)}" if shared else "")
@@ -290,7 +270,7 @@ class FSDP2(Engine):
         if isinstance(model, FSDPModule):
             begin_batch(model, self.zero_stage, last)
 
-    def begin_sharing(self, model: nn.Module) -> None:
+    def begin_sequence_parallel(self, model: nn.Module) -> None:
         """See ``Engine``: the groups of ranks that share a batch, and no masks of one rank's tokens."""
         from zerostart.upstream.torch.context_parallel import drop_masks
 
@@ -312,15 +292,20 @@ class FSDP2(Engine):
 
         return head_and_tail(*self.mesh.sequence(rank))
 
-    def attending(self) -> AbstractContextManager[None]:
+    def attention_context(self) -> AbstractContextManager[None]:
         """See ``Engine``."""
         from zerostart.upstream.torch.context_parallel import ring
 
         return contextlib.nullcontext() if self.mesh.sequence_parallel == 1 else ring(self._sequence_mesh)
 
-    def moments(
-        self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target
-    ) -> list[Moment]:
+    def memory_peaks(
+        self,
+        model: nn.Module,
+        placements: Placements,
+        held: ParameterBytes,
+        optimizer: OptimizerCost,
+        target: Target,
+    ) -> list[MemoryPeak]:
         """See ``Engine``."""
         units = memory.Units.of(model, self.settings, held, self.mesh.data(0)[1])
         return memory.after_load(held, units, optimizer, target)
@@ -332,29 +317,29 @@ class FSDP2(Engine):
         config, words = dict(self.config or {}), list[str]()
         if self.zero_stage < 3:
             words = ["zero_stage=3"]
-            yield words, self.of(3, config, self.mesh, self.exchange)
+            yield words, self.for_stage(3, config, self.mesh, self.exchange)
         if config.get("reshard_after_forward") is False:
             config = {**config, "reshard_after_forward": True}
             words = ["reshard_after_forward=True", *words]
-            yield words, self.of(3, config, self.mesh, self.exchange)
+            yield words, self.for_stage(3, config, self.mesh, self.exchange)
         if accelerator and config.get("offload_policy") is None:
             # Pinning needs an accelerator, which the machine that plans may lack.
             config = {**config, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
             words = ["offload_policy=CPUOffloadPolicy()", *words]
-            yield words, self.of(3, config, self.mesh, self.exchange)
+            yield words, self.for_stage(3, config, self.mesh, self.exchange)
 
 
 class Replicated(FSDP2):
     """Everything whole on every rank, for DistributedDataParallel."""
 
-    whole = True
-    units = False
-    launched_by = None
+    replicates_parameters = True
+    uses_fully_shard = False
+    launcher_variable = None
 
-    def keep_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
+    def follow_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
         """See ``Engine``; nothing is swapped."""
 
-    def keep_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
+    def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
         """See ``Engine``; nothing is gathered."""
 
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
@@ -363,13 +348,13 @@ class Replicated(FSDP2):
             dict(model.named_parameters()), parallelism, self._rules(), self.exchange, False, 0
         )
 
-    def maker(
+    def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
         """See ``Engine``."""
         return FlatBufferShards(world, 0, self._rules(), self.exchange, parallelism)
 
-    def playing(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
+    def rehearsal_maker(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
         """See ``Engine``."""
         return FlatBufferShards(world, 0, self._rules(), self.exchange, parallelism, alone=True)
 
@@ -377,9 +362,14 @@ class Replicated(FSDP2):
         """See ``Engine``."""
         return {}
 
-    def moments(
-        self, model: nn.Module, placements: Placements, held: Held, optimizer: Optimizer, target: Target
-    ) -> list[Moment]:
+    def memory_peaks(
+        self,
+        model: nn.Module,
+        placements: Placements,
+        held: ParameterBytes,
+        optimizer: OptimizerCost,
+        target: Target,
+    ) -> list[MemoryPeak]:
         """See ``Engine``."""
         return after_load_whole(held, placements.held or 0, optimizer, target, masters=False)
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from zerostart.engines.training import Launched
+from zerostart.engines.training import LauncherSetup
 from zerostart.errors import ConfigError
 from zerostart.upstream.accelerate.launched import launched_fsdp
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin
 
 
-def launched(stage: int) -> Launched:
+def launched(stage: int) -> LauncherSetup:
     """The launcher's configuration for a run at a stage of FSDP2.
 
     What is about loading and saving (``fsdp_cpu_ram_efficient_loading``, ``fsdp_state_dict_type``) says
@@ -41,7 +41,7 @@ def launched(stage: int) -> Launched:
         agreed["engine.zero_stage"] = ("fsdp_reshard_after_forward: true, which is stage", 3)
     if found.wrapped:
         config["wrap"] = found.wrapped
-    return Launched(config, agreed)
+    return LauncherSetup(config, agreed)
 
 
 def _refuse(found: FSDP2Plugin, policy: str | None) -> None:

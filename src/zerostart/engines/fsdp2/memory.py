@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import nn
 
+from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Sizes, Target
 from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
-from zerostart.engines.memory import Held, Moment, Optimizer, Sizes, Target
 from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
 
 
@@ -43,7 +43,7 @@ class Units:
     offloaded: bool
 
     @classmethod
-    def of(cls, model: nn.Module, settings: FSDP2Settings, held: Held, world_size: int) -> Units:
+    def of(cls, model: nn.Module, settings: FSDP2Settings, held: ParameterBytes, world_size: int) -> Units:
         """The units that a load would make of ``model``."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         sizes = held.gathers.elements
@@ -69,7 +69,9 @@ class Units:
         )
 
 
-def after_load(held: Held, units: Units, optimizer: Optimizer, target: Target) -> list[Moment]:
+def after_load(
+    held: ParameterBytes, units: Units, optimizer: OptimizerCost, target: Target
+) -> list[MemoryPeak]:
     """The moments of making an optimizer and of the first step."""
     gradients = held.trained * held.dtype.itemsize
     states = optimizer.states * gradients
@@ -95,11 +97,11 @@ def after_load(held: Held, units: Units, optimizer: Optimizer, target: Target) -
     updated = held.largest if on_host else held.trained
     update = optimizer.scratch(on_host) * updated * held.dtype.itemsize
 
-    def moment(phase: str, at_home: Sizes, on_device: Sizes) -> Moment:
+    def moment(phase: str, at_home: Sizes, on_device: Sizes) -> MemoryPeak:
         device: dict[str, Any] = {"parameters": held.device, "buffers": held.buffers, **on_device}
         host: dict[str, Any] = {"parameters": held.host}
         (host if units.offloaded else device).update(at_home)
-        return Moment(phase, host, device)
+        return MemoryPeak(phase, host, device)
 
     return [
         moment("initialize", {}, {}),

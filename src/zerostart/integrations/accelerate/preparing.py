@@ -66,11 +66,11 @@ def _wanted(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, Any]:
     engine = record_of(part).engine
     check_tensors(part)
     check_sharing(part)
-    if engine.wraps or plugin is None:
+    if engine.owns_optimizer or plugin is None:
         raise ConfigError(
             f"{type(part).__name__} was loaded for {engine.title}, and accelerate prepares it for FSDP2"
         )
-    if engine.whole:
+    if engine.replicates_parameters:
         raise ConfigError(
             f"{type(part).__name__} was loaded with zero_stage=0, whole on every rank, and accelerate "
             "prepares it for FSDP2; leave zero_stage out, or use DistributedDataParallel"
@@ -103,7 +103,7 @@ def partitioned(accelerator: Any, model: nn.Module) -> None:
         return
     for part in parts:
         engine = record_of(part).engine
-        if not (engine.wraps and engine.whole):
+        if not (engine.owns_optimizer and engine.replicates_parameters):
             raise ConfigError(
                 f"{type(part).__name__} was loaded for {engine.title}, and accelerate prepares it "
                 f"for DeepSpeed ZeRO-{config_stage(plugin.deepspeed_config)}; make the Accelerator or "

@@ -61,7 +61,7 @@ class DiffSynthCall(Call):
         given, active = self.arguments, self._active
         asked: torch.dtype | None = given["torch_dtype"]
         # DeepSpeed trains what it gets; accelerate's FSDP2 fp32 copies, wherever the precision is mixed.
-        dtype = asked if active.family.wraps else active.dtype or asked
+        dtype = asked if active.family.owns_optimizer else active.dtype or asked
         kind, config = given["model_class"], given["config"] or {}
 
         def build() -> nn.Module:

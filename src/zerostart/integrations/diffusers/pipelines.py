@@ -170,7 +170,7 @@ def _placed(
         model.requires_grad_(False)
         engine = record_of(model).engine
         engine.make_callable(model)
-        if not engine.whole:
+        if not engine.replicates_parameters:
             explain_waiting(component.name, model)
     return model
 

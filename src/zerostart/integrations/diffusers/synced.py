@@ -20,7 +20,7 @@ from torch import nn
 
 from zerostart.distributed.world import World, current_world, default_device, is_lost
 from zerostart.errors import ConfigError, EngineError
-from zerostart.live.parts import loaded_parts
+from zerostart.live.record import loaded_parts
 from zerostart.models import library_of
 
 DURING = "taking turns in zerostart.synced"
@@ -48,7 +48,7 @@ def _sharded(pipe: Any) -> dict[str, nn.Module]:
         f"{name}.{prefix}".strip("."): model
         for name, part in modules.items()
         for prefix, model, record in loaded_parts(part)
-        if not record.engine.whole
+        if not record.engine.replicates_parameters
     }
     if not found:
         raise ConfigError(

@@ -131,7 +131,7 @@ def shared_loss(original: Callable[[], Any], **call: Any) -> Any:
 def _tell(part: torch.nn.Module, accelerator: Any, inputs: Any) -> None:
     engine = record_of(part).engine
     size = engine.mesh.sequence_parallel
-    if size > 1 and engine.whole:
+    if size > 1 and engine.replicates_parameters:
         _once(
             f"transformers' Trainer sums the gradients of the {size} ranks that share a sequence, and "
             f"{engine.title} does not divide them by these: gradients and the logged norm are {size} times "

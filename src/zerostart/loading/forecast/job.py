@@ -12,7 +12,7 @@ from torch import nn
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import World, default_device
 from zerostart.engines import RANKS_OF_A_MACHINE, Engine
-from zerostart.engines.memory import Optimizer, Target
+from zerostart.engines.forecast import OptimizerCost, Target
 from zerostart.errors import ZerostartError
 from zerostart.live.report import Clock
 from zerostart.loading.arguments import ForecastArguments
@@ -128,7 +128,7 @@ def _forecast(request: Request, world_size: int, rank: int | None, asked: Foreca
     tuning = request.tuning(engine, known.catalog, default_device(), bool(known.recipes.computed), here)
     subject = Subject(known.catalog, known.built.model, known.recipes, known.coverage, known.origins)
     # In flat buffers an exchange that is asked for is the engine's: each rank wants a share alone.
-    forced = None if engine.whole and request.exchange else request.exchange
+    forced = None if engine.replicates_parameters and request.exchange else request.exchange
     of = range(world_size) if rank is None else [rank]
     made = foresee(subject, engine, of, tuning, asked, forced)
     return replace(made, planning_seconds=clock.stop()["total"])
@@ -157,7 +157,7 @@ def fits_of(memory: Sequence[Mapping[str, Memory]], limits: Limits, world_size: 
 
 
 def advice(
-    model: nn.Module, engine: Engine, staged: int, optimizer: Optimizer, limits: Limits
+    model: nn.Module, engine: Engine, staged: int, optimizer: OptimizerCost, limits: Limits
 ) -> tuple[str, ...]:
     """The first change that makes the job fit, in words; or that none of those known here does.
 

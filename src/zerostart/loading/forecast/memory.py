@@ -11,7 +11,16 @@ from torch import nn
 
 from zerostart.engines import Engine, Placements
 from zerostart.engines.flat_buffers import MESSAGE
-from zerostart.engines.memory import Array, Gathers, Held, Moment, Optimizer, Sizes, Target, pinned_by_torch
+from zerostart.engines.forecast import (
+    Array,
+    Gathers,
+    MemoryPeak,
+    OptimizerCost,
+    ParameterBytes,
+    Sizes,
+    Target,
+    pinned_by_torch,
+)
 from zerostart.engines.placements import DEVICE, HOST
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Parallelism
@@ -19,7 +28,9 @@ from zerostart.loading.forecast.result import PHASES, Memory
 from zerostart.transfer.page_locked import rounds_up
 
 
-def held_alone(model: nn.Module, placed: Placements, parallelism: Parallelism, ranks: Sequence[int]) -> Held:
+def held_alone(
+    model: nn.Module, placed: Placements, parallelism: Parallelism, ranks: Sequence[int]
+) -> ParameterBytes:
     """What ``ranks`` hold, for memory alone: without what they read."""
     known: dict[Hashable, Array] = {}
     numels: dict[str, Array] = {}
@@ -35,11 +46,11 @@ def moments_of(
     model: nn.Module,
     engine: Engine,
     placed: Placements,
-    held: Held,
+    held: ParameterBytes,
     staged: Array | int,
-    optimizer: Optimizer,
+    optimizer: OptimizerCost,
     target: Target,
-) -> list[Moment]:
+) -> list[MemoryPeak]:
     """All moments that may be the highest; ``staged`` are bytes on the host beside the shards while reading.
 
     Activations are not among them: they depend on the batch.
@@ -47,14 +58,14 @@ def moments_of(
     whole = placed.held
     shards = held.device if whole is None else whole
     resident = {"parameters": shards, "buffers": held.buffers}
-    loads = [Moment("load", {"parameters": held.host, "staging": staged}, resident)]
+    loads = [MemoryPeak("load", {"parameters": held.host, "staging": staged}, resident)]
     if placed.gathered:
         # The all-gather of shares of flat buffers, message by message (engines/flat_buffers.py).
-        loads.append(Moment("load", {}, {**resident, "staging": min(whole or 0, MESSAGE)}))
-    return [*loads, *engine.moments(model, placed, held, optimizer, target)]
+        loads.append(MemoryPeak("load", {}, {**resident, "staging": min(whole or 0, MESSAGE)}))
+    return [*loads, *engine.memory_peaks(model, placed, held, optimizer, target)]
 
 
-def peaks(moments: Iterable[Moment], ranks: int, target: Target) -> list[dict[str, Memory]]:
+def peaks(moments: Iterable[MemoryPeak], ranks: int, target: Target) -> list[dict[str, Memory]]:
     """Of each rank the highest memory of each phase, by component."""
     known = [moment.on(target) for moment in moments]
     of_phase = {phase: [m for m in known if m.phase == phase] for phase in PHASES}
@@ -85,19 +96,19 @@ def _highest(sizes: Sequence[Sizes], ranks: int) -> list[dict[str, int]]:
     return result
 
 
-OPTIMIZERS: Mapping[str, Optimizer] = {
+OPTIMIZERS: Mapping[str, OptimizerCost] = {
     made.name: made
     for made in (
-        Optimizer("adamw", 2, 2, 1),
-        Optimizer("adam", 2, 2, 1),
-        Optimizer("fused_adamw", 2),
-        Optimizer("momentum", 1),
-        Optimizer("sgd", 0),
+        OptimizerCost("adamw", 2, 2, 1),
+        OptimizerCost("adam", 2, 2, 1),
+        OptimizerCost("fused_adamw", 2),
+        OptimizerCost("momentum", 1),
+        OptimizerCost("sgd", 0),
     )
 }
 
 
-def optimizer_of(name: str | None, configured: str | None) -> Optimizer:
+def optimizer_of(name: str | None, configured: str | None) -> OptimizerCost:
     """The optimizer of that name; None: the one that the engine is ``configured`` to make, else AdamW.
 
     Raises ConfigError for an unknown name.
@@ -114,7 +125,7 @@ def held_of(
     parallelism: Parallelism,
     ranks: Sequence[int],
     numels: Mapping[str, Array],
-) -> Held:
+) -> ParameterBytes:
     """Sum up the shares of ``ranks``; ``numels`` are the elements of each of them, by parameter name."""
     zeros = np.zeros(len(ranks), np.int64)
     homes = {DEVICE: zeros.copy(), HOST: zeros.copy()}
@@ -143,7 +154,7 @@ def held_of(
     for name, size in sizes.items():
         owner = name.rpartition(".")[0]
         modules[owner] = modules.get(owner, 0) + size
-    return Held(
+    return ParameterBytes(
         ranks=tuple(ranks),
         trained=trained,
         device=homes[DEVICE],

@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.engines.memory import Array
+from zerostart.engines.forecast import Array
 from zerostart.engines.placements import DEVICE, RANKS_OF_A_MACHINE, Placements
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout, replicated

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
+
+from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.models.library import Built, ModelLibrary
 from zerostart.recipe import Recipes, Target, loaded_into, run_converter, symbols_of
+from zerostart.upstream.deepspeed.zero3.printing import keep_printable
 
 
 class Plain(ModelLibrary):
@@ -30,3 +34,36 @@ class Plain(ModelLibrary):
         if chosen is None:
             return loaded_into(built.model, symbols, targets, catalog.versions, built.log)
         return loaded_into(built.model, run_converter(chosen, symbols), targets, None, built.log)
+
+
+PACKAGE = "diffsynth."
+
+
+class DiffSynth(Plain):
+    """DiffSynth's own classes, those that derive from transformers' too: all load a state dict."""
+
+    name = "diffsynth"
+
+    def handles(self, kind: type) -> bool:
+        """Whether DiffSynth defines it, or a class that it derives from."""
+        return any(base.__module__.startswith(PACKAGE) for base in kind.__mro__)
+
+    def entries(self, model: nn.Module) -> tuple[str, ...]:
+        """All public methods that its class has beside the forward: pipelines call them as they need them."""
+        own = [vars(base) for base in type(model).__mro__ if base.__module__.startswith(PACKAGE)]
+        names = dict.fromkeys(name for members in reversed(own) for name in members)
+        return tuple(
+            name
+            for name in names
+            if not name.startswith("_")
+            and name != "forward"
+            and inspect.isfunction(inspect.getattr_static(type(model), name))
+        )
+
+    def by_parts(self, model: nn.Module) -> bool:
+        """Whether pipelines call its modules: all but autoencoders and encoders, which have methods."""
+        return not Plain.entries(self, model)
+
+    def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
+        """Let DeepSpeed begin with it, whatever its modules print."""
+        keep_printable(built.model)

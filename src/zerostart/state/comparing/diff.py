@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Assembled, TensorEntry
-from zerostart.checkpoint.shards import plan_shards
+from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.distributed.machine import cores
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zerostart.checkpoint.pending import is_same, note_pending
+from zerostart.checkpoint.paths import is_same, note_pending
 from zerostart.distributed.world import World, group_beside
 from zerostart.errors import WriteError
 from zerostart.upstream.torch.process_group import BeforeTheEnd

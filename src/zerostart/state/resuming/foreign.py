@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.formats.found import Found
-from zerostart.checkpoint.training import training_states
+from zerostart.checkpoint.formats.assembling import Found
+from zerostart.checkpoint.formats.training import training_states
 from zerostart.state.resuming.values import encoded
 
 #: The world size in their documents: it is of no use, as random states of ranks are not there.

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.folders import NO_LINKS
 from zerostart.checkpoint.manifest import INDEX, documents
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.verifying import verify
+from zerostart.checkpoint.write.folders import NO_LINKS
 from zerostart.distributed.world import World
 from zerostart.errors import VerifyError
 from zerostart.state.comparing.digest import digests_of

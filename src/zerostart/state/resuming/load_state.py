@@ -32,8 +32,22 @@ from zerostart.state.resuming.document import read_document
 from zerostart.state.resuming.foreign import OTHERS, foreign_state
 from zerostart.state.resuming.linking import check_unchanged
 from zerostart.state.resuming.local_states import LOCAL, check_local, restored_local
-from zerostart.state.resuming.optimizer import check_own, check_rule, optimizers_of, restore_groups, restore_own, restored_moments
-from zerostart.state.resuming.training_state import MARKER, MODEL, STATE, check_restorable, random_rows, set_random_rows
+from zerostart.state.resuming.optimizer import (
+    check_own,
+    check_rule,
+    optimizers_of,
+    restore_groups,
+    restore_own,
+    restored_moments,
+)
+from zerostart.state.resuming.training_state import (
+    MARKER,
+    MODEL,
+    STATE,
+    check_restorable,
+    random_rows,
+    set_random_rows,
+)
 from zerostart.state.resuming.values import decoded, dtype_of
 from zerostart.state.saving.publishing import agreed_place
 from zerostart.transfer import Progress, Tuning
@@ -293,7 +307,7 @@ def planned_reads(catalog: Catalog, wanted: Iterable[_Wanted]) -> tuple[Plan, li
     return join(catalog, parts, PlanOptions(tuning.chunk_size)), storages, tuning
 
 
-def _masters(training: LiveLiveTraining, saved: Saved) -> list[_Wanted]:
+def _masters(training: LiveTraining, saved: Saved) -> list[_Wanted]:
     return [
         (_source(kept.name, kept.shard.storage.dtype, saved), kept.shard.layout, kept.shard.storage)
         for kept in training.masters()
@@ -302,7 +316,7 @@ def _masters(training: LiveLiveTraining, saved: Saved) -> list[_Wanted]:
     ]
 
 
-def _moments(training: LiveLiveTraining, saved: Saved, world: World) -> list[_Wanted]:
+def _moments(training: LiveTraining, saved: Saved, world: World) -> list[_Wanted]:
     """What the optimizer keeps, and gradients, for which room is made; its groups get their settings."""
     if not training.steps:
         return []
@@ -320,7 +334,7 @@ def _same_memory(a: Shard, b: Shard) -> bool:
     return a.storage.dtype == b.storage.dtype and a.storage.data_ptr() == b.storage.data_ptr()
 
 
-def _gradients(training: LiveLiveTraining, saved: Saved, world: World) -> Iterator[StateTensor]:
+def _gradients(training: LiveTraining, saved: Saved, world: World) -> Iterator[StateTensor]:
     """Room for the gradients that were saved; those that were not are none.
 
     Raises ConfigError for a window that another kind of engine has to end.
@@ -358,7 +372,7 @@ def _extra(saved: Saved) -> dict[str, torch.Tensor]:
 
 
 def _restore_engine(
-    training: LiveLiveTraining, saved: Saved, tensors: Mapping[str, torch.Tensor], gradients: bool
+    training: LiveTraining, saved: Saved, tensors: Mapping[str, torch.Tensor], gradients: bool
 ) -> None:
     found = saved.document["engine"]
     if not gradients:  # without which no window goes on

@@ -34,9 +34,7 @@ def _local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def local_states(
-    training: LiveTraining, world: World
-) -> tuple[list[Shard], dict[str, Any]]:
+def local_states(training: LiveTraining, world: World) -> tuple[list[Shard], dict[str, Any]]:
     """The states that are kept as they are, by ``local/KEY/NAME``, and what the document says; collective.
 
     Raises ConfigError for a tensor of an unknown class.
@@ -112,9 +110,7 @@ def _shard(name: str, tensor: torch.Tensor, lengths: Sequence[int], whole: bool,
     return Shard(name, run, storage, lambda _: run)
 
 
-def check_local(
-    training: LiveTraining, document: Mapping[str, Any], world: World
-) -> None:
+def check_local(training: LiveTraining, document: Mapping[str, Any], world: World) -> None:
     """Raise CheckpointError unless the states that were kept as they were can go on here as they are."""
     by_name = {training.name_of(step.members[0].parameter): step for step in training.steps}
     for name, described in document.get(LOCAL, {}).items():
@@ -133,9 +129,7 @@ def check_local(
             )
 
 
-def restored_local(
-    training: LiveTraining, document: Mapping[str, Any], world: World
-) -> Iterator[Shard]:
+def restored_local(training: LiveTraining, document: Mapping[str, Any], world: World) -> Iterator[Shard]:
     """Make the states that were kept as they were; gives the tensors that are to be filled."""
     for step in training.steps:
         name = training.name_of(step.members[0].parameter)

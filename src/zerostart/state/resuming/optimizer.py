@@ -218,7 +218,7 @@ def _set(
 
 # What an optimizer keeps beside the states of its parameters: kept with it, or refused by name.
 
-#: Of what an optimizer keeps beside the states of its parameters: what its class adds to a state dict, and what lies in its ``state`` under no parameter.
+#: What its class adds to a state dict, and what lies in its ``state`` under no parameter.
 _VALUES, _STATE = "values", "state"
 
 
@@ -248,7 +248,7 @@ def own_of(training: LiveTraining, tensors: dict[str, torch.Tensor]) -> Any:
 
 def check_alone(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError for an optimizer around another one, of which two states would have to be kept."""
-    for name, inner in inneroptimizers_of(optimizer).items():
+    for name, inner in inner_optimizers(optimizer).items():
         raise ConfigError(
             f"the optimizer {type(optimizer).__name__} keeps another one, a {type(inner).__name__}, in its "
             f"attribute {name}, whose state is not saved with it: give the inner one as optimizer and what "
@@ -287,6 +287,7 @@ def restore_own(
 
 
 def optimizers_of(steps: Sequence[Stepped]) -> list[torch.optim.Optimizer]:
+    """The optimizers that step, each once."""
     return list({id(step.optimizer): step.optimizer for step in steps}.values())
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.manifest import saved_at
-from zerostart.checkpoint.publishing import remove
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
+from zerostart.checkpoint.write.staging import remove
 from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.resuming.training_state import MARKER
 

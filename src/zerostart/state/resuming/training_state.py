@@ -23,7 +23,14 @@ from torch.distributed.tensor import DTensor
 
 from zerostart.checkpoint.manifest import STATE_MARKER
 from zerostart.distributed.world import World, default_device
-from zerostart.engines import Shard, TrainingState, check_own_memory, first_rank_shard, plain_name, whole_shard
+from zerostart.engines import (
+    Shard,
+    TrainingState,
+    check_own_memory,
+    first_rank_shard,
+    plain_name,
+    whole_shard,
+)
 from zerostart.geometry.layout import dimension_shard
 from zerostart.live.model import LiveModel
 from zerostart.live.training import LiveTraining, StateTensor

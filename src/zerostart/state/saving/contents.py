@@ -17,10 +17,10 @@ from torch import nn
 from zerostart import geometry
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
+from zerostart.geometry.layout import Layout
 from zerostart.live.model import LiveModel, LogicalTensor
 from zerostart.live.record import LoadRecord
 from zerostart.models import ModelLibrary, library_of
-from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, SymbolicTensor, Target, one_thread, spelling
 from zerostart.recipe.inverse import inverted, reversal
 from zerostart.state.saving.writing import Entry, Outgoing
@@ -41,9 +41,7 @@ class Contents:
     before: dict[str, int] = field(default_factory=dict)
 
 
-def contents_of(
-    live: LiveModel, tensors: Iterable[LogicalTensor], dtype: torch.dtype | None
-) -> Contents:
+def contents_of(live: LiveModel, tensors: Iterable[LogicalTensor], dtype: torch.dtype | None) -> Contents:
     """The checkpoint that ``tensors`` of a model make, floating ones in ``dtype`` (None: their own)."""
     model, record = live.module, live.record
     left_out = set(library_of(model).unsaved(model))

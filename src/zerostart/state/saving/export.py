@@ -17,10 +17,10 @@ from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.manifest import STATE_MARKER
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.source import open_catalog, read_config
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
-from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.checkpoint.write.shards import plan_shards
+from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointNotFoundError, ConfigError
 from zerostart.geometry.layout.flat import flat_run

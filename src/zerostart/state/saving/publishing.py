@@ -11,7 +11,7 @@ from typing import Any
 
 from zerostart.checkpoint.manifest import MARKER
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.publishing import Staging, told
+from zerostart.checkpoint.write.staging import Staging, told
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 

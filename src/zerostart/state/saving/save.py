@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.manifest import group_of
-from zerostart.checkpoint.shards import parse_size
+from zerostart.checkpoint.write.shards import parse_size
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError

@@ -14,8 +14,8 @@ import torch
 
 from zerostart import geometry
 from zerostart.checkpoint.digest import ROOM, Digests
-from zerostart.checkpoint.shards import SaveLayout, parse_size, plan_shards
-from zerostart.checkpoint.writer import CheckpointWriter
+from zerostart.checkpoint.write.shards import SaveLayout, parse_size, plan_shards
+from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.machine import cores, local_ranks
 from zerostart.distributed.world import World
 from zerostart.engines import Shard

@@ -20,7 +20,7 @@ from zerostart.engines import Member, Shard, Stepped
 from zerostart.live.model import LiveModel
 from zerostart.live.training import LiveTraining, StateTensor, share_of
 from zerostart.state.saving.contents import TensorOverrides
-from zerostart.training.config.trained_sections import EmaConfig
+from zerostart.training.config.configuration import EmaConfig
 
 #: What averages are called in a training checkpoint.
 KEY = "ema"
@@ -82,7 +82,9 @@ class Ema:
     @property
     def kept(self) -> list[StateTensor]:
         """The averages, for a training checkpoint: to be written, or to be filled."""
-        return [StateTensor(one.name, KEY, replace(one.source, storage=one.average)) for one in self._followed]
+        return [
+            StateTensor(one.name, KEY, replace(one.source, storage=one.average)) for one in self._followed
+        ]
 
     @property
     def overrides(self) -> TensorOverrides:

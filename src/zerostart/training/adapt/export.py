@@ -43,5 +43,5 @@ def _save(
 ) -> SaveReport:
     report = save(model, folder, save_request(model, task.config, step, task.beside))
     if ema is not None:
-        save(model, averaged, save_request(model, task.config, step, task.beside, ema.instead))
+        save(model, averaged, save_request(model, task.config, step, task.beside, ema.overrides))
     return report

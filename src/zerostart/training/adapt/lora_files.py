@@ -27,7 +27,7 @@ from zerostart.state.resuming.training_state import MARKER, MODEL
 from zerostart.state.resuming.values import decoded
 from zerostart.training.adapt.diffsynth_names import PREFIX, names_for
 from zerostart.training.adapt.lora import ADAPTER
-from zerostart.training.config.trained_sections import LoraConfig
+from zerostart.training.config.configuration import LoraConfig
 
 logger = logging.getLogger("zerostart")
 

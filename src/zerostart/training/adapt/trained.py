@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
+from zerostart.engines import full_shape
 from zerostart.live.record import record_of
 from zerostart.training.adapt.freezing import train_only
 from zerostart.training.adapt.lora import add_lora, highest_rank
 from zerostart.training.adapt.lora_files import start_from
 
 if TYPE_CHECKING:
-    from zerostart.training.config.train import TrainConfig
+    from zerostart.training.config.configuration import TrainConfig
 
 
 def choose_trained(model: nn.Module, config: TrainConfig, world: World) -> str | None:
@@ -52,7 +53,7 @@ def round_to(model: nn.Module, dtype: torch.dtype) -> None:
 def _counted(model: nn.Module) -> str:
     trained = every = 0
     for parameter in model.parameters():
-        shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # a ZeRO-3 placeholder is empty
+        shape = full_shape(parameter)
         every += shape.numel()
         trained += shape.numel() * parameter.requires_grad
     return f"{trained:,} of {every:,} parameters"

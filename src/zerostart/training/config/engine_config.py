@@ -1,15 +1,23 @@
-"""The configuration that the engine gets: complete, with nothing left to its defaults that matters here."""
+"""The engine's configuration of a run: the user's, the launcher's, and the run's own values.
+
+It is complete: nothing that matters to a run is left to the engine's defaults. The launcher's file may repeat
+the run's configuration, or fill in what that leaves open; where the two differ the run does not start, for
+nobody can know which of them was meant.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from zerostart.checkpoint.paths import expanded
-from zerostart.engines.training import TrainingJob
-from zerostart.errors import ConfigError
+from zerostart.engines.training import LauncherSetup, TrainingJob
+from zerostart.errors import ConfigError, EngineError
+from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.config.parsing import parsed_json
-from zerostart.training.config.train import TrainConfig
+from zerostart.upstream.accelerate.launched import launched_dynamo, launched_for, launched_precision
 
 
 def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None) -> dict[str, Any]:
@@ -26,7 +34,7 @@ def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None)
     )
     engine = config.engine.chosen()
     complete = engine.training_config(job, own_config(config))
-    sharing = engine.configured_tensors(complete)
+    sharing = engine.configured_tensor_parallel(complete)
     if sharing > 1:
         raise ConfigError(
             f"engine.config has {sharing} ranks share tensors, which is not available in a run: it would "
@@ -49,3 +57,66 @@ def own_config(config: TrainConfig) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"engine.config {given} is not a JSON object")
     return loaded
+
+
+#: What the launcher sets for each engine that it knows.
+_ENGINES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
+_PLAIN = "start it with a plain multi-process accelerate configuration, with torchrun, or with --nproc"
+
+
+def with_launched(config: TrainConfig) -> TrainConfig:
+    """``config`` with what ``accelerate launch`` has set up; as it is where that is nothing.
+
+    Raises :class:`EngineError` where another engine is set up, or ranks share what the configuration does not
+    know of; :class:`ConfigError` where the launcher and the configuration say different things, or it wants
+    what no run does.
+    """
+    if launched_for("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        raise EngineError(
+            "ACCELERATE_USE_PARALLELISM_CONFIG=true, but this run shares sequences by itself, as "
+            "engine.sequence_parallel says; start it with a plain multi-process accelerate configuration"
+        )
+    if (backend := launched_dynamo()) != "no":
+        raise ConfigError(
+            f"the launcher's configuration has dynamo_backend: {backend}, and a run compiles no model; leave "
+            "it out of the launcher's"
+        )
+    engine = config.engine.chosen()
+    others = [name for name in _ENGINES if launched_for(name) and name != engine.launcher_variable]
+    if others:
+        raise EngineError(
+            f"{others[0]}=true, but this run shards with {engine.title}; choose the launcher's engine in "
+            f"engine.name, or {_PLAIN}"
+        )
+    set_up = engine.launcher_variable is not None and launched_for(engine.launcher_variable)
+    launched = engine.launcher_setup() if set_up else LauncherSetup()
+    agreed = dict(launched.agreed)
+    if (precision := launched_precision()) != "no":
+        agreed.setdefault("train.mixed_precision", ("mixed_precision", precision))
+    for key, (word, value) in agreed.items():
+        own = attrgetter(key)(config)
+        if own != value:
+            raise ConfigError(
+                f"the launcher's configuration has {word}: {value}, and this run's {key}: {own}; write the "
+                "same in both, or leave it out of the launcher's"
+            )
+    if not launched.config:
+        return config
+    merged = _merged(own_config(config), launched.config, "engine.config")
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"config": merged})})
+
+
+def _merged(own: Mapping[str, Any], launched: Mapping[str, Any], where: str) -> dict[str, Any]:
+    merged = dict(own)
+    for key, value in launched.items():
+        there = merged.get(key, "auto")
+        if isinstance(there, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merged(there, value, f"{where}.{key}")
+        elif there == "auto":
+            merged[key] = value
+        elif value not in ("auto", there):
+            raise ConfigError(
+                f"{where}.{key} is {there!r}, and the launcher's configuration makes it {value!r}; write the "
+                "same in both, or leave it out of one"
+            )
+    return merged

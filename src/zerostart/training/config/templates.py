@@ -1,14 +1,28 @@
-"""What ``zerostart config`` begins with: for each family the sections of a configuration, and what they say.
+"""The files that ``zerostart config`` writes: what most runs change, and every other key as a comment.
 
-Keys are written once, by their dotted names; a test holds each to be one of ``TrainConfig``.
+Names, order and defaults come from the fields of the sections; what a family has otherwise is a template
+here, by dotted keys, each of which a test holds to be one of ``TrainConfig``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.strict_json import read_json
+from zerostart.engines import Engine
+from zerostart.errors import ConfigError
+from zerostart.training.config.configuration import TrainConfig
+from zerostart.training.config.sections import TaskConfig
+from zerostart.training.loop.task import task_class
 
 
 @dataclass(frozen=True)
@@ -188,3 +202,125 @@ COMMENTS: Mapping[str, str] = {
     "ema.decay": "of the average of the weights",
     "ema.place": "device, host",
 }
+
+
+#: Where the comments of a file begin, if a line is not longer.
+_COLUMN = 40
+
+
+def template_of(family: str) -> tuple[Template, Mapping[str, Any]]:
+    """What a family begins with, and the values that are known besides.
+
+    ``family`` is one of ``TEMPLATES``, or the directory of a model or of a pipeline, whose family is looked
+    up there. Raises ConfigError for what is neither.
+    """
+    if (known := TEMPLATES.get(family)) is not None:
+        return known, {}
+    path = expanded(family)
+    if not path.is_dir():
+        raise ConfigError(
+            f"{family} is neither a family nor the directory of a model; families are {', '.join(TEMPLATES)}"
+        )
+    return TEMPLATES[_family_in(path)], {"model.source": str(path)}
+
+
+def described(template: Template, values: Mapping[str, Any], engine: Engine, lora: bool) -> str:
+    """A file of the ``template`` with ``values`` over its own, for ``engine``, with a LoRA or without."""
+    precision = "bf16" if "bf16" in engine.precisions else "no"
+    chosen = {
+        **template.values,
+        "engine.name": engine.name,
+        "engine.zero_stage": engine.zero_stage,
+        "train.mixed_precision": precision,
+        **(LORA if lora else {}),
+        **values,
+    }
+    sections = list(template.sections)
+    if lora:
+        sections.insert(sections.index("train"), "lora")
+    lines = [
+        f"# A run of `zerostart train` on {engine.title}. What is a comment here has the value that it says.",
+        "",
+    ]
+    for section in sections:
+        lines += _section(section, chosen)
+    for section in template.offered:
+        lines += ["", *(f"# {line}" for line in _section(section, chosen))]
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, chosen: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of a section, or of a value that stands by itself."""
+    kind = _kind(TrainConfig.model_fields[name], chosen)
+    if kind is None or name in chosen:  # a section that one value stands for
+        yield _line(name, chosen[name], COMMENTS.get(name))
+        return
+    yield f"{name}:"
+    for key, described in kind.model_fields.items():
+        dotted = f"{name}.{key}"
+        value = chosen.get(dotted, _default(described))
+        line = _line(key, value, COMMENTS.get(dotted), 2 if dotted in chosen else 4)
+        yield f"  {line}" if dotted in chosen else f"  # {line}"
+
+
+def _kind(described: FieldInfo, chosen: Mapping[str, Any]) -> type[BaseModel] | None:
+    """The class of a section; None for a plain value."""
+    annotation = described.annotation
+    found = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    kinds = [kind for kind in found if issubclass(kind, BaseModel)]
+    if TaskConfig in kinds:
+        return task_class(chosen["task.name"]).Settings
+    return kinds[0] if kinds else None
+
+
+def _default(described: FieldInfo) -> Any:
+    return described.get_default(call_default_factory=True)
+
+
+def _line(key: str, value: Any, comment: str | None, indent: int = 0) -> str:
+    text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    line = f"{key}: {text}"
+    return line if comment is None else f"{line:<{_COLUMN - indent}}  # {comment}"
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _family_in(path: Path) -> str:
+    """The family of a model or a pipeline by its own files; raises ConfigError and ReadError."""
+    for name, family in (("model_index.json", _of_pipeline), ("config.json", _of_model)):
+        file = path / name
+        if file.is_file():
+            if (found := family(read_json(file, "configuration"))) is not None:
+                return found
+            raise ConfigError(f"{file} belongs to no known family; choose one of {', '.join(TEMPLATES)}")
+    raise ConfigError(
+        f"{path} has neither model_index.json nor config.json, so it is not the directory of a model"
+    )
+
+
+def _of_pipeline(settings: Mapping[str, Any]) -> str | None:
+    classes = [entry[1] for entry in settings.values() if isinstance(entry, list) and len(entry) == 2]
+    return next((family for kind in classes if (family := _of_class(kind)) is not None), None)
+
+
+def _of_model(settings: Mapping[str, Any]) -> str | None:
+    if "_class_name" in settings:
+        return _of_class(settings["_class_name"])
+    named = settings.get("architectures")
+    architectures = [str(kind) for kind in named] if isinstance(named, list) else []
+    if any(kind.endswith("ForMaskedLM") for kind in architectures):
+        return "masked-lm"
+    if any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in architectures):
+        return "causal-lm"
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
+
+    return "masked-lm" if str(settings.get("model_type")) in MASKED else "causal-lm"
+
+
+def _of_class(kind: object) -> str | None:
+    """The family of a class of diffusers, None for one of none."""
+    from zerostart.training.diffusion.families import FAMILIES
+
+    return next((name for name, family in FAMILIES.items() if str(kind) in family.classes), None)

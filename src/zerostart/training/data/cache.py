@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from zerostart.checkpoint.durable import write_whole
 from zerostart.checkpoint.manifest import HIDDEN
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.write.folders import write_whole
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
-from zerostart.training.config.cache_config import CacheConfig
+from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.data.cache_facts import Facts, differences, facts_of_media
 from zerostart.training.data.cached import FOLDER, CachedItems, read_manifest
 from zerostart.training.data.encoder_files import KNOWN_FILES, encoder_files
@@ -24,7 +24,7 @@ from zerostart.training.loop.growth import Growth
 from zerostart.training.loop.terminal import say
 
 if TYPE_CHECKING:
-    from zerostart.training.config.train import TrainConfig
+    from zerostart.training.config.configuration import TrainConfig
     from zerostart.training.data.items import MediaItems
 
 logger = logging.getLogger("zerostart")

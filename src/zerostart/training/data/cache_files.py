@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from zerostart.checkpoint.catalog import TORCH_NAMES
-from zerostart.checkpoint.durable import sync_directory, write_whole
-from zerostart.checkpoint.publishing import told
-from zerostart.checkpoint.shards import plan_shards
 from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.write.folders import sync_directory, write_whole
+from zerostart.checkpoint.write.shards import plan_shards
+from zerostart.checkpoint.write.staging import told
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError, ZerostartError
 from zerostart.state.saving.publishing import Publication, publishing

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.durable import write_whole
 from zerostart.checkpoint.formats.pipeline import NAME, PIPELINE_INDEX
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.write.folders import write_whole
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointNotFoundError, ZerostartError
 

@@ -18,9 +18,10 @@ from zerostart.distributed.world import World, default_device
 from zerostart.errors import ConfigError
 from zerostart.integrations.diffusers.pipelines import PipelineRequest, drop_components, load_pipeline
 from zerostart.loading.placement import Placement
-from zerostart.training.config.cache_config import CacheConfig
+from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.data.encoder_files import TRAINED
-from zerostart.training.diffusion.encoder import Encoder, encoder_class
+from zerostart.training.diffusion.encoder import Encoder
+from zerostart.training.diffusion.families import encoder_class
 from zerostart.transfer.memory import release_cached
 
 _VAE = "vae"

@@ -1,4 +1,4 @@
-"""What an encoder of examples is, and which one goes with which class of diffusers' pipelines.
+"""What an encoder of examples is: one class for each kind of pipeline, beside the family of its transformer.
 
 An encoder calls what its pipeline itself calls before its transformer (``encode_prompt``, ``encode_image``,
 the autoencoder, image processors), for one example at a time, so that what is kept is what the pipeline
@@ -7,7 +7,6 @@ would feed. Pictures are taken in the size that the section ``media`` gives them
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,42 +16,14 @@ import torch
 
 from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError
-from zerostart.training.config.cache_config import CacheConfig
+from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.data.items import as_picture
 from zerostart.training.data.media_config import KNOWN_COLUMNS, Kind
 
-#: A decoded example, as ``zerostart.training.media`` makes it.
+#: A decoded example, as ``zerostart.training.data.items`` makes it.
 Example = Mapping[str, Any]
 #: By the names of diffusers' pipelines, without a dimension of batches.
 Encoded = dict[str, torch.Tensor]
-
-_HERE = "zerostart.training.diffusion"
-_ENCODERS: Mapping[str, str] = {
-    "WanPipeline": f"{_HERE}.wan_encoding:TextToVideo",
-    "WanImageToVideoPipeline": f"{_HERE}.wan_encoding:ImageToVideo",
-    "WanVACEPipeline": f"{_HERE}.wan_encoding:Vace",
-    "QwenImagePipeline": f"{_HERE}.qwen_image_encoding:QwenImage",
-    "QwenImageEditPipeline": f"{_HERE}.qwen_image_encoding:QwenImageEdit",
-    "QwenImageEditPlusPipeline": f"{_HERE}.qwen_image_encoding:QwenImageEditPlus",
-    "FluxPipeline": f"{_HERE}.flux_encoding:Flux",
-    "FluxKontextPipeline": f"{_HERE}.flux_encoding:FluxKontext",
-    "Flux2Pipeline": f"{_HERE}.flux2_encoding:Flux2",
-    "Flux2KleinPipeline": f"{_HERE}.flux2_encoding:Flux2",
-    "ZImagePipeline": f"{_HERE}.z_image_encoding:ZImage",
-}
-
-
-def encoder_class(pipeline: object) -> type[Encoder]:
-    """The encoder for pipelines of the class ``pipeline`` (a name); raises ConfigError if there is none."""
-    path = _ENCODERS.get(pipeline) if isinstance(pipeline, str) else None
-    if path is None:
-        raise ConfigError(
-            f"no encoders are known for pipelines of the class {pipeline!r}; known are those of "
-            f"{', '.join(_ENCODERS)}. Name another pipeline with the same encoders in cache.source"
-        )
-    module, _, name = path.partition(":")
-    found: type[Encoder] = getattr(importlib.import_module(module), name)
-    return found
 
 
 class Encoder(ABC):

@@ -1,8 +1,9 @@
-"""Families by their names, and by the classes of their transformers."""
+"""The families of diffusion models: each is a file of this folder and a name in ``FAMILIES``."""
 
 from __future__ import annotations
 
 from zerostart.errors import ConfigError
+from zerostart.training.diffusion.encoder import Encoder
 from zerostart.training.diffusion.family import Family
 from zerostart.training.diffusion.flux import Flux
 from zerostart.training.diffusion.flux2 import Flux2
@@ -14,9 +15,9 @@ FAMILIES: dict[str, type[Family]] = {kind.name: kind for kind in (Wan, QwenImage
 
 
 def family_of(transformer: str, chosen: str | None = None) -> type[Family]:
-    """The family of the class ``transformer`` of diffusers, or, where it is of none, the ``chosen`` one.
+    """The family of diffusers' class ``transformer``, or the ``chosen`` one for a class of no family.
 
-    Raises ConfigError where it is of none, or of another one.
+    Raises ConfigError for a class of no family where none is chosen, or where another one is.
     """
     for family in FAMILIES.values():
         if transformer in family.classes:
@@ -29,3 +30,14 @@ def family_of(transformer: str, chosen: str | None = None) -> type[Family]:
         return FAMILIES[chosen]
     known = ", ".join(sorted(name for family in FAMILIES.values() for name in family.classes))
     raise ConfigError(f"{transformer} belongs to no family that flow-matching knows; known are {known}")
+
+
+def encoder_class(pipeline: object) -> type[Encoder]:
+    """The encoder for pipelines of the class ``pipeline`` (a name); raises ConfigError if there is none."""
+    encoders = {name: kind for family in FAMILIES.values() for name, kind in family.encoders.items()}
+    if not isinstance(pipeline, str) or pipeline not in encoders:
+        raise ConfigError(
+            f"no encoders are known for pipelines of the class {pipeline!r}; known are those of "
+            f"{', '.join(encoders)}. Name another pipeline with the same encoders in cache.source"
+        )
+    return encoders[pipeline]

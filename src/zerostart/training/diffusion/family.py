@@ -1,4 +1,4 @@
-"""What a family of diffusion transformers is: how it is called, and in what its flow is told.
+"""What a family of diffusion transformers is: how it is called, and in what units its flow is.
 
 Everywhere else time ``t`` goes from 0 (the data) to 1 (noise), latents at it are ``(1 - t) * data + t *
 noise``, and the velocity is ``noise - data``; what a transformer wants in their place, and how its latents
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from zerostart.errors import ConfigError
+from zerostart.training.diffusion.encoder import Encoder
 
 #: One example.
 Tensors = Mapping[str, torch.Tensor]
@@ -27,7 +28,8 @@ Conditions = dict[str, Any]
 class Family(ABC):
     """A transformer by its ``config``, with the ``index`` of its pipeline, where it is of one.
 
-    ``classes`` are the names of diffusers' classes; ``shift`` is the one that training uses (of times ``u``
+    ``classes`` are the names of diffusers' classes of transformers, ``encoders`` the encoder of examples for
+    each class of its pipelines; ``shift`` is the one that training uses (of times ``u``
     that are drawn, ``shift * u / (1 + (shift - 1) * u)`` is taken). ``keys`` are those that an example may
     have beside ``latents``, of which ``required`` have to be there; of pictures that it starts from,
     ``image_latents.0`` and so on, there are ``most_images`` at most. ``masked``: texts of different lengths
@@ -37,6 +39,7 @@ class Family(ABC):
     name: ClassVar[str]
     unit: ClassVar[float] = 1.0
     classes: ClassVar[frozenset[str]]
+    encoders: ClassVar[Mapping[str, type[Encoder]]]
     shift: ClassVar[float]
     keys: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
     required: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
@@ -94,9 +97,9 @@ class Family(ABC):
             parts = [pad(part, (*(0, 0) * (part.ndim - 1), 0, most - len(part))) for part in parts]
         shapes = {tuple(part.shape) for part in parts}
         if len(shapes) > 1:
-            told = " and ".join(map(str, sorted(shapes)))
+            listed = " and ".join(map(str, sorted(shapes)))
             raise ConfigError(
-                f"examples of one batch have {name} of the shapes {told}, which {self.name} cannot have in "
+                f"examples of one batch have {name} of the shapes {listed}, which {self.name} cannot have in "
                 "one; make them alike, or set train.batch_size=1"
             )
         return torch.stack(parts)
@@ -136,3 +139,63 @@ def shifted(u: torch.Tensor, shift: float) -> torch.Tensor:
 def linear_shift(tokens: int, least: int, most: int, low: float, high: float) -> float:
     """The shift whose logarithm is ``low`` at ``least`` tokens, ``high`` at ``most``, and linear."""
     return exp(low + (high - low) * (tokens - least) / (most - least))
+
+
+class Packed(Family):
+    """A family whose transformers take latents [C, H, W], of even sides, as tokens of 2 by 2.
+
+    Further pictures follow the latents as tokens of the same kind.
+    """
+
+    def tokens(self, shape: Sequence[int]) -> int:
+        """2 by 2 latents each."""
+        return shape[-2] // 2 * (shape[-1] // 2)
+
+    def check(self, item: Tensors) -> None:
+        """Sides have to be even. Raises ConfigError."""
+        for name, value in item.items():
+            if name == "latents" or name.startswith("image_latents."):
+                height, width = value.shape[-2:]
+                if height % 2 or width % 2:
+                    raise ConfigError(
+                        f"{name} of {height} by {width} cannot be cut into tokens of 2 by 2: "
+                        "make both sides even"
+                    )
+
+    def velocity(
+        self,
+        model: nn.Module,
+        latents: torch.Tensor,
+        t: torch.Tensor,
+        conditions: Conditions,
+        guidance: float,
+    ) -> torch.Tensor:
+        """See ``Family``."""
+        pictures = [latents, *self.images(conditions)]
+        predicted: torch.Tensor = model(
+            hidden_states=torch.cat([_packed(one) for one in pictures], dim=1),
+            timestep=t,
+            guidance=torch.full_like(t, guidance) if self.config.get("guidance_embeds") else None,
+            encoder_hidden_states=conditions["prompt_embeds"],
+            return_dict=False,
+            **self.model_inputs(pictures, conditions),
+        )[0]
+        return _unpacked(predicted[:, : self.tokens(latents.shape)], *latents.shape[-2:])
+
+    @abstractmethod
+    def model_inputs(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, Any]:
+        """What else the transformer takes; ``pictures``, [batch, C, H, W], begin with the latents."""
+
+
+def _packed(latents: torch.Tensor) -> torch.Tensor:
+    """[batch, C, H, W] as tokens of 2 by 2: [batch, H/2 * W/2, 4 C]."""
+    batch, channels, height, width = latents.shape
+    cut = latents.reshape(batch, channels, height // 2, 2, width // 2, 2)
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, height // 2 * (width // 2), channels * 4)
+
+
+def _unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The reverse of ``_packed`` for latents of ``height`` by ``width``."""
+    batch, _, channels = tokens.shape
+    cut = tokens.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
+    return cut.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)

@@ -15,7 +15,7 @@ from zerostart.checkpoint.manifest import WEIGHTS
 from zerostart.checkpoint.source import read_config, resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.training.config.train import ModelConfig
+from zerostart.training.config.configuration import ModelConfig
 
 _DEFAULT = "transformer"
 #: Of a pipeline with two transformers, the one for times below the boundary.

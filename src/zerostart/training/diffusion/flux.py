@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from zerostart.training.diffusion.family import Conditions, linear_shift, shifted
-from zerostart.training.diffusion.packed import Packed
+from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
+from zerostart.training.diffusion.family import Conditions, Packed, linear_shift, shifted
+
+
+class FluxEncoder(Encoder):
+    """``latents`` [C, H, W], ``prompt_embeds`` of T5 and ``pooled_prompt_embeds`` [D] of CLIP."""
+
+    def encode(self, example: Example, generator: torch.Generator) -> Encoded:
+        """See ``Encoder``."""
+        latents = self.normalised(self.drawn(self.pixels(example["image"]), generator))
+        return {**self.prompt(example["prompt"]), "latents": latents[0]}
+
+    def prompt(self, text: str) -> Encoded:
+        """See ``Encoder``."""
+        embeds, pooled, _ = self.pipe.encode_prompt(text, **self.text)
+        return {"prompt_embeds": embeds[0], "pooled_prompt_embeds": pooled[0]}
+
+    def normalised(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents as the transformer sees them."""
+        config = self.pipe.vae.config
+        found: torch.Tensor = (latents - config.shift_factor) * config.scaling_factor
+        return found
+
+
+class FluxKontextEncoder(FluxEncoder):
+    """Adds ``image_latents.0`` [C, H', W'] of the picture that is edited."""
+
+    takes: ClassVar[frozenset[str]] = frozenset({"image", "edit_image"})
+    needs: ClassVar[tuple[str, ...]] = ("image", "edit_image")
+    single: ClassVar[frozenset[str]] = frozenset({"edit_image"})
+
+    def encode(self, example: Example, generator: torch.Generator) -> Encoded:
+        """See ``Encoder``."""
+        found = super().encode(example, generator)
+        given = self.normalised(self.likeliest(self.pixels(example["edit_image"][0])))
+        return {**found, "image_latents.0": given[0]}
 
 
 class Flux(Packed):
@@ -16,6 +50,10 @@ class Flux(Packed):
 
     name: ClassVar[str] = "flux"
     classes: ClassVar[frozenset[str]] = frozenset({"FluxTransformer2DModel"})
+    encoders: ClassVar[Mapping[str, type[Encoder]]] = {
+        "FluxPipeline": FluxEncoder,
+        "FluxKontextPipeline": FluxKontextEncoder,
+    }
     shift: ClassVar[float] = 3.0
     keys: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", "pooled_prompt_embeds"})
     required: ClassVar[frozenset[str]] = keys
@@ -29,18 +67,18 @@ class Flux(Packed):
         """With an end of its own."""
         return shifted(torch.linspace(1.0, 0.003 / 1.002, 1000, device="cpu"), shift)
 
-    def further(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, Any]:
+    def model_inputs(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, Any]:
         """See ``Packed``."""
         text = conditions["prompt_embeds"]
         return {
             "pooled_projections": conditions["pooled_prompt_embeds"],
             "txt_ids": torch.zeros(text.shape[1], 3, dtype=torch.int64, device=text.device),
-            "img_ids": torch.cat([_places(one, number) for number, one in enumerate(pictures)]),
+            "img_ids": torch.cat([_positions(one, number) for number, one in enumerate(pictures)]),
         }
 
 
-def _places(latents: torch.Tensor, number: int) -> torch.Tensor:
-    """The place of each token, [tokens, 3]: which picture, row, column. Integers, which no engine rounds."""
+def _positions(latents: torch.Tensor, number: int) -> torch.Tensor:
+    """The position of each token, [tokens, 3]: picture, row, column. Integers, which no engine rounds."""
     rows, columns = latents.shape[-2] // 2, latents.shape[-1] // 2
     ranges = (torch.arange(size, device=latents.device) for size in (rows, columns))
     grid = torch.cartesian_prod(*ranges)

@@ -1,15 +1,101 @@
-"""Qwen-Image, and its editions that start from pictures."""
+"""Qwen-Image: pictures of texts, and its editions that start from pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import exp
 from typing import Any, ClassVar
 
 import torch
 
-from zerostart.training.diffusion.family import Conditions, Tensors, linear_shift
-from zerostart.training.diffusion.packed import Packed
+from zerostart.training.data.items import as_picture
+from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
+from zerostart.training.diffusion.family import Conditions, Packed, Tensors, linear_shift
+
+
+class QwenImageEncoder(Encoder):
+    """``latents`` [C, H, W], ``prompt_embeds`` as long as the text is, and their mask, of ones."""
+
+    def encode(self, example: Example, generator: torch.Generator) -> Encoded:
+        """See ``Encoder``."""
+        latents = self.normalised(self.drawn(self.frame(example["image"]), generator))
+        return {**self.embedded(example), "latents": latents[0, :, 0]}
+
+    def embedded(self, example: Example) -> Encoded:
+        """What becomes of the text of an example."""
+        return self.prompt(example["prompt"])
+
+    def prompt(self, text: str) -> Encoded:
+        """See ``Encoder``."""
+        return _texts(*self.pipe.encode_prompt(text, **self.text))
+
+    def frame(self, picture: torch.Tensor) -> torch.Tensor:
+        """A picture as the autoencoder of videos takes it, [1, 3, 1, H, W]."""
+        return self.pixels(picture).unsqueeze(2)
+
+    def normalised(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents as the transformer sees them."""
+        mean, deviation = self.statistics(latents)
+        return (latents - mean) * (1.0 / deviation)
+
+    def statistics(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of latents, as they are known for the autoencoder, like ``latents``."""
+        config, shape = self.pipe.vae.config, (1, -1, 1, 1, 1)
+        mean = torch.tensor(config.latents_mean, device="cpu").view(shape)
+        deviation = torch.tensor(config.latents_std, device="cpu").view(shape)
+        return mean.to(latents), deviation.to(latents)
+
+
+class QwenImageEditEncoder(QwenImageEncoder):
+    """Adds ``image_latents.0`` [C, H', W'] of the picture to edit, which the text encoder sees, too."""
+
+    takes: ClassVar[frozenset[str]] = frozenset({"image", "edit_image"})
+    needs: ClassVar[tuple[str, ...]] = ("image", "edit_image")
+    single: ClassVar[frozenset[str]] = frozenset({"edit_image"})
+    texts_alone: ClassVar[bool] = False
+
+    def encode(self, example: Example, generator: torch.Generator) -> Encoded:
+        """See ``Encoder``."""
+        found = super().encode(example, generator)
+        for place, picture in enumerate(example["edit_image"]):
+            latents = self.likeliest(self.frame(picture))
+            mean, deviation = self.statistics(latents)
+            # The pipelines of editing divide, where the others multiply: the last bit may differ.
+            found[f"image_latents.{place}"] = ((latents - mean) / deviation)[0, :, 0]
+        return found
+
+    def embedded(self, example: Example) -> Encoded:
+        """What becomes of the text of an example and its pictures."""
+        shown = self.shown(example["edit_image"])
+        return _texts(*self.pipe.encode_prompt(example["prompt"], image=shown, **self.text))
+
+    def shown(self, pictures: Sequence[torch.Tensor]) -> Any:
+        """What the text encoder sees of the pictures: the one, as it is encoded."""
+        return as_picture(pictures[0])
+
+
+class QwenImageEditPlusEncoder(QwenImageEditEncoder):
+    """The same with any number of pictures: ``image_latents.0``, ``image_latents.1`` and so on."""
+
+    single: ClassVar[frozenset[str]] = frozenset()
+
+    def shown(self, pictures: Sequence[torch.Tensor]) -> Any:
+        """What the text encoder sees: each of them, scaled down to the area that the pipeline shows it."""
+        from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
+
+        found = []
+        for picture in map(as_picture, pictures):
+            ratio = picture.size[0] / picture.size[1]
+            width, height = plus.calculate_dimensions(plus.CONDITION_IMAGE_SIZE, ratio)
+            found.append(self.pipe.image_processor.resize(picture, height, width))
+        return found
+
+
+def _texts(embeds: torch.Tensor, mask: torch.Tensor | None) -> Encoded:
+    """The pipeline leaves a mask out that hides nothing."""
+    whole = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device) if mask is None else mask
+    return {"prompt_embeds": embeds[0], "prompt_embeds_mask": whole[0]}
+
 
 _TERMINAL = 0.02  # the last time of DiffSynth's schedule
 
@@ -19,6 +105,11 @@ class QwenImage(Packed):
 
     name: ClassVar[str] = "qwen-image"
     classes: ClassVar[frozenset[str]] = frozenset({"QwenImageTransformer2DModel"})
+    encoders: ClassVar[Mapping[str, type[Encoder]]] = {
+        "QwenImagePipeline": QwenImageEncoder,
+        "QwenImageEditPipeline": QwenImageEditEncoder,
+        "QwenImageEditPlusPipeline": QwenImageEditPlusEncoder,
+    }
     shift: ClassVar[float] = exp(0.8)
     keys: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", "prompt_embeds_mask"})
     most_images: ClassVar[int] = 16
@@ -40,7 +131,7 @@ class QwenImage(Packed):
             items = [{"prompt_embeds_mask": _whole(item), **item} for item in items]
         return super().conditions(items)
 
-    def further(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, Any]:
+    def model_inputs(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, Any]:
         """See ``Packed``."""
         sides = [(1, one.shape[-2] // 2, one.shape[-1] // 2) for one in pictures]
         return {

@@ -1,16 +1,209 @@
-"""Wan 2.1 and 2.2: text, picture, first and last frame to video; VACE."""
+"""Wan 2.1 and 2.2: text, picture, first and last frame to video; control by VACE."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Mapping, Sequence
 from math import prod
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
+from zerostart.training.config.configuration import CacheConfig
+from zerostart.training.data.items import as_picture
+from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
 from zerostart.training.diffusion.family import Conditions, Family, Tensors
+
+#: Pixels of the latents in a patch of the transformer, each way.
+_PATCH = 2
+#: The last tokens, which the attention of diffusers' Wan takes for the text, the others being of pictures.
+_TEXT = 512
+
+
+class TextToVideo(Encoder):
+    """``latents`` [C, F, H, W] and ``prompt_embeds``; a picture is a video of one frame."""
+
+    takes: ClassVar[frozenset[str]] = frozenset({"video", "image"})
+    needs: ClassVar[tuple[str, ...]] = ("video or image",)
+
+    @property
+    def multiple(self) -> int:
+        """See ``Encoder``."""
+        return int(self.pipe.vae_scale_factor_spatial) * _PATCH
+
+    def check(self, example: Example) -> None:
+        """See ``Encoder``; raises ConfigError for a number of frames that makes no whole latent ones, too."""
+        super().check(example)
+        frames, step = self.frames(example), int(self.pipe.vae_scale_factor_temporal)
+        if frames % step != 1:
+            raise ConfigError(
+                f"a video has {frames} frames, and {self.kind} takes {step}k + 1: set media.num_frames, "
+                f"media.time_division_factor {step} and media.time_division_remainder 1"
+            )
+
+    def frames(self, example: Example) -> int:
+        """How many frames an example has."""
+        return int(example["video"].shape[1]) if "video" in example else 1
+
+    def encode(self, example: Example, generator: torch.Generator) -> Encoded:
+        """See ``Encoder``."""
+        clip = self.clip(example["video"] if "video" in example else example["image"][:, None])
+        latents = self.normalised(self.drawn(clip, generator))[0]
+        return {**self.prompt(example["prompt"]), "latents": latents}
+
+    def prompt(self, text: str) -> Encoded:
+        """See ``Encoder``."""
+        embeds, _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, **self.text)
+        return {"prompt_embeds": embeds[0]}
+
+    def clip(self, video: torch.Tensor) -> torch.Tensor:
+        """A video (uint8 [3, F, H, W]) as the autoencoder takes it, [1, 3, F, H, W]."""
+        found: torch.Tensor = self.pipe.video_processor.preprocess_video(_frames(video))
+        return found.to(self.device, self.pipe.vae.dtype)
+
+    def normalised(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents as the transformer sees them, in float32 as in the pipelines."""
+        config, shape = self.pipe.vae.config, (1, -1, 1, 1, 1)
+        mean = torch.tensor(config.latents_mean, device=latents.device).view(shape)
+        scale = 1.0 / torch.tensor(config.latents_std, device=latents.device).view(shape)
+        return (latents.float() - mean) * scale
+
+
+def _check_texts(kind: str) -> None:
+    """Raise ConfigError where diffusers' pipelines of these classes could not clean their texts.
+
+    Unlike that of text to video they do not ask whether ftfy is there.
+    """
+    if importlib.util.find_spec("ftfy") is None:
+        raise ConfigError(f"diffusers' {kind} needs ftfy for its texts: pip install ftfy")
+
+
+class ImageToVideo(TextToVideo):
+    """Adds ``condition`` [C', F, H, W], masks and latents of the frames that are given.
+
+    Where there is an image encoder it adds ``image_embeds`` [L, D] of these frames.
+
+    Where the pipeline puts the first frame among the latents (``expand_timesteps``), ``condition`` is that
+    one latent frame, [C, 1, H, W]. Without a column ``first_frame`` it is the first of the video.
+    """
+
+    takes: ClassVar[frozenset[str]] = frozenset({"video", "first_frame", "last_frame"})
+    needs: ClassVar[tuple[str, ...]] = ("video",)
+
+    def __init__(self, pipe: Any, settings: CacheConfig) -> None:
+        super().__init__(pipe, settings)
+        _check_texts(self.kind)
+        if pipe.image_encoder is not None and (length := self.text["max_sequence_length"]) != _TEXT:
+            raise ConfigError(
+                f"cache.max_sequence_length is {length}, and diffusers' {self.kind} with an image encoder "
+                f"takes the last {_TEXT} embeddings for the text, the others for pictures: leave it out"
+            )
+
+    def check(self, example: Example) -> None:
+        """See ``Encoder``; raises ConfigError for frames of another size than the video's, too."""
+        super().check(example)
+        first, last = self._given(example)
+        for name, frame in (("first_frame", first), ("last_frame", last)):
+            if frame is not None and frame.shape[-2:] != example["video"].shape[-2:]:
+                raise ConfigError(f"{name} has another size than its video: give it the size `item`")
+        if last is not None and self.pipe.config.expand_timesteps:
+            raise ConfigError(f"this {self.kind} takes no last frame (expand_timesteps): leave it out")
+
+    def encode(self, example: Example, generator: torch.Generator) -> Encoded:
+        """See ``Encoder``."""
+        found = super().encode(example, generator)
+        first, last = self._given(example)
+        height, width = first.shape[-2:]
+        # Of the noise that it makes nothing is wanted: none is drawn where there are latents.
+        _, condition, *_ = self.pipe.prepare_latents(
+            self._frame(first),
+            1,
+            self.pipe.vae.config.z_dim,
+            height,
+            width,
+            self.frames(example),
+            torch.float32,
+            self.device,
+            None,
+            torch.zeros(1, device=self.device),
+            None if last is None else self._frame(last),
+        )
+        found["condition"] = condition[0]
+        if self.pipe.image_encoder is not None:
+            pictures = [as_picture(frame) for frame in (first, last) if frame is not None]
+            found["image_embeds"] = self.pipe.encode_image(pictures, self.device).flatten(0, 1)
+        return found
+
+    def _frame(self, frame: torch.Tensor) -> torch.Tensor:
+        """A frame as the pipeline takes it, [1, 3, H, W]."""
+        found: torch.Tensor = self.pipe.video_processor.preprocess(as_picture(frame))
+        return found.to(self.device, torch.float32)
+
+    def _given(self, example: Example) -> tuple[torch.Tensor, torch.Tensor | None]:
+        video = example["video"]
+        first, last = example.get("first_frame", video[:, 0]), example.get("last_frame")
+        return first, video[:, -1] if last is None and self.settings.last_frame else last
+
+
+class Vace(TextToVideo):
+    """Adds ``control_latents`` [C', F, H, W]: the control video in two halves by its mask, and the mask.
+
+    Reference pictures come before the frames, in the latents as well.
+    """
+
+    takes: ClassVar[frozenset[str]] = frozenset({"video", "control_video", "control_mask", "reference_image"})
+    needs: ClassVar[tuple[str, ...]] = ("video", "control_video or reference_image")
+
+    def __init__(self, pipe: Any, settings: CacheConfig) -> None:
+        super().__init__(pipe, settings)
+        _check_texts(self.kind)
+        # The pipeline asks its transformer, which is not there, for the size of a patch.
+        pipe.transformer = SimpleNamespace(config=SimpleNamespace(patch_size=(1, _PATCH, _PATCH)))
+
+    def check(self, example: Example) -> None:
+        """See ``Encoder``; raises ConfigError for controls of another size than the video's, too."""
+        super().check(example)
+        video = example["video"]
+        for name in ("control_video", "control_mask"):
+            if name in example and example[name].shape[1:] != video.shape[1:]:
+                raise ConfigError(
+                    f"{name} is {list(example[name].shape[1:])} (frames, height, width) and its video "
+                    f"{list(video.shape[1:])}: they have to be alike"
+                )
+        for picture in example.get("reference_image", ()):
+            if picture.shape[-2:] != video.shape[-2:]:
+                raise ConfigError(
+                    "reference_image has another size than its video; say so in media.columns: "
+                    "reference_image: {kind: images, size: item}"
+                )
+
+    def encode(self, example: Example, generator: torch.Generator) -> Encoded:
+        """See ``Encoder``."""
+        found = super().encode(example, generator)
+        frames, height, width = example["video"].shape[1:]
+        control, mask = (
+            _frames(example[n]) if n in example else None for n in ("control_video", "control_mask")
+        )
+        references = [as_picture(picture) for picture in example.get("reference_image", ())]
+        clip, shown, pictures = self.pipe.preprocess_conditions(
+            control, mask, references or None, 1, height, width, frames, torch.float32, self.device
+        )
+        latents = self.pipe.prepare_video_latents(clip, shown, pictures, None, self.device)
+        masks = self.pipe.prepare_masks(shown, pictures)
+        found["control_latents"] = torch.cat([latents, masks], dim=1)[0]
+        for picture in example.get("reference_image", ()):
+            # As the pipeline does it: each before what is there, so that the last one is the first.
+            kept = self.normalised(self.likeliest(self.clip(picture[:, None])))
+            found["latents"] = torch.cat([kept[0], found["latents"]], dim=1)
+        return found
+
+
+def _frames(video: torch.Tensor) -> list[Any]:
+    """The pictures of a video, uint8 [3, F, H, W]."""
+    return [as_picture(frame) for frame in video.unbind(1)]
 
 
 class Wan(Family):
@@ -25,6 +218,11 @@ class Wan(Family):
     name: ClassVar[str] = "wan"
     unit: ClassVar[float] = 1000.0
     classes: ClassVar[frozenset[str]] = frozenset({"WanTransformer3DModel", "WanVACETransformer3DModel"})
+    encoders: ClassVar[Mapping[str, type[Encoder]]] = {
+        "WanPipeline": TextToVideo,
+        "WanImageToVideoPipeline": ImageToVideo,
+        "WanVACEPipeline": Vace,
+    }
     shift: ClassVar[float] = 5.0
     keys: ClassVar[frozenset[str]] = frozenset(
         {"prompt_embeds", "image_embeds", "condition", "control_latents"}

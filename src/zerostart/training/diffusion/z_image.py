@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
 from zerostart.training.diffusion.family import Conditions, Family
+
+
+class ZImageEncoder(Encoder):
+    """``latents`` [C, H, W] and ``prompt_embeds``, as long as the text is."""
+
+    def encode(self, example: Example, generator: torch.Generator) -> Encoded:
+        """See ``Encoder``."""
+        config = self.pipe.vae.config
+        latents = self.drawn(self.pixels(example["image"]), generator)
+        normalised = (latents - config.shift_factor) * config.scaling_factor
+        return {**self.prompt(example["prompt"]), "latents": normalised[0]}
+
+    def prompt(self, text: str) -> Encoded:
+        """See ``Encoder``."""
+        (embeds,), _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, **self.text)
+        return {"prompt_embeds": embeds}
 
 
 class ZImage(Family):
@@ -19,6 +36,9 @@ class ZImage(Family):
 
     name: ClassVar[str] = "z-image"
     classes: ClassVar[frozenset[str]] = frozenset({"ZImageTransformer2DModel"})
+    encoders: ClassVar[Mapping[str, type[Encoder]]] = {
+        "ZImagePipeline": ZImageEncoder,
+    }
     shift: ClassVar[float] = 3.0
 
     @property

@@ -14,18 +14,17 @@ import torch
 from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError
+from zerostart.live.training import StateTensor
 from zerostart.state.resuming.background import Saving
 from zerostart.state.resuming.document import read_document
 from zerostart.state.resuming.load_state import load_state
-from zerostart.state.resuming.optimizer import Kept
 from zerostart.state.resuming.retention import complete, prune
 from zerostart.state.resuming.save_state import save_state
 from zerostart.state.resuming.values import decoded
-from zerostart.training.config.train import CheckpointConfig, TrainConfig
-from zerostart.training.loop.course import ACCEPTED, DATA, departures
+from zerostart.training.config.configuration import CheckpointConfig, TrainConfig
+from zerostart.training.loop.fingerprint import ACCEPTED, DATA, departures
 from zerostart.training.loop.output_directory import FOLDER, counts, of_a_run, standing
-from zerostart.training.loop.schedule import reschedule
-from zerostart.training.loop.session import Session
+from zerostart.training.loop.session import Session, reschedule
 
 logger = logging.getLogger("zerostart")
 
@@ -96,10 +95,10 @@ class Checkpoints:
     @property
     def _optimizer(self) -> Any:
         """None where the engine has it."""
-        return None if self._session.engine.wraps else self._session.optimizer
+        return None if self._session.engine.owns_optimizer else self._session.optimizer
 
     @property
-    def _averages(self) -> list[Kept]:
+    def _averages(self) -> list[StateTensor]:
         return [] if self._session.ema is None else self._session.ema.kept
 
     @property

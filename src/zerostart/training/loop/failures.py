@@ -1,13 +1,23 @@
-"""What one rank of a run fails with by itself: told to the others where all of them meet anyway."""
+"""What can go wrong in a step: an error on one rank alone, and losses or weights that are not finite.
+
+An error on one rank is announced to the others in the next sum over the ranks. Losses and gradient norms are
+looked at in every step, where they are on the host anyway; weights where they are about to be saved: one pass
+over this rank's own trained weights and optimizer states before each save, with one wait for the device.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
 
 from zerostart.distributed.reports import agreed_since, mark_agreed, now
 from zerostart.distributed.world import World
-from zerostart.errors import PeerError
+from zerostart.errors import DivergedError, PeerError
 
 
 class Failures:
@@ -56,3 +66,91 @@ def untold() -> Iterator[None]:
     except BaseException as error:
         mark_agreed(error)
         raise
+
+
+def is_finite(model: nn.Module, optimizer: Any) -> bool:
+    """Whether this rank's share of what is trained, masters and states of ``optimizer``, is finite.
+
+    ``model`` and ``optimizer`` as accelerate has prepared them. Buffers and frozen parameters are not
+    looked at: a mask of minus infinity is one that its model means.
+    """
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    held = [t for t in _trained(model, optimizer) if t.is_floating_point() and t.itemsize > 1 and t.numel()]
+    with torch.no_grad():
+        for tensor in held:
+            # A sum is as fast as memory, and nan and infinity come out of it; it may overflow by itself, too.
+            sums.setdefault(tensor.device, []).append(tensor.sum(dtype=torch.float32))
+        if all(bool(torch.stack(some).isfinite().all()) for some in sums.values()):
+            return True
+        return all(math.isfinite(torch.linalg.vector_norm(tensor, math.inf)) for tensor in held)
+
+
+def _trained(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            yield _local(getattr(parameter, "ds_tensor", parameter))
+    # DeepSpeed's engine has an optimizer around the one of torch, and accelerate one around either.
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    for stepped, state in getattr(optimizer, "state", {}).items():
+        yield from (_local(one) for one in (stepped, *state.values()) if isinstance(one, torch.Tensor))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(tensor, "to_local", None)  # of a DTensor
+    found: torch.Tensor = (tensor if to_local is None else to_local()).detach()
+    return found
+
+
+class Divergence:
+    """Counts the steps on end whose loss or gradient norm is not finite; at ``patience`` the run ends."""
+
+    def __init__(self, patience: int, world: World) -> None:
+        self._patience = patience
+        self._world = world
+        self._steps = 0
+        self._began = ""
+
+    def check_end(self, directory: str) -> None:
+        """Raise DivergedError where the last steps of a run were not finite, though its weights are."""
+        if self._steps:
+            raise DivergedError(
+                f"the last {self._steps} steps of the run are not finite: {self._began}. The model that was "
+                f"saved in {directory} has the finite weights of before"
+            )
+
+    @staticmethod
+    def is_in(loss: float, norm: float | None, searching: bool) -> bool:
+        """Whether a step is not finite on this rank.
+
+        A norm alone is none where fp16's loss scale is searched: such a step was passed over.
+        """
+        return not math.isfinite(loss) or not (searching or norm is None or math.isfinite(norm))
+
+    def note(self, step: int, own: tuple[float, float | None, bool] | None, going_on: str) -> str | None:
+        """Count a step; gives what is to be told of it, if anything. Collective where it is not finite.
+
+        ``own``: this rank's share of the loss, the norm, and whether that is not finite here; None, on every
+        rank, for a step that is finite. Raises DivergedError, on every rank, for one too many; ``going_on``
+        says what can be done then.
+        """
+        if own is None:
+            self._steps = 0
+            return None
+        self._steps += 1
+        ranks = self._world.all_gather_object(own, "telling of a step that is not finite")
+        where = [rank for rank, (loss, *_) in enumerate(ranks) if not math.isfinite(loss)]
+        where = where or [rank for rank, (*_, bad) in enumerate(ranks) if bad]  # all have one norm
+        loss, norm, _ = ranks[where[0]]
+        shown = "" if norm is None else f", the gradient norm {norm:.4g}"
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        told = f"step {step} is not finite on rank {where[0]}{more}: its loss is {loss:.4g}{shown}"
+        if self._steps == 1:
+            self._began = told  # by the next one every rank may have weights that are not finite
+        if self._steps >= self._patience:
+            raise DivergedError(
+                f"{self._began}; with it {self._steps} steps on end are not finite, and "
+                f"train.patience_nonfinite is {self._patience}: the run has ended after step {step}, and no "
+                f"model was saved. {going_on}"
+            )
+        return f"{told} ({self._steps} on end; at {self._patience} the run ends)"

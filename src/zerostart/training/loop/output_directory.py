@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.durable import sync_directory, write_whole
 from zerostart.checkpoint.manifest import MARKER as MODEL_MARKER
 from zerostart.checkpoint.manifest import is_inside, saved_at
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.publishing import remove
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
+from zerostart.checkpoint.write.folders import sync_directory, write_whole
+from zerostart.checkpoint.write.staging import remove
 from zerostart.distributed.world import World
 from zerostart.errors import (
     CheckpointError,
@@ -34,7 +34,7 @@ from zerostart.state.resuming.training_state import MARKER
 from zerostart.state.resuming.values import decoded
 from zerostart.training.adapt.export import AVERAGE
 from zerostart.training.adapt.exporting import EXPORTS
-from zerostart.training.config.train import TrainConfig
+from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.data.cached import is_of_cache
 from zerostart.training.loop.locks import hold
 from zerostart.training.samples.files import clear_drawn

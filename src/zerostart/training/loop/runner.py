@@ -21,14 +21,12 @@ from zerostart.loading.arguments import LoadArguments, keys
 from zerostart.training.adapt.export import export_model, export_step
 from zerostart.training.adapt.exporting import check_export
 from zerostart.training.adapt.trained import choose_trained, round_to
-from zerostart.training.config.launcher import with_launched
-from zerostart.training.config.train import TrainConfig
+from zerostart.training.config.configuration import TrainConfig
+from zerostart.training.config.engine_config import with_launched
 from zerostart.training.loop.checkpoints import Checkpoints, Past, newest
-from zerostart.training.loop.course import course_of
 from zerostart.training.loop.evaluate import HeldOut
-from zerostart.training.loop.failures import Failures, untold
-from zerostart.training.loop.finite import Divergence, is_finite
-from zerostart.training.loop.inputs import read_inputs
+from zerostart.training.loop.failures import Divergence, Failures, is_finite, untold
+from zerostart.training.loop.fingerprint import course_of, read_inputs
 from zerostart.training.loop.output_directory import METRICS, claimed, clear, set_aside, standing
 from zerostart.training.loop.progress import Display, Metrics, peak_memory_bytes, shown_loss
 from zerostart.training.loop.session import Session, check_surroundings, open_session

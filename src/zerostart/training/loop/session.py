@@ -5,31 +5,32 @@ The model comes sharded from ``zerostart.load``; nothing here moves, wraps or sh
 
 from __future__ import annotations
 
+import csv
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import current_world
-from zerostart.engines import Engine
-from zerostart.errors import ConfigError
+from zerostart.engines import Engine, full_shape
+from zerostart.errors import ConfigError, WriteError
 from zerostart.live.record import record_of
 from zerostart.training.adapt.ema import Ema
-from zerostart.training.config.train import TrainConfig
-from zerostart.training.loop.buckets import Buckets, order_of
+from zerostart.training.config.configuration import TrainConfig, TrainingConfig
+from zerostart.training.loop.batches import Buckets, Sharing, order_of
 from zerostart.training.loop.failures import untold
-from zerostart.training.loop.schedule import learning_rate_schedule
-from zerostart.training.loop.sequences import Sharing
 from zerostart.training.loop.task import Batch, Items, Task
-from zerostart.training.loop.trackers import check_trackers, made_trackers
 from zerostart.upstream.accelerate.launched import hidden
 
 
@@ -95,7 +96,7 @@ class Session:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Mean loss of one batch, [], as the task computes it."""
-        with self.engine.attending():
+        with self.engine.attention_context():
             return self.task.loss(self.model, batch)
 
     def accumulate(self, batch: Batch, share: float) -> torch.Tensor:
@@ -106,11 +107,11 @@ class Session:
         """
         # Every engine averages over ranks, and accelerate or DeepSpeed over the batches of a step: both as if
         # all weighed alike.
-        alike = self.engine.averaging * self.accelerator.gradient_accumulation_steps
+        alike = self.engine.gradient_divisor * self.accelerator.gradient_accumulation_steps
         with self.accelerator.accumulate(self.model):
             self.engine.begin_batch(self.model, self.accelerator.sync_gradients)
             loss = self.forward(batch)
-            with self.engine.attending():
+            with self.engine.attention_context():
                 self.accelerator.backward(loss.float() * (share * alike))
         return loss.detach()
 
@@ -120,7 +121,7 @@ class Session:
         Returns their norm before that; None where the engine does not tell (DeepSpeed in fp32 at stage 0).
         """
         parameters = list(self.model.parameters())
-        if self.engine.wraps or max_grad_norm > 0.0:
+        if self.engine.owns_optimizer or max_grad_norm > 0.0:
             # DeepSpeed has clipped and stepped in the backward; accelerate knows that, and asks it.
             norm = self.accelerator.clip_grad_norm_(parameters, max_grad_norm)
         else:
@@ -203,14 +204,14 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
         data, collate_fn=collator, num_workers=config.media.workers if config.media else 0, **order
     )
     with current_world().collectives("preparing the training"), untold():
-        if engine.wraps or engine.whole:
+        if engine.owns_optimizer or engine.replicates_parameters:
             model, prepared = accelerator.prepare(model, optimizer)  # whole ones in DDP
         else:
             # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
             # for a module that is sharded already it has nothing to do.
             prepared = accelerator.prepare(optimizer)
         engine.spare_unreached(model)
-        engine.begin_sharing(model)
+        engine.begin_sequence_parallel(model)
     loader = _prepared(accelerator, loader, place, count)
     # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
     scheduler = learning_rate_schedule(optimizer, train)
@@ -225,7 +226,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     )
     opened.adapted = config.lora is not None
     if config.ema is not None:
-        opened.ema = Ema(config.ema, model, None if engine.wraps else prepared, current_world())
+        opened.ema = Ema(config.ema, model, None if engine.owns_optimizer else prepared, current_world())
     return opened
 
 
@@ -294,7 +295,7 @@ def _accelerator(config: TrainConfig, engine: Engine) -> Any:
         ),
     }
     with hidden():  # what a launcher has set up is in the configuration by now
-        setup = engine.accelerate(config.precision)
+        setup = engine.accelerate_setup(config.precision)
         for message, category in setup.ignored:
             warnings.filterwarnings("ignore", message, category)
         with patch_environment(**setup.environment):
@@ -307,7 +308,128 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, A
     others: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # a ZeRO-3 placeholder is empty
+            shape = full_shape(parameter)
             (decayed if len(shape) > 1 else others).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def learning_rate_schedule(optimizer: Optimizer, train: TrainingConfig) -> LambdaLR:
+    """``train.schedule`` over ``train.steps`` steps of ``optimizer``, to be stepped after each of them.
+
+    Step ``k`` (from 0) of ``train.warmup_steps`` = ``W`` has the rate ``learning_rate * (k + 1) / W``: the
+    last of them has the full rate, and none has zero, which would be a batch for nothing. From step ``W``
+    on, and without warm-up, the rates are those of ``transformers.get_scheduler``, whose own warm-up is
+    ``k / W``.
+    """
+    from transformers import get_scheduler
+
+    made: Any = get_scheduler(train.schedule, optimizer, train.warmup_steps, train.steps)
+    theirs: Callable[[int], float] = made.lr_lambdas[0]
+    warmup = 0 if train.schedule == "constant" else train.warmup_steps  # "constant" takes no notice of it
+    return LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else theirs(step))
+
+
+def reschedule(schedule: LambdaLR, state: Mapping[str, Any], rate: float) -> None:
+    """Have ``schedule`` go on from the step of ``state`` with another ``learning_rate``, by its own rules."""
+    rates = [rate * rule(state["last_epoch"]) for rule in schedule.lr_lambdas]
+    schedule.load_state_dict({**state, "base_lrs": [rate] * len(rates), "_last_lr": rates})
+    for group, now in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["initial_lr"], group["lr"] = rate, now
+
+
+#: The name of our own tracker, and of the file that it writes in the output directory.
+OWN, TABLE = "csv", "metrics.csv"
+_COLUMNS = ("step", "key", "value")
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError for a tracker that is unknown or not installed."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    installed = {OWN, *(str(tracker) for tracker in get_available_trackers())}
+    for name in names:
+        if name not in installed:
+            known = ", ".join(sorted([OWN, *LOGGER_TYPE_TO_CLASS]))
+            absent = f"is not installed: pip install {name}, or leave it out"
+            what = absent if name in LOGGER_TYPE_TO_CLASS else f"is unknown; known are {known}"
+            raise ConfigError(f"tracking.trackers: {name} {what}")
+
+
+def made_trackers(names: Sequence[str], directory: Path, writes: bool) -> list[Any]:
+    """What accelerate takes as ``log_with``; ``writes``: whether this rank is the one that writes tables."""
+    return [_table(directory / TABLE, writes) if name == OWN else name for name in names]
+
+
+def log_images(trackers: Iterable[Any], images: Mapping[str, Any], step: int) -> list[str]:
+    """Hand pictures to the trackers that take some; on one rank. Gives the names of those trackers.
+
+    ``images`` has by name an array of bytes (uint8), [pictures, height, width, 3].
+    """
+    told = []
+    for tracker in trackers:
+        if hasattr(tracker, "log_images"):
+            # TensorBoard has to be told which axis is which; the others take a list of pictures.
+            if tracker.name == "tensorboard":
+                tracker.log_images(dict(images), step=step, dataformats="NHWC")
+            else:
+                tracker.log_images({name: list(found) for name, found in images.items()}, step=step)
+            told.append(str(tracker.name))
+    return told
+
+
+def _table(path: Path, writes: bool) -> Any:
+    """A tracker that writes a row for each value; accelerate, which has its base class, is imported late."""
+    from accelerate.tracking import GeneralTracker
+
+    class TableTracker(GeneralTracker):  # type: ignore[misc]  # accelerate is not typed
+        """Rows of a step, a key and a value: what is logged in one run need not have the same keys."""
+
+        name = OWN
+        requires_logging_directory = False
+
+        def __init__(self) -> None:
+            self.tracker = Table(path) if writes else None  # which the base class looks for
+            super().__init__()
+
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            """Write a row for each value. Raises WriteError."""
+            if self.tracker is not None:
+                self.tracker.add(0 if step is None else step, values)
+
+        def finish(self) -> None:
+            """Nothing is open between two logs."""
+
+    return TableTracker()
+
+
+class Table:
+    """The file at ``path``. A run that goes on writes anew what is there of the steps that it does again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begun = False
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append the values of a step. Raises WriteError."""
+        try:
+            if not self._begun:
+                self._begin(step)
+            with self._path.open("a", encoding="utf-8", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([step, *item] for item in values.items())
+        except OSError as error:
+            raise WriteError(f"{self._path}: the table cannot be written: {error.strerror}") from error
+
+    def _begin(self, step: int) -> None:
+        """Keep what is there of earlier steps; of a run that begins anew (step 0 or 1) there are none."""
+        kept = []
+        if self._path.is_file():
+            with self._path.open(encoding="utf-8", newline="") as file:
+                kept = [row for row in csv.reader(file) if _is_before(row, step)]
+        with self._path.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([_COLUMNS, *kept])
+        self._begun = True
+
+
+def _is_before(row: Sequence[str], step: int) -> bool:
+    return len(row) == len(_COLUMNS) and row[0].isdigit() and int(row[0]) < step

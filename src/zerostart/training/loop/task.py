@@ -1,7 +1,9 @@
-"""What a task is: everything that the runner does not know of what is learnt."""
+"""What a task is (all that the runner does not know of what is learnt), and tasks by name."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zerostart.distributed.world import World
-    from zerostart.training.config.train import TrainConfig
+    from zerostart.training.config.configuration import TrainConfig
+
 
 #: What a task makes of the examples of one batch: tensors, or lists of those that differ in shape.
 Batch: TypeAlias = "dict[str, Any]"
@@ -223,3 +226,62 @@ class Task(ABC):
         Raises ZerostartError.
         """
         return
+
+
+#: Where the class of each task is; a module is imported when its task is first asked for.
+_TASKS: dict[str, str | type[Task]] = {
+    "causal-lm": "zerostart.training.tasks.language:CausalLanguage",
+    "masked-lm": "zerostart.training.tasks.language:MaskedLanguage",
+    "flow-matching": "zerostart.training.diffusion.flow:FlowMatching",
+}
+
+
+def register_task(name: str, task: type[Task]) -> None:
+    """Register ``task`` as the class that ``task.name: NAME`` of a configuration means.
+
+    Raises :class:`ConfigError` for a name that is taken by another class, or one with a colon in it.
+    """
+    if ":" in name or not name:
+        raise ConfigError(
+            f"register_task: {name!r} is not a valid name for a task: it must have no colon in it"
+        )
+    if _TASKS.get(name, task) is not task:
+        raise ConfigError(f"register_task: {name!r} is the name of another task already")
+    _TASKS[name] = task
+
+
+def known_tasks() -> tuple[str, ...]:
+    """The names that are registered."""
+    return tuple(_TASKS)
+
+
+def task_class(name: str) -> type[Task]:
+    """The task that is registered as ``name``, or the class that ``package.module:Class`` names.
+
+    Modules beside which the run was started are found, too. Raises :class:`ConfigError` if there is none.
+    """
+    found = _TASKS.get(name)
+    if isinstance(found, type):
+        return found
+    path = found or name
+    module, colon, attribute = path.partition(":")
+    if not colon:
+        known = ", ".join(sorted(_TASKS))
+        raise ConfigError(f"{name!r} is unknown; choose one of {known}, or package.module:Class of your own")
+    return _checked(name, getattr(_imported(name, module), attribute, None))
+
+
+def _imported(name: str, module: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{name!r}: the module {module} cannot be imported: {error}") from error
+
+
+def _checked(name: str, found: Any) -> type[Task]:
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise ConfigError(f"{name!r} does not name a class derived from zerostart.training.Task")
+    return found

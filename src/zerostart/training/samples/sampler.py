@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.training.loop.trackers import log_images
+from zerostart.training.loop.session import log_images
 from zerostart.training.samples.files import check_writers, clear_drawn, read_pictures, write_drawn
 from zerostart.training.samples.pipeline import Drawing, Prompt
 
 if TYPE_CHECKING:
-    from zerostart.training.config.train import TrainConfig
+    from zerostart.training.config.configuration import TrainConfig
     from zerostart.training.loop.failures import Failures
     from zerostart.training.loop.session import Session
     from zerostart.training.loop.task import Task

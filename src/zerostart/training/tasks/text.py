@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 
 from zerostart.checkpoint.paths import expanded
 from zerostart.errors import ConfigError
+from zerostart.training.config.configuration import DataConfig
 from zerostart.training.config.parsing import parsed_json
-from zerostart.training.config.train import DataConfig
 
 #: The value of ``data.source`` that stands for the docstrings of the standard library.
 STDLIB_DOCSTRINGS = "stdlib-docstrings"

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from zerostart.checkpoint.shards import SaveLayout
 from zerostart.checkpoint.storage.direct import PAGE
+from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.geometry import Copy, Loop
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, torch_dtype

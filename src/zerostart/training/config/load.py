@@ -6,20 +6,19 @@ before a model or a process group exists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import BeforeValidator, SerializeAsAny, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, SerializeAsAny, ValidationError, model_validator
 
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
-from zerostart.training.config.mistakes import TaskMistake, told
+from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.config.parsing import MOST_TEXT, parsed_yaml
-from zerostart.training.config.registry import task_class
-from zerostart.training.config.sections import TaskConfig
-from zerostart.training.config.train import TrainConfig
-from zerostart.training.config.trained_rules import check_trained
+from zerostart.training.config.sections import Section, TaskConfig
+from zerostart.training.loop.task import task_class
 
 #: Sections that one value stands for, that of this key.
 _SHORT = {"resume": "path"}
@@ -138,3 +137,109 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
         section = inner
     section[leaf] = value
+
+
+class TaskMistake(ValueError):
+    """What is wrong within the section ``task``, as pydantic tells it, and the section's class."""
+
+    def __init__(self, problems: Sequence[Any], settings: type[Section]) -> None:
+        super().__init__("task")
+        self.problems = problems
+        self.settings = settings
+
+
+def told(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
+    """Each mistake that ``error`` found in a ``root``; in the section ``task`` by the task's settings."""
+    for problem in error.errors():
+        inner = problem.get("ctx", {}).get("error")
+        if not isinstance(inner, TaskMistake):
+            yield _explain(dict(problem), root, TaskConfig)
+            continue
+        for one in inner.problems:
+            yield _explain({**one, "loc": (*problem["loc"], *one["loc"])}, root, inner.settings)
+
+
+def _explain(problem: dict[str, Any], root: type[BaseModel], task: type[Section]) -> str:
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(location[-1], _fields(location[:-1], root, task), n=1, cutoff=0.5)
+        hint = f"; did you mean {'.'.join([*location[:-1], near[0]])}?" if near else ""
+        return f"unknown key {key}{hint}"
+    if problem["type"] == "missing":
+        return f"{key} is required"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if not key:
+        return message
+    given = "" if isinstance(problem["input"], dict) else f", not {problem['input']!r}"  # a section is long
+    return f"{key}: {message}{given}"
+
+
+def _fields(location: Sequence[str], root: type[BaseModel], task: type[Section]) -> list[str]:
+    """Names of the keys that the section at ``location`` knows; ``task`` is the class of the section task."""
+    section = root
+    for part in location:
+        annotation = section.model_fields[part].annotation
+        kinds = (task,) if annotation is TaskConfig else (annotation, *get_args(annotation))
+        found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not found:
+            return []
+        section = found[0]
+    return list(section.model_fields)
+
+
+def check_trained(config: TrainConfig) -> None:
+    """Raise ValueError for sections that contradict each other in what is trained, averaged and saved."""
+    output, lora = config.output, config.lora
+    _check_best(config)
+    _check_held_out(config)
+    if lora is not None and config.train.trainable:
+        raise ValueError("train.trainable and lora both say what is trained; leave one of them out")
+    if lora is not None and config.engine.expert_parallel > 1:
+        raise ValueError(
+            f"engine.expert_parallel {config.engine.expert_parallel} is not available with lora: adapters of "
+            "experts that ranks share are not; leave one of them out"
+        )
+    if output.merge and lora is None:
+        raise ValueError("output.merge merges a LoRA, and there is no section lora; leave it out")
+    if output.merge and config.ema is not None:
+        raise ValueError("output.merge with ema is not available: averaged adapters are saved as adapters")
+    if output.format == "peft" and lora is None:
+        raise ValueError("output.format peft is for adapters, and there is no section lora; leave it out")
+    if output.merge and (output.format is not None or output.trainable_only):
+        raise ValueError("output.merge saves a whole model; leave output.format and trainable_only out")
+    part = lora is not None or output.trainable_only or output.format == "diffsynth"
+    if output.pipeline and not output.merge and part:
+        raise ValueError("output.pipeline wants a whole model; set output.merge, or leave it out")
+    if output.remove_prefix and (output.merge or not part):
+        raise ValueError(
+            "output.remove_prefix is for files of what was trained: set output.trainable_only or "
+            "output.format diffsynth"
+        )
+
+
+def _check_best(config: TrainConfig) -> None:
+    """Raise ValueError where checkpoints are to be compared by a loss that is not measured at each."""
+    best, saved, measured = config.checkpoint.best, config.checkpoint.every, config.train.evaluate_every
+    held_out = getattr(config.data, "held_out", 0.0) or getattr(config.task, "held_out", 0.0)
+    if best and not (saved and measured and held_out and saved % measured == 0):
+        raise ValueError(
+            "checkpoint.best compares held-out losses: hold examples out (held_out of data or task), and "
+            "make checkpoint.every a multiple of train.evaluate_every"
+        )
+
+
+def _check_held_out(config: TrainConfig) -> None:
+    """Raise ValueError for a held-out loss that is asked for where nothing is held out.
+
+    A task of somebody else that has no such key may hold examples out by itself.
+    """
+    asked = {"train.evaluate_every": config.train.evaluate_every}
+    asked["ema.evaluate"] = config.ema is not None and config.ema.evaluate
+    sections = [name for name in ("data", "task") if hasattr(getattr(config, name), "held_out")]
+    if sections and not any(getattr(config, name).held_out for name in sections):
+        for key in (key for key, value in asked.items() if value):
+            raise ValueError(
+                f"{key} needs examples that are held out, and none are: set {sections[0]}.held_out, or leave "
+                "it out"
+            )

@@ -1,19 +1,29 @@
-"""What is kept for a model in training beside its parameters, wherever an engine or an optimizer keeps it."""
+"""The state side of an engine: the shards of a live model, and what is kept for it while it is trained.
+
+Saving, resuming, comparing and editing ask no more than this of an engine.
+"""
 
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from zerostart.distributed.world import World
+from zerostart.engines.base import EngineBase
+from zerostart.engines.shard import Shard
 from zerostart.errors import ConfigError
+from zerostart.geometry.layout import Parallelism
 from zerostart.upstream.torch.stepped import Member, Stepped, has_taken, plain_steps, watch_steps
 
-#: ``(first, values)``: element ``i`` of the 1-D ``values`` is the fp32 master of element ``first + i`` of what
-#: this rank holds of a parameter.
+#: ``(first, values)``: element ``i`` of the 1-D ``values`` is the fp32 master of element ``first + i`` of
+#: what this rank holds of a parameter.
 Master = tuple[int, torch.Tensor]
 #: A gradient, and the run of a parameter's elements that it is of.
 Gradient = tuple[Member, torch.Tensor]
@@ -30,6 +40,92 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
         """Take over the state of another one."""
         ...
+
+
+@dataclass(frozen=True)
+class StateEngine(EngineBase):
+    """The part of an engine that saving, resuming and comparing ask of a live model.
+
+    All but ``shards_of`` is asked of every engine that is installed, of models of whatever origin: what is
+    not this kind of engine's is answered by the defaults.
+    """
+
+    # Where the parameters are.
+
+    @abc.abstractmethod
+    def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
+        """The shards of a live model as they are now, by parameter name, aliases included.
+
+        What is not there is whole on every rank. Of replicas ``Shard.held`` tells which one this rank has.
+        """
+
+    @classmethod
+    def find_shards(cls, model: nn.Module, world: World) -> dict[str, Shard]:
+        """The shards in which this kind of engine holds a live model, whoever loaded it.
+
+        By parameter name, aliases included; what is not there is not sharded by it.
+        """
+        return {}
+
+    @classmethod
+    def put_to_rest(cls, model: nn.Module) -> None:
+        """Have ``model`` hold its shards as its parameters again, where a forward has left copies gathered.
+
+        Every rank by itself. Nothing is to be done where the parameters stay the same objects.
+        """
+
+    @classmethod
+    def has_own_values(cls, parameter: torch.Tensor) -> bool:
+        """Whether other ranks have other values under the name of ``parameter``, and no shard of it."""
+        return False
+
+    # What is kept for them.
+
+    @classmethod
+    def training_state(cls, model: nn.Module, optimizer: Any) -> TrainingState | None:
+        """What is kept for ``model`` in training; None where this kind of engine does not keep it.
+
+        Raises ConfigError where an engine trains the model and is not what is given, and ConfigError or
+        EngineError for a state that cannot be read where it is.
+        """
+        return None
+
+    # What follows when parameters are changed or replaced.
+
+    @classmethod
+    def drop_gathered(cls, parameters: Iterable[torch.Tensor]) -> None:
+        """Drop gathered copies of those ``parameters`` whose shards have been written to."""
+
+    @classmethod
+    def is_gathered(cls, parameter: torch.Tensor) -> bool:
+        """Whether a script has gathered ``parameter`` itself, and the engine takes its values afterwards."""
+        return False
+
+    @classmethod
+    def check_editable(cls, parameter: torch.Tensor, name: str) -> None:
+        """Raise ConfigError where the trained values of a parameter are not where they would be changed."""
+
+    @classmethod
+    def master_of(cls, parameter: torch.Tensor) -> AbstractContextManager[Master | None]:
+        """The fp32 master of this rank's share of ``parameter``, to be changed in place; None without one.
+
+        Not collective, but every rank that has a share must come through it.
+        """
+        return contextlib.nullcontext()
+
+    @classmethod
+    def check_replaceable(cls, model: nn.Module, parameter: torch.Tensor, action: str) -> None:
+        """Raise EngineError, which begins with ``action``, once ``parameter`` cannot be replaced any more."""
+
+    @classmethod
+    def whole_for_a_while(
+        cls, model: nn.Module, modules: Sequence[nn.Module]
+    ) -> AbstractContextManager[None]:
+        """Inside, the parameters of ``modules`` are whole on every rank and may be replaced; collective.
+
+        Afterwards what the modules then have is sharded again, with the values of rank 0.
+        """
+        return contextlib.nullcontext()
 
 
 class TrainingState(abc.ABC):
@@ -103,21 +199,25 @@ class OptimizerState(TrainingState):
         self.steps = plain_steps(optimizer) if optimizer is not None else []
 
     def watch(self) -> bool:
+        """By hooks of the optimizer."""
         return watch_steps({step.optimizer for step in self.steps})
 
     def counters(self) -> dict[str, Any]:
+        """What accelerate counts."""
         return {"name": "torch", "scaler": None, "accumulation": self._accumulation}
 
     def restore_counters(self, saved: Mapping[str, Any]) -> None:
         """Nothing is counted."""
 
     def components(self) -> Mapping[str, Stateful]:
+        """The gradient scaler of accelerate."""
         return {} if self._scaler is None else {"scaler": self._scaler}
 
     def check_reduced(self) -> None:
         """Raise ConfigError where gradients are held that are not reduced yet."""
 
     def gradients(self, is_replicated: Callable[[torch.Tensor], bool]) -> Sequence[Gradient]:
+        """Of shards, and of what one rank alone has."""
         self.check_reduced()
         found = [(p, p.grad) for p in self.parameters if p.grad is not None]
         if found and all(has_taken(gradient) for _, gradient in found):
@@ -126,6 +226,7 @@ class OptimizerState(TrainingState):
         return [(_whole(p), gradient) for p, gradient in found if not is_replicated(p)]
 
     def make_gradients(self, wanted: Collection[int], saved: Mapping[str, Any]) -> Sequence[Gradient] | None:
+        """New gradients of zeros, or none; no window can be ended."""
         if "window" in saved:
             return None if wanted else []
         made = []
@@ -137,6 +238,7 @@ class OptimizerState(TrainingState):
         return made
 
     def check_window(self, saved: Mapping[str, Any], with_gradients: bool, source: str) -> None:
+        """As accelerate counts batches; raises ConfigError."""
         before = saved.get("accumulation")
         if with_gradients and before is not None and self._accumulation not in (None, before):
             check_accumulation(before, self._accumulation, "accelerate", source)

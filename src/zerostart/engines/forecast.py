@@ -1,4 +1,4 @@
-"""The terms in which an engine tells what memory a training takes: who holds what, and moments of it."""
+"""What an engine forecasts: the bytes that a training takes on each rank, by phase."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
+from zerostart.engines.base import EngineBase
+from zerostart.engines.placements import Placements
 from zerostart.transfer.page_locked import rounded_up
 
 #: A number for each rank in question.
@@ -26,7 +29,7 @@ def pinned_by_torch(nbytes: Array | int) -> Array:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerCost:
     """``states``: copies that stay; ``host_scratch`` and ``device_scratch``: copies during an update."""
 
     name: str
@@ -57,7 +60,7 @@ class Gathers:
 
 
 @dataclass(frozen=True)
-class Held:
+class ParameterBytes:
     """Shares of ``ranks``, one number for each of them.
 
     ``trained`` are elements that the optimizer updates, of which ``main`` have the dtype of most. ``device``,
@@ -101,16 +104,40 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryPeak:
     """Bytes by component, on the host and on the device, at one moment of a phase."""
 
     phase: str
     host: Sizes = field(default_factory=dict)
     device: Sizes = field(default_factory=dict)
 
-    def on(self, target: Target) -> Moment:
+    def on(self, target: Target) -> MemoryPeak:
         """The moment with the device's memory on the host, if there is no accelerator."""
         if target.accelerator:
             return self
         names = dict.fromkeys((*self.device, *self.host))
-        return Moment(self.phase, {n: self.host.get(n, 0) + self.device.get(n, 0) for n in names})
+        return MemoryPeak(self.phase, {n: self.host.get(n, 0) + self.device.get(n, 0) for n in names})
+
+
+@dataclass(frozen=True)
+class ForecastEngine(EngineBase):
+    """The part of an engine that a forecast of memory asks."""
+
+    @property
+    def configured_optimizer(self) -> str | None:
+        """The name, as ``zerostart.plan`` takes it, of the optimizer that the engine is to make itself."""
+        return None
+
+    def memory_peaks(
+        self,
+        model: nn.Module,
+        placements: Placements,
+        held: ParameterBytes,
+        optimizer: OptimizerCost,
+        target: Target,
+    ) -> list[MemoryPeak]:
+        """The moments after the load, through the first step, at which memory may be at its highest."""
+        shards: dict[str, Array | int] = {"parameters": held.device, "buffers": held.buffers}
+        gradients = held.trained * held.dtype.itemsize
+        full = {**shards, "gradients": gradients, "optimizer state": optimizer.states * gradients}
+        return [MemoryPeak("initialize", {}, shards), MemoryPeak("step", {"parameters": held.host}, full)]

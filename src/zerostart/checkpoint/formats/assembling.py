@@ -1,19 +1,122 @@
-"""Whether what a format has found is whole: each tensor comes from bytes that are its own, all of it, once.
-
-The one place that proves it, whatever the format: a reader may be wrong about a damaged directory, and
-memory that nothing wrote is never taken for weights.
-"""
+"""What a directory of a training run holds, whoever wrote it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
+from typing import Any, TypeGuard
 
+from zerostart import geometry
 from zerostart.checkpoint.catalog import DTYPE_BITS, Assembled, TensorEntry
-from zerostart.checkpoint.strict_json import shown
+from zerostart.checkpoint.formats.inert_pickle import MAX_DIMENSIONS
+from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 from zerostart.geometry import Piece
 from zerostart.geometry.boxes import row_major_strides
+
+#: What separates the name of an optimizer's state from that of its parameter, in ``Found.assembled``.
+STATE = ":"
+
+
+@dataclass(frozen=True)
+class Group:
+    """One parameter group of an optimizer: its ``settings`` as they were pickled, and its parameters."""
+
+    settings: dict[str, Any]
+    parameters: tuple[str, ...]
+
+
+@dataclass
+class Found:
+    """Stored tensors, what they make up, and what is no tensor.
+
+    ``assembled`` has weights by their names, and states of an optimizer as ``exp_avg:NAME`` and the like.
+    ``numbers`` are states that are one number, by key and parameter; ``engine`` has counters of the engine by
+    its own names, ``schedule`` the state of its schedule, ``ties`` other names of a weight.
+    """
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    assembled: dict[str, Assembled] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    engine: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] | None = None
+    ties: dict[str, str] = field(default_factory=dict)
+
+    def add(self, entries: Iterable[TensorEntry]) -> None:
+        """Note stored tensors."""
+        self.tensors.update((entry.name, entry) for entry in entries)
+
+
+def is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
+    """Whether what a pickle holds is the sizes of a tensor."""
+    few = type(value) is tuple and len(value) <= MAX_DIMENSIONS  # one of millions may be that of each box
+    return few and all(type(size) is int and size >= 0 for size in value)
+
+
+def names_of(value: Any) -> tuple[str, ...]:
+    """Names out of a pickle; a number is one as well. Raises CheckpointError for anything else."""
+    if type(value) not in (list, tuple) or any(type(name) not in (str, int) for name in value):
+        raise CheckpointError(f"the parameters of an optimizer group have no names: {DAMAGED}")
+    return tuple(map(str, value))
+
+
+def from_runs(
+    name: str, shape: Sequence[int], dtype: str, runs: Iterable[tuple[TensorEntry, int, int]]
+) -> Assembled:
+    """A tensor whose row-major order is ``runs`` of stored rows, one after the other.
+
+    A run is the stored tensor (1-D), its first element that counts, and the number of elements. What is left
+    over at the end of the last run is padding. Raises CheckpointError where the runs are too short.
+    """
+    total = prod(shape)
+    parts: list[tuple[tuple[Piece, ...], int]] = []
+    have = 0
+    for entry, first, count in runs:
+        count = min(count, total - have)
+        if count > 0:
+            _check_dtype(name, dtype, entry)
+            if first + count > entry.numel:
+                raise CheckpointError(
+                    f"tensor {shown(name)} needs {first + count} elements of {shown(entry.name)}, which has "
+                    f"{entry.numel}: the file is truncated, or belongs to another job"
+                )
+            if entry.strides is not None:
+                raise CheckpointError(f"tensor {shown(name)}: {shown(entry.name)} is not stored as one row")
+            stored = geometry.whole(entry.name, (entry.numel,))
+            parts.append((geometry.crop(stored, 0, first, first + count), count))
+            have += count
+    if have < total:
+        raise CheckpointError(
+            f"tensor {shown(name)} has {total} elements, and the files hold {have} of them: one is missing, "
+            "or was written by another number of ranks"
+        )
+    flat = geometry.concatenate(parts, 0)
+    return Assembled(name, dtype, tuple(shape), geometry.reshape(flat, (total,), shape))
+
+
+def from_boxes(
+    name: str, shape: Sequence[int], dtype: str, boxes: Iterable[tuple[TensorEntry, Sequence[int]]]
+) -> Assembled:
+    """A tensor that stored boxes tile, each with its origin; whether they do, ``check_whole`` says.
+
+    Raises CheckpointError for a box of another type.
+    """
+    pieces: list[Piece] = []
+    for entry, origin in boxes:
+        _check_dtype(name, dtype, entry)
+        part = geometry.whole(entry.name, entry.shape, entry.strides)
+        for dim, at in enumerate(origin):
+            part = geometry.shift(part, dim, at)
+        pieces += part
+    return Assembled(name, dtype, tuple(shape), tuple(pieces))
+
+
+def _check_dtype(name: str, dtype: str, entry: TensorEntry) -> None:
+    if entry.dtype != dtype or dtype not in DTYPE_BITS:
+        raise CheckpointError(f"tensor {shown(name)} is {dtype}, and a part of it is stored as {entry.dtype}")
+
 
 #: Most pairs of pieces of one tensor that are compared, where no shorter way says that they tile it.
 _MOST_PAIRS = 1 << 22

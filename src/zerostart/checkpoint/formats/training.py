@@ -9,9 +9,8 @@ from pathlib import Path
 
 from zerostart.checkpoint.catalog import Assembled, Catalog
 from zerostart.checkpoint.formats import dcp, rank_files, universal, zero
-from zerostart.checkpoint.formats.found import STATE, Found
+from zerostart.checkpoint.formats.assembling import STATE, Found, check_whole
 from zerostart.checkpoint.formats.parts import PartFiles
-from zerostart.checkpoint.formats.whole import check_whole
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.checkpoint.strict_json import DAMAGED, shown

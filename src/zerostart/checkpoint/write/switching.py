@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from zerostart.checkpoint.durable import write_whole
-from zerostart.checkpoint.folders import Folder, Identity
 from zerostart.checkpoint.manifest import (
     HIDDEN,
     INDEX,
@@ -26,6 +24,7 @@ from zerostart.checkpoint.manifest import (
     is_inside,
 )
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
+from zerostart.checkpoint.write.folders import Folder, Identity, write_whole
 from zerostart.errors import ZerostartError
 
 #: What says how weights are to be read, and is theirs; other files beside them may be a script's own.

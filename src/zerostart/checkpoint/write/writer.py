@@ -20,10 +20,10 @@ import uuid
 from pathlib import Path
 from types import TracebackType
 
-from zerostart.checkpoint.durable import begin_writeback, sync_directory, write_whole
-from zerostart.checkpoint.shards import SaveLayout
 from zerostart.checkpoint.storage.direct import PAGE, open_direct, whole_pages
 from zerostart.checkpoint.storage.page_cache import direct_suits, file_system
+from zerostart.checkpoint.write.folders import begin_writeback, sync_directory, write_whole
+from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.errors import CheckpointError, WriteError
 
 #: Bytes of a file after which the disk begins with them, while what follows is written to memory.

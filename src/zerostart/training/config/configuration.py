@@ -1,25 +1,24 @@
 """The configuration of ``zerostart train``, typed: its sections, what each key means, and the defaults.
 
-It is read, and its sections held against each other, in ``training/config/configuring.py``.
+It is read, and its sections held against each other, in ``training/config/load.py``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
 
-from zerostart.checkpoint.shards import parse_size
+from zerostart.checkpoint.write.shards import parse_size
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import LoadArguments
-from zerostart.training.config.cache_config import CacheConfig
 from zerostart.training.config.sections import Count, Positive, Section, TaskConfig
-from zerostart.training.config.trained_sections import EmaConfig, LoraConfig
 from zerostart.training.data.media_config import MediaConfig
 from zerostart.training.samples.settings import SamplesConfig
 
 if TYPE_CHECKING:
     from zerostart.engines import Engine
+
 
 # The schedules of ``transformers.get_scheduler`` that need no further arguments.
 Schedule = Literal[
@@ -114,7 +113,7 @@ class EngineConfig(Section):
         from zerostart.engines import check_choice
         from zerostart.geometry.layout import Mesh
 
-        return check_choice(self.name, self.zero_stage).of(self.zero_stage, None, Mesh(1), None)
+        return check_choice(self.name, self.zero_stage).for_stage(self.zero_stage, None, Mesh(1), None)
 
 
 class TrainingConfig(Section):
@@ -222,6 +221,136 @@ class LoggingConfig(Section):
     every: Positive = 10
 
 
+class LoraConfig(Section):
+    """Low-rank adapters, trained in the place of the model, which stays as it was loaded.
+
+    Each gives its module ``alpha / rank`` times the product of two factors of rank ``rank``; ``alpha`` None:
+    as much. ``targets`` is ``auto`` (those of DiffSynth's scripts for its families, else every linear layer
+    of the model's repeated blocks), the name of a preset, a list of names (``to_q`` is every module that is
+    called so, ``blocks.*.attn1.to_q`` one of each block), or DiffSynth's comma-separated list as it is, in
+    the names of DiffSynth's model. What ``exclude`` names is left out. ``init``: the first factor is drawn as
+    PEFT draws it, or from a normal distribution; the second is zero, so that training starts from the model.
+    ``start_from`` is a LoRA file, or its directory, that training goes on from: of PEFT, diffusers or
+    DiffSynth.
+    """
+
+    places: ClassVar[frozenset[str]] = frozenset({"start_from"})
+
+    rank: Positive = 32
+    alpha: Annotated[float, Field(gt=0.0)] | None = None
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    targets: str | list[str] = "auto"
+    exclude: list[str] = Field(default_factory=list)
+    init: Literal["default", "gaussian"] = "default"
+    start_from: str | None = None
+
+    @property
+    def scaling(self) -> float:
+        """What the product of the factors is multiplied by."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+class EmaConfig(Section):
+    """An average of the weights, as diffusers' ``EMAModel`` has it: saved in ``ema`` of the output directory.
+
+    Update ``n`` (from 1) keeps the part ``d`` of what there was: ``d`` is 0 up to update
+    ``update_after_step + 1``, then, with ``k = n - update_after_step - 1``, ``(1 + k) / (10 + k)``, or with
+    ``warmup`` ``1 - (1 + k / inv_gamma) ** -power``; at most ``decay``, at least ``min_decay``. There is one
+    update ``every`` so many steps. The average is in fp32, where the weights are or in host memory
+    (``place``). ``evaluate``: the held-out loss is that of the average.
+    """
+
+    decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9999
+    min_decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    update_after_step: Annotated[int, Field(ge=0)] = 0
+    warmup: bool = False
+    inv_gamma: Annotated[float, Field(gt=0.0)] = 1.0
+    power: Annotated[float, Field(gt=0.0)] = 2 / 3
+    every: Positive = 1
+    place: Literal["device", "host"] = "device"
+    evaluate: bool = False
+
+    @model_validator(mode="after")
+    def _ordered(self) -> EmaConfig:
+        if self.min_decay > self.decay:
+            raise ValueError(f"min_decay {self.min_decay} is more than decay {self.decay}")
+        return self
+
+    def decay_of(self, update: int) -> float:
+        """What part of the average the update number ``update`` (from 1) keeps."""
+        step = max(0, update - self.update_after_step - 1)
+        if step <= 0:
+            return 0.0
+        rising = 1 - (1 + step / self.inv_gamma) ** -self.power if self.warmup else (1 + step) / (10 + step)
+        return max(min(rising, self.decay), self.min_decay)
+
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Kind = Literal["shard", "replicate", "offload"]
+
+
+class CacheConfig(Section):
+    """Latents and embeddings, computed once.
+
+    ``directory`` None is ``cache`` in the output directory. ``source`` is the pipeline whose encoders are
+    used; None: that of ``model.source``. Text and image encoders are placed as ``placement`` says
+    (``shard``, ``replicate`` or ``offload``, or one for each by name), None: ``replicate`` on one rank,
+    ``shard`` by ``engine`` on several; the autoencoder is whole on every rank unless it is offloaded.
+    ``device_memory_limit`` is as for a pipeline, in bytes or as ``24GB``.
+
+    ``dtype`` is that of the encoders, ``vae_dtype`` that of the autoencoder; None: that of their files.
+    ``max_sequence_length`` None is the pipeline's own default. ``posterior`` ``sample`` draws latents from
+    what the autoencoder gives, by ``seed`` and the number of the item; ``mode`` takes the most likely ones.
+    ``last_frame`` gives a model of image to video the last frame of each video, too. ``prompts`` are
+    further texts whose embeddings are kept; that of the empty text always is. ``file_size`` is what the
+    items of one file take, which a rank holds until they are written.
+    """
+
+    places: ClassVar[frozenset[str]] = frozenset({"directory", "source"})
+
+    directory: str | None = None
+    source: str | None = None
+    placement: Kind | dict[str, Kind] | None = None
+    engine: str = "fsdp2"
+    device_memory_limit: int | str | None = None
+    dtype: Dtype | None = None
+    vae_dtype: Dtype | None = None
+    max_sequence_length: Positive | None = None
+    posterior: Literal["sample", "mode"] = "sample"
+    seed: Count = 0
+    last_frame: bool = False
+    prompts: list[str] = Field(default_factory=list)
+    file_size: int | str = "256MB"
+
+    @field_validator("device_memory_limit", "file_size")
+    @classmethod
+    def _bytes(cls, value: int | str | None) -> int | str | None:
+        try:
+            return value if value is None else parse_size(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+
+    @field_validator("placement")
+    @classmethod
+    def _whole_vae(cls, value: str | dict[str, str] | None) -> str | dict[str, str] | None:
+        if isinstance(value, dict) and value.get("vae") == "shard":
+            raise ValueError(
+                "vae cannot be sharded: items of different lengths call it differently often on different "
+                "ranks; write replicate or offload"
+            )
+        return value
+
+    @property
+    def limit(self) -> int | None:
+        """``device_memory_limit`` in bytes."""
+        return None if self.device_memory_limit is None else parse_size(self.device_memory_limit)
+
+    @property
+    def bytes_of_a_file(self) -> int:
+        """``file_size`` in bytes."""
+        return parse_size(self.file_size)
+
+
 class TrainConfig(Section):
     """All of it.
 
@@ -251,7 +380,7 @@ class TrainConfig(Section):
     @property
     def kept_dtype(self) -> str | None:
         """The type in which the engine keeps the model in this precision, if it has one, by name."""
-        kept = self.engine.chosen().kept_dtype(self.train.mixed_precision)
+        kept = self.engine.chosen().training_dtype(self.train.mixed_precision)
         return None if kept is None else str(kept).removeprefix("torch.")
 
     @property

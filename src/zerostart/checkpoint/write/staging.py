@@ -27,8 +27,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from zerostart.checkpoint.durable import sync, sync_handle, write_whole
-from zerostart.checkpoint.folders import Folder, lock
 from zerostart.checkpoint.manifest import (
     FORMAT,
     HIDDEN,
@@ -43,7 +41,8 @@ from zerostart.checkpoint.manifest import (
     lies_at,
 )
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.switching import CONTENT, Plan, finish, planned, settle, switch
+from zerostart.checkpoint.write.folders import Folder, lock, sync, sync_handle, write_whole
+from zerostart.checkpoint.write.switching import CONTENT, Plan, finish, planned, settle, switch
 from zerostart.errors import CheckpointError, VerifyError, WriteError, ZerostartError
 
 _LOCK = re.compile(r"(?P<token>[0-9a-f]{12})\.lock")

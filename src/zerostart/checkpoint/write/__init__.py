@@ -1,0 +1,1 @@
+"""Writing checkpoints: files of safetensors, and the one step by which readers go by the new ones."""
